@@ -6,7 +6,6 @@ or is configured to compute something that a packed row would change, is refused
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,7 +15,8 @@ if TYPE_CHECKING:
 TESTED = ("5.23.",)  # versions of transformers, by how they begin
 FAMILIES = ("audioflamingo3", "aya_vision", "gemma3", "glm4v", "glm4v_moe", "idefics3", "internvl",
             "llava", "llava_next", "llava_onevision", "mistral3", "qwen2_5_omni", "qwen2_5_vl",
-            "qwen2_audio", "qwen2_vl", "qwen3_vl", "qwen3_vl_moe", "smolvlm", "vipllava")
+            "qwen2_audio", "qwen2_vl", "qwen3_5", "qwen3_5_moe", "qwen3_vl", "qwen3_vl_moe",
+            "smolvlm", "vipllava")
 _NO_PIL = "has no image processor in transformers that resizes by Pillow"
 NOT_EXACT = {
     "cohere2_vision": _NO_PIL, "kimi_k25": _NO_PIL,
@@ -24,11 +24,13 @@ NOT_EXACT = {
                  "conversation would be seen before they are learnt"}
 TEXT_MODELS = ("cohere2", "gemma3_text", "glm4v_moe_text", "glm4v_text", "llama", "mistral",
                "mixtral", "qwen2", "qwen2_5_omni_text", "qwen2_5_vl_text", "qwen2_moe",
-               "qwen2_vl_text", "qwen3", "qwen3_moe", "qwen3_vl_moe_text", "qwen3_vl_text")
+               "qwen2_vl_text", "qwen3", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_moe",
+               "qwen3_vl_moe_text", "qwen3_vl_text")
 TOWERS = {"visual": "vision", "vision_tower": "vision", "vision_model": "vision",
           "audio_tower": "audio"}
 # Connectors that are inside of a tower.
 MERGERS = ("merger", "deepstack_merger_list", "proj")
+RANDOM = ("dropout", "drop_path", "layerdrop", "jitter")  # in names of settings
 LANGUAGE = ("language_model", "text_model", "lm_head")
 
 
@@ -102,8 +104,8 @@ def refusals(config: PreTrainedConfig) -> list[str]:
                               for kind in ("vision", "audio")}
     for model, part in parts.items():
         for name, value in vars(part).items() if part is not None else ():
-            if re.search("dropout|drop_path|layerdrop", name) and (
-                    isinstance(value, float | int) and value > 0):
-                found.append(f"{name} of the {model} model is {value}, and its random masks depend "
-                             "on where an example is: set it to 0")
+            if any(kind in name for kind in RANDOM) and isinstance(value, float | int) and (
+                    value > 0):
+                found.append(f"{name} of the {model} model is {value}, and its random numbers "
+                             "depend on where an example is: set it to 0")
     return found

@@ -55,6 +55,9 @@ class WholeModel(nn.Module):
         self._types = [name for name in TYPES if name in accepted]
         index = getattr(hf.model, "get_rope_index", None)
         self._rope_arguments = None if index is None else set(inspect.signature(index).parameters)
+        self.mixers = [m for m in hf.modules() if type(m).__name__.endswith("GatedDeltaNet")]
+        for mixer in self.mixers:
+            packing.keep_apart(mixer)
 
     @property
     def token_embedding(self) -> nn.Parameter:
@@ -113,6 +116,8 @@ class WholeModel(nn.Module):
         answering = nullcontext() if not batch.phases else self.encoders.answering(
             batch.phases, inputs, self.clock, self.dtype)
         keeping = packing.positions(self.hf.get_output_embeddings(), batch.kept)
+        if self.mixers:
+            inputs["seqlens"] = batch.seqlens
         if self._keeps:
             inputs["logits_to_keep"], keeping = batch.kept, nullcontext()
         with answering, packing.packed(batch.seqlens, self._num_layers), keeping:

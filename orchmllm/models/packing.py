@@ -132,5 +132,24 @@ def attention_of_row(
     return torch.cat(out, 1), None
 
 
+class _Apart:
+    """What stands between a linear attention layer's class and its forward."""
+
+    def forward(self, hidden_states: Tensor, *, seqlens: SequenceLengths, **kwargs: Any) -> Tensor:
+        """hidden_states (1, R, D). Each example begins with an empty state."""
+        if (row := _running.get()) is not None:
+            row.num_calls += 1
+        kwargs["attention_mask"] = None  # nothing is padded
+        return torch.cat([super(_Apart, self).forward(part, **kwargs)
+                          for part in hidden_states.split(seqlens.lengths, 1)], 1)
+
+
+def keep_apart(mixer: nn.Module) -> None:
+    """Makes a linear attention layer, whose state goes from position to position, compute one
+    example after the other. Its forward then needs `seqlens`."""
+    family = type(mixer)
+    mixer.__class__ = type(family.__name__, (_Apart, family), {})
+
+
 AttentionInterface.register(NAME, attention_of_row)
 AttentionMaskInterface.register(NAME, mask_of_row)

@@ -14,6 +14,7 @@ from torch import nn
 from orchmllm.config.fsdp import DTYPE_BYTES
 from orchmllm.config.job import Job
 from orchmllm.config.model import ModelConfig
+from orchmllm.models.block_flops import multiplied, state_flop
 from orchmllm.models.families import part_of
 from orchmllm.models.flops import Lengths, Work, terms
 from orchmllm.models.hf import WholeModel, meta_model
@@ -24,7 +25,7 @@ from orchmllm.plan.layout import ENCODERS
 # Images are cut into tiles of one size, each of which is encoded alone.
 TILED = ("aya_vision", "gemma3", "idefics3", "internvl", "llava", "llava_next", "llava_onevision",
          "smolvlm", "vipllava")
-CONNECTOR = re.compile(r".*?(?:merger|projector|connector)[^.]*(?:\.\d+)?\.")
+CONNECTOR = re.compile(r".*?(?:merger|projector|connector|audio_tower\.proj)[^.]*(?:\.\d+)?\.")
 
 
 class PartFlops(NamedTuple):
@@ -54,7 +55,8 @@ def part_flops(folder: str) -> dict[str, PartFlops]:
                                         or text.hidden_size // text.num_attention_heads)
     sizes = {part: multiplied(stack, getattr(text, "num_experts_per_tok", 0))
              for part, stack in stacks.items()}
-    out = {"llm": PartFlops(2 * sizes["llm"], 2 * len(stacks["llm"]) * width,
+    out = {"llm": PartFlops(2 * sizes["llm"] + sum(map(state_flop, whole.mixers)),
+                            2 * (len(stacks["llm"]) - len(whole.mixers)) * width,
                             2 * whole.hf.get_output_embeddings().weight.numel())}
     names, begins = {id(p): name for name, p in whole.hf.named_parameters()}, {}
     for i, name in names.items():
@@ -89,19 +91,6 @@ def _row_flops(module: nn.Module) -> int:
     """Of what is before the blocks, for a patch or a frame."""
     flop = 2 * module.weight.numel()
     return flop // module.stride[0] if isinstance(module, nn.Conv1d) else flop
-
-
-def multiplied(stack: nn.ModuleList, experts: int) -> int:
-    """Weights that a position is multiplied with. experts: of a layer's, those that it is sent
-    to."""
-    total = 0
-    for module in stack.modules():
-        for p in module.parameters(recurse=False):
-            if p.dim() == 3 and hasattr(module, "num_experts"):
-                total += p.numel() // module.num_experts * experts
-            elif p.dim() > 1:
-                total += p.numel()
-    return total
 
 
 def around(whole: WholeModel, part: str = "vision") -> tuple[list[nn.Module], list[nn.Module]]:

@@ -39,13 +39,8 @@ def thread_times() -> np.ndarray:
 
 
 def peak_bytes(device: torch.device) -> float:
-    """The most that tensors have taken of a GPU since the last call; 0 on a CPU, where nobody
-    counts."""
-    if device.type != "cuda":
-        return 0.0
-    peak = torch.cuda.max_memory_allocated(device)
-    torch.cuda.reset_peak_memory_stats(device)
-    return float(peak)
+    """The most that tensors have taken of a GPU so far; 0 on a CPU, where nobody counts."""
+    return float(torch.cuda.max_memory_allocated(device)) if device.type == "cuda" else 0.0
 
 
 class StepFacts(NamedTuple):

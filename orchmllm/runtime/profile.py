@@ -30,7 +30,7 @@ class StepProfiler:
     and what the next start has to know, for JSON."""
 
     def __init__(self, recipe: Recipe, rank: int, log: Callable[[str], None],
-                 exhausted: Callable[[], tuple[str, dict]]) -> None:
+                 exhausted: Callable[[Step], tuple[str, dict]]) -> None:
         config = recipe.profile
         self._folder, self._rank, self._log = recipe.run.folder, rank, log
         self._exhausted = exhausted
@@ -64,7 +64,7 @@ class StepProfiler:
             if not out_of_memory(e):
                 raise
             where, why = _report(step, self._rank, e, self._folder / "oom"), str(e).splitlines()[0]
-            advice, known = self._exhausted()
+            advice, known = self._exhausted(step)
             if known:
                 self._remember(known)
             raise RuntimeError(

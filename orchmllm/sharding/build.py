@@ -31,8 +31,8 @@ def build(
     sources: Sequence[WeightSource], gather: RowGather, ranks_per_node: int,
     group: dist.ProcessGroup | None, log: Callable[[str], None],
 ) -> MultimodalModel | WholeModel:
-    """The model. Collective; gather: of all ranks. group: for what moves in a forward (default: the default
-    group). The rest as in orchmllm.sharding.fsdp.build_model."""
+    """The model. Collective; gather: of all ranks. group: for what moves in a forward (default: the
+    default group). The rest as in orchmllm.sharding.fsdp.build_model."""
     if not recipe.model.folder:
         return build_model(recipe.model, recipe.fsdp, device, recipe.run.seed, checkpointing,
                            sources, ranks_per_node=ranks_per_node, group=group)

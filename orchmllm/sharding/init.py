@@ -21,17 +21,11 @@ from orchmllm.models.mllm import MultimodalModel
 from orchmllm.models.parts import init_parameters
 
 
-def plain_name(name: str) -> str:
-    """A parameter's name without those of activation checkpointing's wrappers."""
-    return name.replace("_checkpoint_wrapped_module.", "")
-
-
 def seed_weights(model: MultimodalModel, seed: int, skip: Container[str] = ()) -> None:
     """Gives every parameter its initial value, in place: N(0, std^2) for weights of linear,
     convolution and embedding layers, zero biases, norms' own. model: whole or sharded, with
     memory. skip: plain names of weights that will be read from a file, so need not be drawn."""
     def draw(name: str, weight: Tensor) -> None:
-        name = plain_name(name)
         if name not in skip:
             std = model.llm.head_std if weight is model.llm.lm_head.weight else 0.02
             _draw(weight, std, seed, name)

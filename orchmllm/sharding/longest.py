@@ -160,12 +160,14 @@ class Room:
         tokens = int(unfit.tokens_per_example[0])
         cut = self._longest(loads_alone(unfit.taken([0], [1]), not self.spreads), tokens,
                             self.choice)
+        room = f"a rank ({self.budget / 1e9:.3g} GB)"
+        if not cut:
+            return [f"warning: the model alone cannot fit {room}: more ranks or larger GPUs help"]
         full = int((self._needed(unfit, FULL) <= self.budget).sum())
-        cures = [f"  data.max_example_tokens={cut}"] * (0 < cut < tokens)
+        cures = [f"  data.max_example_tokens={cut}"] * (cut < tokens)
         cures += [f"  fsdp.activation_checkpointing=full, with which {full:,} of them fit"] * (
             full > 0)
-        return [f"warning: rows that cannot fit a rank ({self.budget / 1e9:.3g} GB), even alone: "
-                f"{len(wrong):,}",
+        return [f"warning: rows that cannot fit {room}, even alone: {len(wrong):,}",
                 *(f"  {place(int(rows.example_id[i]))}: {rows.tokens_per_example[i]:,} tokens, "
                   f"predicted {needed[i] / 1e9:.3g} GB" for i in wrong[:MOST_NAMED].tolist()),
                 "what helps:", *cures, "  shorter media, more ranks, or larger GPUs"]

@@ -15,7 +15,6 @@ from orchmllm.config.recipe import TRAIN_PARTS, TrainConfig
 from orchmllm.models import families
 from orchmllm.models.hf import WholeModel
 from orchmllm.models.mllm import MultimodalModel
-from orchmllm.sharding.init import plain_name
 
 
 def part_of(name: str) -> str:
@@ -31,7 +30,7 @@ def learning_parts(model: MultimodalModel | WholeModel) -> dict[str, list[nn.Par
     parts: dict[str, list[nn.Parameter]] = {part: [] for part in TRAIN_PARTS}
     for name, p in model.named_parameters():
         if p.requires_grad:
-            parts[part_of(plain_name(name))].append(p)
+            parts[part_of(name)].append(p)
     learning = {part: found for part, found in parts.items() if found}
     if not learning:
         raise ValueError("model.*.frozen: every submodule is frozen, nothing would be trained")

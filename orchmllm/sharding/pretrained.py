@@ -18,7 +18,7 @@ from orchmllm.comm.errors import AgreedError
 from orchmllm.hf.folder import Stored
 from orchmllm.hf.sources import WeightSource, fingerprint
 from orchmllm.models.mllm import MultimodalModel
-from orchmllm.sharding.init import local_rows, plain_name
+from orchmllm.sharding.init import local_rows
 
 BLOCK_BYTES = 1 << 26  # copied (and converted) at a time
 
@@ -29,7 +29,7 @@ def load_pretrained(model: MultimodalModel, sources: Sequence[WeightSource]) -> 
 
     model: whole or sharded (1-D or hybrid), with memory. Not collective: each rank reads alone.
     Raises OSError or ValueError if a file cannot be read any more."""
-    parameters = {plain_name(name): p for name, p in model.named_parameters()}
+    parameters = dict(model.named_parameters())
     by_file: dict[Path, list[tuple[Tensor, Stored]]] = {}
     for source in sources:
         for name, stored in source.tensors.items():

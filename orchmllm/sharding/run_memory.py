@@ -31,7 +31,7 @@ from orchmllm.sharding.fits import (
 )
 from orchmllm.sharding.memory import Loads, MemoryModel, loads_of
 
-WARM_UP = 3  # steps; the first one, in which the optimizer's state is made, tells nothing
+WARM_UP = 3  # steps; the optimizer's state is there from the second one on
 
 
 class RunMemory:
@@ -41,8 +41,8 @@ class RunMemory:
     of the checkpoint that the run goes on from, 0 without one. known: what the run knows of its
     memory, for its checkpoints: `measured`, what steps took of the prediction at most;
     `exhausted`, what they have to be taken for after memory ran out, and `next`, the choice that
-    fits then; `choice`. gather: (n,) numbers of
-    this rank -> (d, n) of all. log: shows a line. Raises ValueError if the recipe cannot fit."""
+    fits then; `choice`. gather: (n,) numbers of this rank -> (d, n) of all. log: shows a line.
+    Raises ValueError if the recipe cannot fit."""
 
     def __init__(
         self, recipe: Recipe, dataset, rows: Sequence[int], spec: PlanSpec, num_ranks: int,
@@ -57,7 +57,7 @@ class RunMemory:
         self._job = resolve(self._recipe, num_ranks, spec.ranks_per_node)
         self._on_cpu, self._kept, self._log = not device_bytes, kept, log
         self.known = {} if known is None else known
-        self._steps, self._seen = 0, 0.0
+        self._steps, self._predicted = 0, []
         budget, self._why = budget_of(recipe, device_bytes)
         self.budget = float(gather([budget]).min())  # the smallest GPU decides
         self.choice = {p: recipe.fsdp.checkpointing(p) for p in PHASES}
@@ -137,28 +137,29 @@ class RunMemory:
 
     def measure(self, step: Step, peak_bytes: np.ndarray, model: nn.Module) -> None:
         """After a step: once the first ones are done, decides by what they took, and tells the
-        blocks of the model. peak_bytes: (d,) of all ranks, 0 where nothing is measured."""
-        self._steps += 1
+        blocks of the model. peak_bytes: (d,) of all ranks so far, 0 where nothing counts."""
         if (len(self._fixed) == len(PHASES) or "measured" in self.known
                 or not peak_bytes.all()):
             return
-        if self._steps > 1:
-            predicted = np.max([m for plan in step.plans for m in self.memory.peaks(
-                self._loads_of(plan), self.choice).values()], axis=0)
-            self._seen = max(self._seen, float((peak_bytes / predicted).max()))
+        self._predicted += [self.memory.peaks(self._loads_of(plan), self.choice)
+                            for plan in step.plans]
+        self._steps += 1
         if self._steps == WARM_UP:
-            self.known["measured"] = self._seen
+            predicted = np.max([m for peaks in self._predicted for m in peaks.values()], axis=0)
+            self.known["measured"] = float((peak_bytes / predicted).max())
             self._choose()
             recompute(model, self.choice)
 
-    def exhausted(self) -> tuple[str, dict]:
-        """When memory has run out: what to do, in words, and `exhausted` and `next` for the next
-        start, {} where the recipe has to be changed."""
-        more = one_layer_more(self.memory, self.loads, self.choice, self._fixed)
-        if more is not None:
+    def exhausted(self, step: Step) -> tuple[str, dict]:
+        """When memory has run out in a step: what to do, in words, and `exhausted` and `next` for
+        the next start, {} where the recipe has to be changed."""
+        more = len(self._fixed) < len(PHASES) and one_layer_more(
+            self.memory, self.loads, self.choice, self._fixed)
+        if more:
             return f"the next start recomputes one layer more: {self._described(more)}", {
                 "exhausted": self.budget / self.memory.peak(self.loads, more), "next": more}
-        more = one_layer_more(self.memory, self.loads, self.choice)
+        more = one_layer_more(self.memory, joined([self._loads_of(p) for p in step.plans]),
+                              self.choice)
         if more is None:
             return "everything is recomputed: lower train.batch_size", {}
         return "recompute more: " + " ".join(

@@ -100,10 +100,12 @@ def by_role(model: ModelConfig, phase: str) -> dict[str, Unit]:
     """The units of a phase by role: of blocks that are not alike the largest, as if all were."""
     found: dict[str, Unit] = {}
     for unit in units(model):
-        if unit.phase == phase:
-            other = found.get(unit.role, unit)
-            copies = unit.copies + (other.copies if unit.role in found else 0)
-            found[unit.role] = replace(max(other, unit, key=lambda u: u.size), copies=copies)
+        if unit.phase != phase:
+            continue
+        if other := found.get(unit.role):
+            copies = other.copies + unit.copies
+            unit = replace(max(other, unit, key=lambda u: u.size), copies=copies)
+        found[unit.role] = unit
     return found
 
 

@@ -20,6 +20,7 @@ from transformers import AttentionInterface
 from transformers.integrations import moe
 from transformers.integrations.moe import ExpertsInterface
 
+from orchmllm.batch import SequenceLengths
 from orchmllm.config.job import Job
 from orchmllm.models.hf import meta_model, num_parameters
 from orchmllm.models.whole_flops import around, feature_width
@@ -112,11 +113,12 @@ def _measured(block: nn.Module, config: Any, n: int, learns: bool) -> dict[str, 
     angles = torch.empty(*hidden.shape[:-1], size, device="meta", dtype=dtype)
     given = {"position_embeddings": (angles, angles), "attention_mask": None,
              "cu_seqlens": torch.tensor([0, n], dtype=torch.int32)}
+    linear = {"seqlens": SequenceLengths.from_lengths([n])} if hasattr(block, "linear_attn") else {}
     apart = [*block.parameters(), *block.buffers(), angles]
     saved: list[Tensor] = []
     with torch.autograd.graph.saved_tensors_hooks(
             lambda t: saved.append(t) or t, lambda t: t), _Products() as products:
-        block(hidden, **{k: v for k, v in given.items() if k in names})
+        block(hidden, **{k: v for k, v in given.items() if k in names}, **linear)
     held = _bytes(saved, apart)
     return {"none": sum(held), "full": _bytes([hidden], [])[0] * learns,
             "selective": sum(_bytes([hidden, *products.kept], apart)) * learns,

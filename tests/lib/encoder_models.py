@@ -126,6 +126,11 @@ _IDS = dict(image_token_id=IMAGE, video_token_id=VIDEO, vision_start_token_id=ST
             vision_end_token_id=59, tie_word_embeddings=False)
 _QWEN3_VISION = dict(_GRID, hidden_size=32, intermediate_size=48, out_hidden_size=32,
                      num_position_embeddings=64, deepstack_visual_indexes=[0, 1])
+_LINEAR = dict(_mrope([1, 1, 2]), head_dim=8, linear_key_head_dim=8, linear_value_head_dim=8,
+               linear_num_key_heads=2, linear_num_value_heads=4,
+               layer_types=["linear_attention", "full_attention"])
+_LINEAR["rope_parameters"]["partial_rotary_factor"] = 1.0
+_QWEN3_5_VISION = {k: v for k, v in _QWEN3_VISION.items() if k != "deepstack_visual_indexes"}
 _INDEX = dict(image_token_index=IMAGE, image_token_id=IMAGE, video_token_index=VIDEO,
               video_token_id=VIDEO, tie_word_embeddings=False)
 
@@ -152,6 +157,12 @@ ALL = [
            text_config=dict(_mrope([2, 1, 1]), head_dim=8, num_experts=4, num_experts_per_tok=2,
                             moe_intermediate_size=12, decoder_sparse_step=1),
            vision_config=_QWEN3_VISION), _QWEN_MAKE, "visual"),
+    Family("qwen3_5", _model("Qwen3_5Config", "Qwen3_5ForConditionalGeneration", **_IDS,
+           text_config=_LINEAR, vision_config=_QWEN3_5_VISION), _QWEN_MAKE, "visual"),
+    Family("qwen3_5_moe", _model("Qwen3_5MoeConfig", "Qwen3_5MoeForConditionalGeneration", **_IDS,
+           text_config=dict(_LINEAR, num_experts=4, num_experts_per_tok=2,
+                            moe_intermediate_size=12, shared_expert_intermediate_size=20),
+           vision_config=_QWEN3_5_VISION), _QWEN_MAKE, "visual"),
     Family("glm4v", _model("Glm4vConfig", "Glm4vForConditionalGeneration", **_IDS,
            image_start_token_id=57, image_end_token_id=58, video_start_token_id=55,
            video_end_token_id=56, text_config=dict(_mrope([1, 1, 2]), partial_rotary_factor=1.0),

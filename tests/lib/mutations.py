@@ -221,6 +221,14 @@ MUTATIONS = [Mutation(*row) for row in (
     ("features of another plan pass", "orchmllm/encoders/planned.py",
      "if not np.array_equal(found, items.num_tokens):", "if False:",
      "tests/encoders/test_planned.py", "A medium's features are those of the one beside it."),
+    ("linear attention goes on across examples", "orchmllm/models/packing.py",
+     "hidden_states.split(seqlens.lengths, 1)", "[hidden_states]",
+     "tests/models/test_packed_models.py",
+     "The state of an example is where the next one of a rank begins."),
+    ("a token costs all experts", "orchmllm/models/block_flops.py",
+     "p.numel() // module.num_experts * experts", "p.numel()",
+     "tests/models/test_packed_models.py",
+     "Examples are placed, and MFU is told, as if each token were sent to all experts."),
 
 )]
 

@@ -232,6 +232,8 @@ FAMILIES: dict[str, Callable] = {
     "qwen2_5_vl": _qwen("Qwen2_5_VLConfig", "Qwen2_5_VLProcessor", 14),
     "qwen3_vl": _qwen("Qwen3VLConfig", "Qwen3VLProcessor", 16),
     "qwen3_vl_moe": _qwen("Qwen3VLMoeConfig", "Qwen3VLProcessor", 16),
+    "qwen3_5": _qwen("Qwen3_5Config", "Qwen3VLProcessor", 16),
+    "qwen3_5_moe": _qwen("Qwen3_5MoeConfig", "Qwen3VLProcessor", 16),
     "glm4v": _glm4v, "glm4v_moe": partial(_glm4v, config="Glm4vMoeConfig"),
     "vipllava": partial(_llava, config="VipLlavaConfig"), "smolvlm": _smolvlm,
     "internvl": _internvl, "llava_onevision": _llava_onevision,

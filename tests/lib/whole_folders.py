@@ -17,7 +17,8 @@ from tests.lib.processors import write_processor
 # What the processors of tests.lib.processors cut images into.
 _VISION = {"qwen2_5_omni": {"patch_size": 14, "window_size": 56},
            "qwen2_vl": {"patch_size": 14}, "qwen2_5_vl": {"patch_size": 14, "window_size": 56},
-           "qwen3_vl": {"patch_size": 16}, "qwen3_vl_moe": {"patch_size": 16},
+           **dict.fromkeys(("qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"),
+                           {"patch_size": 16}),
            **dict.fromkeys(("glm4v", "glm4v_moe"), {"patch_size": 14, "image_size": 56}),
            "internvl": {"patch_size": [7, 7], "image_size": [28, 28]},
            "mistral3": {"patch_size": 7, "image_size": 112}}

@@ -27,7 +27,8 @@ from tests.lib.encoder_models import AUDIO, FAMILIES, IMAGE, WINDOW, Family, Ite
 TEXT = ("input_ids", "attention_mask", "labels", "mm_token_type_ids", "token_type_ids")
 EXACT = 1e-10  # of the largest gradient; float64
 # Stock code that computes a part in float32.
-LOOSE = dict.fromkeys(("aya_vision", "gemma3", "glm4v", "glm4v_moe"), 1e-7)
+LOOSE = dict.fromkeys(
+    ("aya_vision", "gemma3", "glm4v", "glm4v_moe", "qwen3_5", "qwen3_5_moe"), 1e-7)
 
 
 def family_of(name: str) -> Family:
@@ -177,6 +178,9 @@ class WholeDataset:
 
     def describe(self, i: int, segment: int) -> dict:
         return {"source": "made", "row": i + 1, "data_file": "made", "file": f"{i}"}
+
+    def name(self, i: int) -> str:
+        return f"made, row {i + 1}"
 
     def layout(self, i: int) -> BatchLayout:
         return self.load(i).lengths

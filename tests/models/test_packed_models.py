@@ -14,6 +14,7 @@ from orchmllm.batch import SequenceLengths
 from orchmllm.config.recipe import DataConfig
 from orchmllm.data.processed import ProcessedRows
 from orchmllm.models import packing
+from orchmllm.models.block_flops import CHUNK, multiplied, state_flop
 from orchmllm.models.families import refusals
 from orchmllm.models.hf import WholeModel
 from orchmllm.models.whole_flops import part_flops
@@ -22,7 +23,7 @@ from tests.lib.encoder_models import IMAGE
 from tests.lib.whole_folders import write_model, write_rows
 from tests.lib.whole_models import Item
 
-FAST = ("internvl", "mistral3", "qwen3_vl")
+FAST = ("internvl", "mistral3", "qwen3_5_moe", "qwen3_vl")
 
 
 def difference(name: str, model, examples: list[dict], lengths: list[int] | None = None) -> float:
@@ -171,6 +172,7 @@ def test_a_row_without_media_has_a_backward_pass_where_the_text_model_is_frozen(
     ({"quantization_config": {"quant_method": "fp8"}}, "the weights are quantised"),
     ({"attn_logit_softcapping": 30.0}, "attn_logit_softcapping"),
     ({"output_router_logits": True}, "output_router_logits is true"),
+    ({"router_jitter_noise": 0.1}, "router_jitter_noise of the text model is 0.1"),
     ({"text": "jamba"}, "text model 'jamba' was not tested"),
     ({"hidden_dropout_prob": 0.1}, "hidden_dropout_prob of the vision model is 0.1"),
 ])
@@ -186,9 +188,8 @@ def test_what_packing_cannot_compute_is_refused(changed, told):
     assert any(told in why for why in refusals(config)), refusals(config)
 
 
-@pytest.mark.parametrize("name", ["internvl", *(
-    pytest.param(name, marks=pytest.mark.slow)
-    for name in ("qwen3_vl", "gemma3", "qwen3_vl_moe", "glm4v_moe"))])
+@pytest.mark.parametrize("name", ["internvl", "qwen3_vl_moe", *(
+    pytest.param(name, marks=pytest.mark.slow) for name in ("qwen3_vl", "gemma3", "glm4v_moe"))])
 def test_the_flop_of_the_blocks_is_what_is_counted(name, tmp_path):
     """Of the forward pass, as torch counts it; eager attention computes the whole square, of which
     a causal kernel needs half."""
@@ -212,3 +213,16 @@ def test_the_flop_of_the_blocks_is_what_is_counted(name, tmp_path):
                    for block in stack)
         n, pairs = lengths[part], 2 if part == "llm" else 1
         assert flop == flops[part].position * n + flops[part].pair * n * n * pairs, part
+
+
+@pytest.mark.slow
+def test_the_cost_of_linear_attention_is_its_flop():
+    """torch counts neither the triangular systems nor that a convolution pads."""
+    model = models.build("qwen3_5").float()
+    mixer = model.model.language_model.layers[0].linear_attn
+    with FlopCounterMode(display=False) as counter:
+        mixer(torch.randn(1, 192, model.config.text_config.hidden_size))
+    systems = mixer.num_v_heads * CHUNK * (mixer.head_k_dim + mixer.head_v_dim)
+    each = 2 * multiplied(mixer, 0) + state_flop(mixer) - systems
+    padded = 2 * mixer.conv1d.weight.numel() * (mixer.conv_kernel_size - 1)
+    assert counter.get_total_flops() == 192 * each + padded

@@ -5,10 +5,11 @@ process, example by example."""
 from __future__ import annotations
 
 import json
+import threading
 from dataclasses import replace
 from itertools import combinations
 from pathlib import Path
-from unittest.mock import patch
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -18,7 +19,7 @@ from PIL import Image
 
 from orchmllm.batch import IGNORE_INDEX
 from orchmllm.comm import exchange
-from orchmllm.comm.exchange import all_to_all
+from orchmllm.comm.exchange import RowGather, all_to_all
 from orchmllm.config.balance import PhaseConfig
 from orchmllm.config.model import ModelConfig
 from orchmllm.config.recipe import DataConfig, FsdpConfig, Recipe, RunConfig, TrainConfig
@@ -73,14 +74,24 @@ def steps_of(trainer: Trainer) -> StepLoader:
         accumulation_steps=trainer.recipe.train.accumulation_steps)
 
 
+GATHER = RowGather.__call__
+
+
+def in_the_prefetch_thread(gather: RowGather, row: np.ndarray) -> np.ndarray:
+    """The training thread gathers nothing in a forward or backward pass."""
+    assert threading.current_thread() is not threading.main_thread()
+    return GATHER(gather, row)
+
+
 def summed(trainer: Trainer, step) -> float:
     """The sum of the loss of a step over all ranks; its gradient is in the parameters. The trainer
     divides it before, which rounds otherwise where stock code computes in float32."""
     total = torch.zeros((), dtype=torch.float64)
-    for micro in step.micro:
-        out = trainer.model(trainer.orchestrator.dispatch(micro, step.num_global_targets))
-        out.backward()
-        total += out.detach()
+    with mock.patch.object(RowGather, "__call__", in_the_prefetch_thread):
+        for micro in step.micro:
+            out = trainer.model(trainer.orchestrator.dispatch(micro, step.num_global_targets))
+            out.backward()
+            total += out.detach()
     torch.distributed.all_reduce(total)
     return float(total)
 
@@ -182,7 +193,7 @@ def frozen_compared(world, folder: Path, name: str, settings: list[tuple[str, ..
             learns = [n for n, p in trainer.model.hf.named_parameters() if p.requires_grad]
             assert {part_of(n) for n in learns} == {"vision", "connector", "llm"} - {*parts}
             for step in steps_of(trainer):
-                with patch.object(exchange, "all_to_all", logged):
+                with mock.patch.object(exchange, "all_to_all", logged):
                     summed(trainer, step)
                 got, index = gradients(trainer), step.index
                 if index not in wanted:

@@ -26,7 +26,7 @@ from orchmllm.models.mllm import MultimodalModel
 from orchmllm.models.names import PARTS, named
 from orchmllm.runtime.resumable import check_resumable
 from orchmllm.sharding.fsdp import build_model
-from orchmllm.sharding.init import plain_name, seed_weights
+from orchmllm.sharding.init import seed_weights
 from orchmllm.trainer import Trainer
 from tests.lib.commands import ROOT
 from tests.lib.hf_models import HF_MODEL, edit_config, from_folders, write_models
@@ -67,7 +67,7 @@ def test_the_table_has_every_parameter_once():
 
 def _loaded(world, model: ModelConfig, fsdp: FsdpConfig) -> dict[str, np.ndarray] | None:
     built = build_model(model, fsdp, CPU, seed=3, sources=find_sources(model))
-    full = {plain_name(n): p.detach().full_tensor().numpy() for n, p in built.named_parameters()}
+    full = {n: p.detach().full_tensor().numpy() for n, p in built.named_parameters()}
     return full if world.rank == 0 else None
 
 

@@ -15,7 +15,7 @@ from orchmllm.models.llm import LossHead
 from orchmllm.models.mllm import MultimodalModel
 from orchmllm.plan.assign import PhasePolicy
 from orchmllm.sharding.fsdp import build_model
-from orchmllm.sharding.init import plain_name, seed_weights
+from orchmllm.sharding.init import seed_weights
 from tests.lib.gradients import Case, all_gradients, reference_gradients, worst_difference
 from tests.lib.ranks import run_ranks
 from tests.lib.recipes import frozen
@@ -63,7 +63,7 @@ def test_hybrid_2x2_gradients_equal_one_process():
 
 def _weights(world, config):
     model = build_model(MODEL, config, torch.device("cpu"), seed=3)
-    full = {plain_name(n): p.detach().full_tensor().numpy()
+    full = {n: p.detach().full_tensor().numpy()
             for n, p in model.named_parameters()}
     return full if world.rank == 0 else None
 

@@ -3,6 +3,7 @@ stock transformers in one process."""
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -90,7 +91,7 @@ def loaded(world, folder: Path, name: str, tied: bool, shard_size: int, choice: 
 @pytest.mark.parametrize("name", models.ADMITTED)
 def test_loaded_shards_are_the_model_and_compute_its_gradients(name, tmp_path):
     saved(name, tmp_path, tied=True)
-    run_ranks(loaded, 2, tmp_path, name, True, 0, "full")
+    run_ranks(loaded, 2, tmp_path, name, True, 0, "full:1")
 
 
 @pytest.mark.slow
@@ -122,7 +123,7 @@ def test_weights_that_are_missing_are_an_error(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ranks, shard_size, choice", [(1, 0, "none"), (4, 2, "selective")])
+@pytest.mark.parametrize("ranks, shard_size, choice", [(1, 0, "full"), (4, 2, "selective:1")])
 def test_the_same_on_one_rank_and_on_two_groups_of_two(ranks, shard_size, choice, tmp_path):
     saved("llava_next", tmp_path)
     run_ranks(loaded, ranks, tmp_path, "llava_next", False, shard_size, choice)
@@ -181,17 +182,19 @@ def test_a_run_is_the_same_balanced_unbalanced_and_resumed_on_other_ranks(name, 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("key", ["pretrained", "config"])
-def test_an_export_before_learning_is_the_folder_it_started_from(key, tmp_path):
+@pytest.mark.parametrize("name, key", [
+    ("qwen3_vl", "config"), ("qwen2_audio", "config"),
+    *((name, "pretrained") for name in models.ADMITTED)])
+def test_an_export_before_learning_is_the_folder_it_started_from(name, key, tmp_path):
     """Name by name, tied weights too; weights drawn from run.seed are the same on other numbers of
     ranks."""
-    saved("qwen3_vl", tmp_path / "model", tied=True)
+    saved(name, tmp_path / "model", tied=True)
     first = load_file(tmp_path / "model" / "model.safetensors")
     exported = []
     for ranks in (2, 1)[: 1 + (key == "config")]:
         run = recipe(tmp_path / f"run{ranks}", ModelConfig(**{key: str(tmp_path / "model")}), 1,
                      lr=1e-300)
-        run_ranks(trained, ranks, run, "qwen3_vl")
+        run_ranks(trained, ranks, run, name)
         assert not (tmp_path / f"run{ranks}" / "initial_weights").exists()
         export(tmp_path / f"run{ranks}" / "checkpoints" / "step_00000001", tmp_path / f"{ranks}")
         exported.append(load_file(tmp_path / f"{ranks}" / "model.safetensors"))
@@ -231,6 +234,23 @@ def test_a_frozen_part_stays_and_its_connector_learns(part, rates, tmp_path):
     changed = run_ranks(frozen, 2, run, "qwen3_vl")[0]
     parts = {part_of(name) for name in changed}
     assert parts == ({"connector"} if part == "vision" else {"vision", "connector"})
+
+
+@pytest.mark.slow
+def test_a_run_recomputes_as_many_layers_as_it_has_to(tmp_path):
+    """By the memory of its blocks on meta; losses are those without recomputation."""
+    saved("llava", tmp_path / "model")
+    run = recipe(tmp_path / "none", ModelConfig(pretrained=str(tmp_path / "model")), 3)
+    wanted, _ = run_ranks(trained, 2, run, "llava")[0]
+    auto = replace(run.fsdp, activation_checkpointing="auto", memory_gb=0.004)
+    run = replace(run, run=replace(run.run, dir=str(tmp_path / "auto")), fsdp=auto)
+    rows, _ = run_ranks(trained, 2, run, "llava")[0]
+    state = json.loads((tmp_path / "auto/checkpoints/step_00000003/state.json").read_text())
+    choice = state["memory"]["choice"]
+    assert set(choice.values()) - {"none", "full"} and choice["audio"] == "none"
+    for row, want in zip(rows, wanted, strict=True):
+        assert row.get("loss") == want.get("loss")
+        assert row.get("grad_norm") == want.get("grad_norm")
 
 
 class TextAlone(models.WholeDataset):

@@ -34,7 +34,6 @@ from orchmllm.models.attention import packed_attention
 from orchmllm.models.audio import packed_conv1d
 from orchmllm.models.mllm import MultimodalModel
 from orchmllm.models.names import named
-from orchmllm.sharding.init import plain_name
 from orchmllm.sharding.pretrained import load_pretrained
 from orchmllm.tools.export import export
 from orchmllm.tools.export.command import main
@@ -70,7 +69,7 @@ def trained_parameters(world, recipe: Recipe) -> dict[str, np.ndarray] | None:
     trainer = Trainer(recipe, world, dataset=data)
     try:
         trainer.run()
-        full = {plain_name(n): p.detach().full_tensor().numpy()
+        full = {n: p.detach().full_tensor().numpy()
                 for n, p in trainer.model.named_parameters()}
     finally:
         trainer.close()

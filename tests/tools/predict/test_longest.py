@@ -108,14 +108,18 @@ def test_a_row_that_fits_where_its_images_are_encoded_elsewhere():
         item(recipe, "audio", 60_000), item(recipe, "llm", 100)])
     job = resolve(recipe, 64, 8)
 
-    def named(job, gigabytes: float) -> list[str]:
+    def said(job, gigabytes: float) -> str:
         room = replace(Room.of(job, 0, MemoryModel.of(job)), budget=gigabytes * 1e9)
-        return re.findall(r"^  row (\d): [\d,]+ tokens, predicted", "\n".join(
-            room.misfits(replace(rows, example_id=np.arange(3)), lambda i: f"row {i}")), re.M)
+        return "\n".join(room.misfits(replace(rows, example_id=np.arange(3)), "row {}".format))
+
+    def named(*args) -> list[str]:
+        return re.findall(r"^  row (\d): [\d,]+ tokens, predicted", said(*args), re.M)
 
     whole = replace(job, recipe=replace(recipe, balance=NONE))
     assert named(job, 21) == ["1"] and named(whole, 21) == ["1", "0"]
-    assert named(job, 500) == named(whole, 500) == []
+    assert said(job, 500) == said(whole, 500) == ""
+    assert "checkpointing=full, with which 1 of them fit" in said(job, 21)
+    assert said(job, 1).startswith("warning: the model alone cannot fit a rank (1 GB): more ranks")
 
 
 @dataclass(frozen=True)

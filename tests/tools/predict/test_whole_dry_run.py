@@ -21,7 +21,7 @@ from orchmllm.models.families import model_class
 from orchmllm.models.flops import Lengths, phase_work
 from orchmllm.models.hf import WholeModel, meta_model
 from orchmllm.models.whole_flops import around, part_flops, patches_of_token
-from orchmllm.plan.layout import ENCODERS
+from orchmllm.plan.layout import ENCODERS, VISION
 from orchmllm.sharding.hf import freeze, ordered
 from orchmllm.sharding.memory import Loads
 from orchmllm.sharding.units import checkpoint_bytes, units
@@ -65,6 +65,29 @@ def test_dry_run_and_plan_of_a_tiny_model(tmp_path, capsys):
     assert plan_job.main([str(recipe), "--ranks", "2", "--out", str(tmp_path / "job.txt")]) == 0
     changes = (tmp_path / "job.txt").read_text().split()
     assert read_recipe(recipe, changes) and not [c for c in changes if "audio" in c]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["qwen2_audio", "qwen2_5_omni"])
+def test_a_model_that_takes_clips_needs_the_index(name, tmp_path, capsys):
+    made = write_model(name, tmp_path / "model")
+    write_rows(tmp_path, 12, name)
+    recipe, out = tmp_path / "recipe.yaml", tmp_path / "out.json"
+    recipe.write_text(RECIPE.format(tmp_path), encoding="utf-8")
+    capsys.readouterr()
+    for command in (dry_run_command, plan_job):
+        assert command.main([str(recipe), "--ranks", "2"]) == 2
+        told = capsys.readouterr().err
+        assert f"cannot be drawn for {made.config.model_type}" in told and told.count("\n") == 1
+    assert data_command(["index", str(recipe)]) == 0
+    assert dry_run_command.main([str(recipe), "--ranks", "2", "--json", str(out),
+                                 "train.batch_size=4"]) == 0
+    found = json.loads(out.read_text())
+    assert sum(found["parameters"].values()) == sum(p.numel() for p in made.parameters())
+    assert found["lengths"].startswith("the recipe's own, 12 rows")
+    assert found["phases"]["audio"]["balanced"] < found["phases"]["audio"]["none"]
+    assert plan_job.main([str(recipe), "--ranks", "2", "--out", str(tmp_path / "job.txt")]) == 0
+    assert read_recipe(recipe, (tmp_path / "job.txt").read_text().split())
 
 
 @pytest.mark.parametrize("parts", [(), ("vision", "connector"), ("llm",), ("audio",)])
@@ -167,7 +190,7 @@ PARTS = ("vision", "connector", "llm")
 
 @pytest.mark.parametrize("name", [
     "qwen3_vl", *(pytest.param(name, marks=pytest.mark.slow) for name in models.ADMITTED
-                  if name != "qwen3_vl")])
+                  if name != "qwen3_vl" and "image" in models.kinds_of(name))])
 def test_flop_of_forward_and_backward_are_those_that_torch_counts(name, tmp_path):
     """Whatever is frozen, without attention, which torch does not count on a CPU."""
     model, seen = models.build(name).float(), []
@@ -271,4 +294,4 @@ def test_sizes_of_images_are_the_whole_processors(name, tmp_path):
         expanded = processor.expanded(((height, width),))
         got = pictures(str(tmp_path)).segment_lengths(width, height)
         assert got.grid == tuple(expanded.grids[0])
-        assert got.num_tokens == expanded.texts[0].count(processor._feature)
+        assert got.num_tokens == expanded.texts[0].count(processor._features[VISION])
