@@ -10,7 +10,6 @@ from dataclasses import replace
 from itertools import combinations
 from pathlib import Path
 from unittest import mock
-from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -194,7 +193,7 @@ def frozen_compared(world, folder: Path, name: str, settings: list[tuple[str, ..
             learns = [n for n, p in trainer.model.hf.named_parameters() if p.requires_grad]
             assert {part_of(n) for n in learns} == {"vision", "connector", "llm"} - {*parts}
             for step in steps_of(trainer):
-                with patch.object(exchange, "all_to_all", logged):
+                with mock.patch.object(exchange, "all_to_all", logged):
                     summed(trainer, step)
                 got, index = gradients(trainer), step.index
                 if index not in wanted:
