@@ -1,8 +1,8 @@
 """Rows for a whole model of transformers: its own processor decides lengths and makes tensors.
 
-Lengths are read from the headers of images: the processor runs on their sizes, on all images of an
-example together. Loading decodes, runs the processor on pixels and compares: an example has the ids
-and lengths that were planned, or its row or image counts as one that failed.
+Lengths are read from the headers of images and videos: the processor runs on their sizes, on all
+media of an example together. Loading decodes, runs the processor on pixels and compares: an example
+has the ids and lengths that were planned, or its row or medium counts as one that failed.
 """
 
 from __future__ import annotations
@@ -18,16 +18,20 @@ from PIL import Image
 from orchmllm.batch import IGNORE_INDEX, ProcessedExample
 from orchmllm.config.recipe import DataConfig
 from orchmllm.data.dataset import ConversationDataset
-from orchmllm.data.formats.conversation import Conversation, media_of
+from orchmllm.data.formats.conversation import Conversation
 from orchmllm.data.formats.open import sources_of
 from orchmllm.data.lengths import LengthReader, MeasuredExample
 from orchmllm.data.media.decode import OnError, fail, upright_image
 from orchmllm.data.media.headers import image_header
-from orchmllm.data.media.medium import MediaError, Medium, RowError
+from orchmllm.data.media.kinds import VIDEO
+from orchmllm.data.media.medium import MediaError, Medium, RowError, Sampled
+from orchmllm.data.media.shapes import Size, black
 from orchmllm.data.media.video import pictures
+from orchmllm.data.media.video_processor import video_of_pictures
 from orchmllm.data.storage.remote import Storage
-from orchmllm.data.text.processor import Processor, Size, Tokens, before, black
-from orchmllm.plan.layout import TEXT, VISION, BatchLayout
+from orchmllm.data.text.processor import Processor, Tokens
+from orchmllm.data.text.spans import before
+from orchmllm.plan.layout import VISION, BatchLayout
 
 
 class ProcessedReader(LengthReader):
@@ -48,10 +52,10 @@ class ProcessedReader(LengthReader):
         return conversations
 
     def _measure(self, turns: Conversation, _: Conversation, example_id: int) -> MeasuredExample:
-        media = media_of(turns)
         try:
             spans = self.processor.rendered(turns)
-            sizes = [image_header(medium)[::-1] for medium in media]
+            parts = self.processor.parts(turns)
+            sizes = [_size_of(part) for part in parts]
             tokens = self.processor.tokens(spans, sizes, self.max_example_tokens)
             layout = layout_of(example_id, tokens)
         except RowError as error:
@@ -59,9 +63,20 @@ class ProcessedReader(LengthReader):
         except MediaError as error:
             error.segment, error.modality = 0, VISION
             return self.stand_in(error, example_id)
-        num_images = len(layout.segments[VISION])
-        return MeasuredExample(layout, tokens.ids, tokens.learnt, media, None, turns,
-                               sizes[:num_images])
+        items = [(medium, size[:2]) for part, size in zip(parts, sizes, strict=True)
+                 for medium in self.processor.items(part)]
+        return MeasuredExample(
+            layout, tokens.ids, tokens.learnt, [medium for medium, _ in items], None, turns,
+            [size for _, size in items[: len(layout.segments[VISION])]])
+
+
+def _size_of(part: list[Medium]) -> Size:
+    """Of an image, or of the frames of a video. Raises MediaError, and RowError."""
+    sizes = sorted({image_header(medium)[::-1] for medium in part})
+    if len(sizes) > 1:
+        raise RowError("frames of a video have {} x {} and {} x {} pixels (height x width): give "
+                       "all of them one size".format(*sizes[0], *sizes[-1]), part[0].name)
+    return Size(*sizes[0], part[0].sampled)
 
 
 def layout_of(example_id: int, tokens: Tokens) -> BatchLayout:
@@ -127,23 +142,31 @@ class ProcessedRows(ConversationDataset):
         row = super()._row(i, text=False)
         source, number = self.where(i)
         index = self.indexes[source]
-        return row if index is None else row._replace(sizes=index.sizes(number))
+        if index is None:
+            return row
+        items = [medium for part in self.processor.parts(row.turns)
+                 for medium in self.processor.items(part)]
+        return row._replace(media=items, sizes=index.sizes(number))
 
     def _example(self, row: MeasuredExample, on_error: OnError) -> ProcessedExample:
         """Raises RowError where the row is not as planned."""
-        layout, sizes = row.layout, row.sizes
-        spans = before(self.processor.rendered(row.turns), len(sizes))
-        segments = np.flatnonzero(layout.modality == VISION).tolist()
-        images, failed = [], False
-        shown = pictures(row.media[: len(sizes)], self.processor)
-        for medium, size, segment in zip(row.media, sizes, segments, strict=False):
+        layout, parts = row.layout, self.processor.parts(row.turns)
+        segments = np.flatnonzero(layout.modality == VISION)
+        firsts = np.cumsum([0, *(len(self.processor.items(part)) for part in parts)])
+        parts = parts[: np.searchsorted(firsts[:-1], len(row.sizes))]  # others are after the cut
+        spans = before(self.processor.rendered(row.turns), len(parts))
+        shown = pictures([medium for part in parts for medium in part], self.processor)
+        media, failed = [], False
+        for part, first in zip(parts, firsts.tolist(), strict=False):
+            size = Size(*row.sizes[first], part[0].sampled)
             try:
-                images.append(_decoded(medium, size, shown.get(medium)))
+                frames = [_decoded(medium, size, shown.get(medium)) for medium in part]
             except MediaError as error:
                 failed, error.modality = True, VISION
-                fail(segment, error, on_error)
-                images.append(black(size))
-        tokens, arguments = self.processor.load(spans, images, self.reader.max_example_tokens)
+                fail(int(segments[first]), error, on_error)
+                frames = [black(size)] * len(part)
+            media.append(video_of_pictures(frames, size.sampled) if size.sampled else frames[0])
+        tokens, arguments = self.processor.load(spans, media, self.reader.max_example_tokens)
         found = layout_of(int(layout.example_id[0]), tokens)
         if found.to_payload().tolist() != layout.to_payload().tolist():
             raise RowError("the processor makes other lengths of it")
@@ -154,11 +177,24 @@ class ProcessedRows(ConversationDataset):
 
     def _filler(self, row: MeasuredExample) -> ProcessedExample:
         """An example of the planned lengths that nothing is learnt of: images are black."""
-        layout = row.layout
-        token = np.where(layout.modality == TEXT, self.tokenizer.end_id or 0,
-                         self.processor.image_token_id)
+        layout, token_ids = row.layout, self.processor.token_ids
+        shown = layout.modality == VISION
+        token = np.where(shown, token_ids[VISION], self.tokenizer.end_id or 0)
+        media, options = [black(Size(*size)) for size in row.sizes], {}
+        if VIDEO in token_ids:  # the row, which says what is a video, may be gone
+            media, options = [], {"do_resize": False}
+            edges = np.flatnonzero(np.diff(shown, prepend=False, append=False))
+            for start, end in edges.reshape(-1, 2).tolist():
+                picture = black(Size(*(layout.grid[start, 1:] * self.processor.patch).tolist()))
+                seconds = tuple(range(self.processor.merged * (end - start)))
+                is_video = end - start > 1  # images do not stand beside each other
+                if is_video:
+                    token[start:end] = token_ids[VIDEO]
+                media.append(video_of_pictures(
+                    [picture] * len(seconds), Sampled(0, seconds, len(seconds)))
+                    if is_video else picture)
         ids = torch.from_numpy(np.repeat(token, layout.num_tokens))
-        arguments = self.processor.arguments_like(ids, row.sizes)
+        arguments = self.processor.arguments_like(ids, media, **options)
         return ProcessedExample(int(layout.example_id[0]), ids,
                                 torch.full_like(ids, IGNORE_INDEX), arguments, layout)
 
@@ -169,8 +205,8 @@ def _decoded(medium: Medium, size: Size, picture: np.ndarray | MediaError | None
     if isinstance(picture, MediaError):
         raise picture
     image = upright_image(medium) if picture is None else Image.fromarray(picture)
-    if image.size[::-1] != size:
-        there, planned = (f"{width}x{height}" for width, height in (image.size, size[::-1]))
+    if image.size != (size.width, size.height):
+        there, planned = ("{}x{}".format(*s) for s in (image.size, (size.width, size.height)))
         raise MediaError(medium.name, f"has {there} pixels, where {planned} were planned: the file "
                          "has changed; orchmllm data lint reads all headers of an index again")
     return image

@@ -138,10 +138,10 @@ class WholeModel(nn.Module):
         if self._rope_arguments is None:
             return flat
         ids = example.input_ids
-        given = {name: value for name, value in example.media.items() if name.endswith("grid_thw")}
-        if not given:
+        if not any(name.endswith("grid_thw") for name in example.media):
             return flat[None].repeat(4, 1, 1)
-        given |= {"input_ids": ids[None], "mm_token_type_ids": self._type_ids(ids)[None]}
+        given = {**example.media, "input_ids": ids[None],
+                 "mm_token_type_ids": self._type_ids(ids)[None]}
         axes, _ = self.hf.model.get_rope_index(
             **{name: value for name, value in given.items() if name in self._rope_arguments})
         return torch.cat([flat[None], axes.long()])

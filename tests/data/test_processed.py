@@ -96,7 +96,8 @@ def check(rows: ProcessedRows, processor, talks: list[list[dict]], options: dict
         assert example.lengths.to_payload().tolist() == measured.to_payload().tolist()
         shown = measured.modality == 1
         assert measured.num_tokens.sum() == len(ids)
-        assert measured.num_tokens[shown].sum() == (ids == rows.processor.image_token_id).sum()
+        assert measured.num_tokens[shown].sum() == np.isin(
+            ids, [*rows.processor.token_ids.values()]).sum()
         assert measured.num_targets.tolist() == [(example.labels[1:] != IGNORE_INDEX).sum()]
         num_images += int(shown.sum())
     return num_images
@@ -163,7 +164,8 @@ def failing(rows: ProcessedRows, i: int) -> tuple[list[tuple[int, str]], object]
     assert example.lengths.to_payload().tolist() == payload(rows, i)
     assert len(example.input_ids) == example.lengths.num_tokens.sum()
     assert (example.labels == IGNORE_INDEX).all() and len(example.labels) == len(example.input_ids)
-    features = (example.input_ids == rows.processor.image_token_id).sum()
+    features = np.isin(
+        example.input_ids, [*rows.processor.token_ids.values()]).sum()
     assert features == example.lengths.num_tokens[example.lengths.modality == 1].sum()
     with pytest.raises(MediaError):
         rows.load(i)
@@ -285,7 +287,7 @@ def test_an_example_ends_at_max_example_tokens(tmp_path):
     edited(tmp_path, 1, messages=talk(images[:1], "a", "the red row")[:3] + talk(images[1:], "a"))
     whole = opened(tmp_path)
     full = [whole.load(i) for i in range(2)]
-    at = [np.flatnonzero(f.input_ids == whole.processor.image_token_id)[-1] for f in full]
+    at = [np.flatnonzero(f.input_ids == whole.processor.token_ids[1])[-1] for f in full]
     rows = opened(tmp_path, max_example_tokens=int(at[0]))
     assert "nothing to learn" in str(rows.problem(0))
     for limit in (len(full[1].input_ids), at[1] + 3, at[1] + 1, at[1], at[1] - 3):

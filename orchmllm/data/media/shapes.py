@@ -5,10 +5,26 @@ from __future__ import annotations
 
 import copy
 from types import FunctionType
+from typing import NamedTuple
 
 import numpy as np
+from PIL import Image
 from transformers import image_processing_backends as backends
 from transformers.image_processing_backends import PilBackend
+
+from orchmllm.data.media.medium import Sampled
+
+
+class Size(NamedTuple):
+    """Of an image or a video in pixels as displayed. sampled: the frames of a video."""
+
+    height: int
+    width: int
+    sampled: Sampled | None = None
+
+
+def black(size: Size) -> Image.Image:
+    return Image.new("RGB", (size.width, size.height))
 
 
 def sized(height: int, width: int) -> np.ndarray:

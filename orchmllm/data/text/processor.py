@@ -1,6 +1,7 @@
-"""The processor of a model of transformers: what it makes of a conversation's text and images.
+"""The processor of a model of transformers: what it makes of a conversation's text, images and
+videos.
 
-It expands the placeholder of every image itself and makes the tensors. Which tokens are learnt is
+It expands the placeholder of every medium itself and makes the tensors. Which tokens are learnt is
 told by the project's own rendering of the chat template: the ids of both have to be the same.
 """
 
@@ -11,31 +12,38 @@ import os
 from collections.abc import Mapping, Sequence
 from functools import cached_property, lru_cache
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
-from PIL import Image
 from torch import Tensor
 
-from orchmllm.data.formats.conversation import Turn, media_of
+from orchmllm.data.formats.conversation import Conversation, Turn, media_of
 from orchmllm.data.formats.scanned import digest
+from orchmllm.data.media.kinds import VIDEO
 from orchmllm.data.media.medium import Medium, RowError
-from orchmllm.data.media.shapes import of_shapes, sized
+from orchmllm.data.media.shapes import Size, of_shapes, sized
+from orchmllm.data.media.video_processor import (
+    PROCESSORS,
+    Video,
+    Videos,
+    parts_of,
+    video_of_shape,
+    with_videos,
+)
 from orchmllm.data.text.model_folder import load_processor, most_tokens
-from orchmllm.data.text.spans import Span, Text
+from orchmllm.data.text.spans import PART, Span, Text, before
 from orchmllm.data.text.tokenizer import ChatTokenizer
 from orchmllm.plan.geometry import SegmentLengths, text_lengths
 from orchmllm.plan.layout import TEXT, VISION
 
-Size = tuple[int, int]  # height and width in pixels as displayed
-
 
 class Expanded(NamedTuple):
-    """What the images of an example become. texts: in place of the placeholder of each; grids:
-    (t, h, w) of each: t tiles of h x w patches."""
+    """What the media of an example become. texts: in place of the placeholder of each; grids:
+    (t, h, w) of the encoder's items of each: t tiles of h x w patches. An image is one item."""
 
     texts: tuple[str, ...]
-    grids: tuple[tuple[int, int, int], ...]
+    grids: tuple[tuple[tuple[int, int, int], ...], ...]
 
 
 class Tokens(NamedTuple):
@@ -50,22 +58,38 @@ class Tokens(NamedTuple):
 class Processor:
     """folder: of a model of transformers, with config.json, its processor, tokenizer.json and a
     chat template. Code of the folder is never run, images are resized by Pillow, and videos are
-    read as images. options: of the call of the processor for images (size, do_pan_and_scan, ...),
-    instead of its own. Raises ValueError naming the folder if it cannot be used."""
+    read as images where the family has no tokens for them. token_ids: modality -> the token that
+    stands for a row of features; patch: pixels of its side; merged: frames of a video that become
+    one item of the encoder. options: of the call of the processor for images (size,
+    do_pan_and_scan, ...), instead of its own. Raises ValueError naming the folder if it cannot be
+    used."""
 
     def __init__(self, folder: str | os.PathLike, options: Mapping[str, Any] | None = None
                  ) -> None:
         self.folder, self.options = Path(folder), dict(options or {})
         self._processor, config = load_processor(self.folder)
+        self._videos: Videos | None = None
+        if config.model_type in PROCESSORS:
+            self._videos = Videos(self.folder, config.model_type)
+            self._processor.video_processor = self._videos.processor
+        self.merged = 1 if self._videos is None else self._videos.merged
         self._shapes = copy.copy(self._processor)
         self._shapes.image_processor = of_shapes(self._processor.image_processor)
         try:
-            self._patch = int(np.max(config.vision_config.patch_size))
-            self.image_token_id = int(config.image_token_id)
+            self.patch = int(np.max(config.vision_config.patch_size))
+            self.token_ids = {VISION: int(config.image_token_id)}
+            if self._videos is not None:
+                self.token_ids[VIDEO] = int(config.video_token_id)
         except AttributeError as error:
             raise ValueError(f"{folder}: its config.json does not say {error.name}, so it is no "
                              "model of images that is known here") from error
-        self._feature = self._processor.tokenizer.convert_ids_to_tokens(self.image_token_id)
+        self._features = {modality: self._processor.tokenizer.convert_ids_to_tokens(token)
+                          for modality, token in self.token_ids.items()}
+        for modality, token in self._features.items():
+            if token is None:
+                raise ValueError(f"{folder}: its tokenizer does not have the token "
+                                 f"{self.token_ids[modality]}, which config.json names for the "
+                                 f"features of {PART[modality]}s")
         self._most_tokens = most_tokens(config)
         template = self._processor.chat_template
         if isinstance(template, dict):
@@ -73,12 +97,15 @@ class Processor:
         if not template:
             raise ValueError(f"{folder}: it has no chat template: put the chat_template.jinja of "
                              "the model's instruct version into it")
-        self.tokenizer = ChatTokenizer(self.folder, template, self._processor.image_token)
+        self._marks = {VISION: self._processor.image_token}
+        if self._videos is not None:
+            self._marks[VIDEO] = self._processor.video_token
+        self.tokenizer = ChatTokenizer(self.folder, template, self._marks)
         self.expanded = lru_cache(maxsize=1024)(self._expanded)
         talk = [Turn("user", (Medium(VISION, ""), "Who is it?"), False),
                 Turn("assistant", ("Anna.",), True)]
         try:
-            self.tokens(self.rendered(talk), [(224, 336)])
+            self.tokens(self.rendered(talk), [Size(224, 336)])
         except RowError as error:
             raise ValueError(f"{folder}: its processor cannot be used for an image, a question and "
                              f"an answer: {error}") from error
@@ -94,15 +121,36 @@ class Processor:
         import tokenizers
         import transformers
 
-        return digest([self._processor.to_dict(), self.tokenizer.digest, self.options, self._patch,
-                       self.image_token_id, self._most_tokens,
+        return digest([self._processor.to_dict(), self.tokenizer.digest, self.options, self.patch,
+                       sorted(self.token_ids.items()), self._most_tokens,
+                       *([] if self._videos is None else self._videos.identity),
                        *(package.__version__ for package in (transformers, tokenizers, PIL))])
 
     def rendered(self, turns: Sequence[Turn]) -> list[Span]:
-        """A conversation as the template writes it. Raises RowError."""
-        if any(medium.modality != VISION for medium in media_of(turns)):
+        """A conversation as the template writes it; a video is one medium where the model has
+        tokens for it. Raises RowError."""
+        media = media_of(turns)
+        if any(medium.modality != VISION for medium in media):
             raise RowError("the model takes images alone: leave rows with clips out")
-        return self.tokenizer.spans(turns)
+        if self._videos is None or not any(medium.sampled for medium in media):
+            return self.tokenizer.spans(turns)
+        if self._videos.processor is None:
+            raise RowError(f"{self.folder} has no settings for videos: copy the "
+                           "video_preprocessor_config.json of the model into it")
+        if not self.tokenizer.writes(VIDEO):
+            raise RowError(f"the chat template does not write {self._marks[VIDEO]} for a video")
+        return self.tokenizer.spans(with_videos(turns))
+
+    def parts(self, turns: Conversation) -> list[list[Medium]]:
+        """The media of a conversation; where the model has tokens for videos, the frames of one
+        together."""
+        if self._videos is not None:
+            return parts_of(turns)
+        return [[medium._replace(sampled=None)] for medium in media_of(turns)]
+
+    def items(self, part: list[Medium]) -> list[Medium]:
+        """The image, or the first frame of each item of the encoder that a video becomes."""
+        return part[:: self.merged]
 
     @staticmethod
     def resized(width: int, height: int) -> tuple[int, int]:
@@ -110,8 +158,8 @@ class Processor:
         return width, height
 
     def tokens(self, spans: Sequence[Span], sizes: Sequence[Size], limit: int = 0) -> Tokens:
-        """The sequence of a rendered conversation with images of these sizes. limit: ids after
-        which it ends (0: none); an image that would cross it is left out whole. Raises RowError."""
+        """The sequence of a rendered conversation with media of these sizes. limit: ids after
+        which it ends (0: none); a medium that would cross it is left out whole. Raises RowError."""
         while True:
             expanded = self.expanded(tuple(sizes))
             tokens, fit = self._tokens(spans, expanded, limit)
@@ -119,27 +167,30 @@ class Processor:
                 return tokens
             spans, sizes = before(spans, fit), sizes[:fit]
 
-    def load(self, spans: Sequence[Span], images: list, limit: int
+    def load(self, spans: Sequence[Span], media: list, limit: int
              ) -> tuple[Tokens, dict[str, Tensor]]:
-        """(The sequence of a rendered conversation and its images, the processor's other tensors by
-        argument name). images: Pillow's, as arrays small ones can be read with another side for the
-        channels. limit: see `tokens`; no image crosses it. Raises RowError."""
-        mark = self._processor.image_token
-        text = "".join(mark if isinstance(span, Medium) else span.text for span in spans)
-        out, expanded = self._run(self._processor, text, images, "pt")
+        """(The sequence of a rendered conversation and its media, the processor's other tensors by
+        argument name). media: Videos, and images of Pillow, as arrays small ones can be read with
+        another side for the channels. limit: see `tokens`; no medium crosses it. Raises
+        RowError."""
+        text = "".join(self._marks[span.modality] if isinstance(span, Medium) else span.text
+                       for span in spans)
+        out, expanded = self._run(self._processor, text, media, "pt")
         tokens, _ = self._tokens(spans, expanded, limit)
         ids = out.pop("input_ids")
         if ids[0, : len(tokens.ids)].tolist() != tokens.ids.tolist():
-            raise RowError("the processor makes other tokens of its images than of their sizes")
+            raise RowError("the processor makes other tokens of its media than of their sizes")
         return tokens, {name: value[:, : len(tokens.ids)] if value.shape == ids.shape else value
                         for name, value in out.items()}
 
-    def arguments_like(self, ids: Tensor, sizes: Sequence[Size]) -> dict[str, Tensor]:
-        """The processor's tensors for an example with these ids (n,), and black images."""
-        text = "\n".join([self._processor.image_token] * len(sizes)) or "no image"
-        out, _ = self._run(self._processor, text, [black(size) for size in sizes], "pt")
+    def arguments_like(self, ids: Tensor, media: list, **options: Any) -> dict[str, Tensor]:
+        """The processor's tensors for an example with these ids (n,) and media. options: of its
+        call, for images and videos alike."""
+        out, _ = self._run(self._processor, self._written(media) or "no media", media, "pt",
+                           options)
         shape = out.pop("input_ids").shape
-        kinds = (ids == self.image_token_id).long()[None]
+        kinds = sum(kind * (ids == token).long()[None]
+                    for kind, token in enumerate(self.token_ids.values(), 1))
         return {name: kinds if value.shape == shape else value for name, value in out.items()}
 
     def _expanded(self, sizes: tuple[Size, ...]) -> Expanded:
@@ -147,19 +198,30 @@ class Processor:
         several in another way than one. Raises RowError."""
         if not sizes:
             return Expanded((), ())
-        text = "\n".join([self._processor.image_token] * len(sizes))
-        return self._run(self._shapes, text, [sized(*size) for size in sizes], "np")[1]
+        media = [sized(*size[:2]) if size.sampled is None else video_of_shape(*size)
+                 for size in sizes]
+        # What is on the meta device cannot become an array.
+        tensors = None if any(size.sampled for size in sizes) else "np"
+        return self._run(self._shapes, self._written(media), media, tensors)[1]
 
-    def _run(self, processor: Any, text: str, images: list, tensors: str
-             ) -> tuple[dict[str, Any], Expanded]:
-        """(The arguments that a processor makes of one text and its images, what the images
-        become). Raises RowError."""
+    def _written(self, media: list) -> str:
+        """What a template would write for these media alone."""
+        return "\n".join(self._marks[VIDEO if isinstance(m, Video) else VISION] for m in media)
+
+    def _run(self, processor: Any, text: str, media: list, tensors: str | None,
+             options: Mapping[str, Any] = MappingProxyType({})) -> tuple[dict[str, Any], Expanded]:
+        """(The arguments that a processor makes of one text and its media, what the media become).
+        options: of its call for images and videos. Raises RowError."""
+        is_video = [isinstance(medium, Video) for medium in media]
+        images, videos = ([m for m, video in zip(media, is_video, strict=True) if video == wanted]
+                          for wanted in (False, True))
+        given = {} if self._videos is None else self._videos.arguments(videos, options)
         try:
             # Nested as apply_chat_template does it: some processors tell examples by the lists.
             out = processor(text=[text], images=[images] if images else None,
-                            images_kwargs=self.options, return_tensors=tensors,
+                            images_kwargs={**self.options, **options}, return_tensors=tensors,
                             add_special_tokens=self._adds_special_tokens(text),
-                            return_text_replacement_offsets=True)
+                            return_text_replacement_offsets=True, **given)
         except MemoryError:
             raise
         except Exception as error:  # processors check little themselves
@@ -168,7 +230,11 @@ class Processor:
         out.pop("attention_mask", None)
         offsets = out.pop("text_replacement_offsets", [])
         texts = tuple(o["replacement"] for row in offsets for o in row)
-        return dict(out), Expanded(texts, self._grids(out, texts) if images else ())
+        shown = [text for text, video in zip(texts, is_video, strict=False) if not video]
+        grids = iter(self._grids(out, shown) if images else ())
+        of_videos = Videos.grids(out)
+        return dict(out), Expanded(texts, tuple(
+            next(of_videos) if video else (next(grids),) for video in is_video))
 
     def _grids(self, out: Mapping[str, Any], texts: Sequence[str]
                ) -> tuple[tuple[int, int, int], ...]:
@@ -177,10 +243,10 @@ class Processor:
         if "image_grid_thw" in out:
             return tuple(map(tuple, out["image_grid_thw"].tolist()))
         shape, sizes = out["pixel_values"].shape, out.get("image_sizes")
-        h, w = shape[-2] // self._patch, shape[-1] // self._patch
+        h, w = shape[-2] // self.patch, shape[-1] // self.patch
         if sizes is not None and len(shape) == 4:  # padded to the largest image of the example
-            return tuple((1, int(h) // self._patch, int(w) // self._patch) for h, w in sizes)
-        features = [text.count(self._feature) for text in texts]
+            return tuple((1, int(h) // self.patch, int(w) // self.patch) for h, w in sizes)
+        features = [text.count(self._features[VISION]) for text in texts]
         if sizes is None or len(sizes) == 1 or shape[1] == 1:
             total = int(np.prod(shape[:-3]))
             return tuple((total * count // sum(features), h, w) for count in features)
@@ -192,22 +258,28 @@ class Processor:
 
     def _tokens(self, spans: Sequence[Span], expanded: Expanded, limit: int
                 ) -> tuple[Tokens | None, int]:
-        """(The sequence, how many images fit into `limit`); None where not all of them do. Raises
+        """(The sequence, how many media fit into `limit`); None where not all of them do. Raises
         RowError where features cannot be told from text, and for other ids than the processor's."""
         texts = iter(expanded.texts)
         spans = [Text(next(texts), False) if isinstance(s, Medium) else s for s in spans]
         ids, learnt = self._encoded(spans)
-        features = np.array([text.count(self._feature) for text in expanded.texts], np.int64)
-        at = np.flatnonzero(ids == self.image_token_id)
-        if len(at) != features.sum():
-            raise RowError(f"its text contains the token {self._feature}, which stands for images")
+        num_items = np.array([len(grids) for grids in expanded.grids], np.int64)
+        counted = {modality: np.array([text.count(token) for text in expanded.texts], np.int64)
+                   for modality, token in self._features.items()}
+        for modality, count in counted.items():
+            if (ids == self.token_ids[modality]).sum() != count.sum():
+                raise RowError(f"its text contains the token {self._features[modality]}, which "
+                               f"stands for {PART[modality]}s")
+        features = sum(counted.values())
+        at = np.flatnonzero(np.isin(ids, [*self.token_ids.values()]))
         ends = np.cumsum(features)
-        first, last = at[ends - features], at[ends - 1]
-        fit = int((last < (limit or len(ids))).sum())
+        fit = int((at[ends - 1] < (limit or len(ids))).sum())
         if fit < len(features):
             return None, fit
-        if "image_grid_thw" in self._processor.model_input_names and (
-                first[1:] == last[:-1] + 1).any():
+        touching = at[(ends - features)[1:]] == at[ends[:-1] - 1] + 1
+        features = np.repeat(features // num_items, num_items)
+        first = at[np.cumsum(features) - features]
+        if "image_grid_thw" in self._processor.model_input_names and touching.any():
             raise RowError("two images have no token between them, so the model cannot tell them "
                            "apart: write text between them")
         ids, learnt = ids[: limit or None], learnt[: limit or None]
@@ -218,7 +290,8 @@ class Processor:
         starts = np.append(first, len(ids))  # text runs from the end of an image's features
         counts = np.diff(starts, prepend=0) - np.append(0, features)
         segments = [(TEXT, text_lengths(int(counts[0])))]
-        for (t, h, w), tokens, count in zip(expanded.grids, features, counts[1:], strict=True):
+        grids = [grid for of_medium in expanded.grids for grid in of_medium]
+        for (t, h, w), tokens, count in zip(grids, features, counts[1:], strict=True):
             segments += [(VISION, SegmentLengths(t * h * w, t * h * w, int(tokens), (t, h, w))),
                          (TEXT, text_lengths(int(count)))]
         return Tokens(ids, learnt, [s for s in segments if s[1].num_tokens]), fit
@@ -244,13 +317,3 @@ class Processor:
                 raise RowError(f"its text contains the special token {token}, which the model "
                                "would read as that: leave it out or write it in another way")
         raise RowError("the processor's tokenizer has other ids for it than tokenizer.json")
-
-
-def black(size: Size) -> Image.Image:
-    return Image.new("RGB", size[::-1])
-
-
-def before(spans: Sequence[Span], medium: int) -> Sequence[Span]:
-    """The spans before a medium, by its number."""
-    at = [k for k, span in enumerate(spans) if isinstance(span, Medium)]
-    return spans[: at[medium]] if medium < len(at) else spans

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
+from orchmllm.data.media.kinds import VIDEO
 from orchmllm.data.media.medium import Medium
 from orchmllm.plan.layout import AUDIO, VISION
 
@@ -18,6 +20,12 @@ class Text(NamedTuple):
 
 
 Span = Text | Medium
+
+
+def before(spans: Sequence[Span], medium: int) -> Sequence[Span]:
+    """The spans before a medium, by its number."""
+    at = [k for k, span in enumerate(spans) if isinstance(span, Medium)]
+    return spans[: at[medium]] if medium < len(at) else spans
 
 
 class Placeholder(NamedTuple):
@@ -45,4 +53,5 @@ PLACEHOLDERS = {
         Placeholder("<audio_soft_token>"), Placeholder("<|audio|>"), Placeholder("<audio>"),
         Placeholder("[AUDIO]")),
 }
-PART = {VISION: "image", AUDIO: "audio"}  # the type of a content part
+# The type of a content part. A video is one for a model that has tokens for it.
+PART = {VISION: "image", AUDIO: "audio", VIDEO: "video"}

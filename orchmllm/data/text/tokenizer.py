@@ -11,7 +11,7 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import NamedTuple
@@ -46,14 +46,15 @@ class ChatTokenizer:
 
     path: tokenizer.json, or a folder that holds it (with chat_template.jinja or a
     tokenizer_config.json with "chat_template"). template: instead of the one beside it.
-    image_token: what the template writes for an image; empty: see PLACEHOLDERS. Raises ValueError
-    if it cannot be read, or lacks ChatML's special tokens and has no template.
+    media: modality -> what the template writes for a medium; empty: see PLACEHOLDERS. Raises
+    ValueError if it cannot be read, or lacks ChatML's special tokens and has no template.
     """
 
-    def __init__(self, path: str | os.PathLike, template: str = "", image_token: str = ""):
+    def __init__(self, path: str | os.PathLike, template: str = "",
+                 media: Mapping[int, str] | None = None):
         from tokenizers import Tokenizer
 
-        self._arguments = path, template, image_token
+        self._arguments = path, template, media
 
         path = Path(path)
         path = path / "tokenizer.json" if path.is_dir() else path
@@ -83,9 +84,10 @@ class ChatTokenizer:
         self._special = re.compile(either or "(?!)")
         self._chat = self.template and ChatTemplate(
             *self.template, special, [t.content for t in added.values()], str(path),
-            {VISION: (Placeholder(image_token),)} if image_token else PLACEHOLDERS)
-        if image_token and not self._chat.placeholders.get(VISION):
-            raise ValueError(f"{path}: the chat template does not write {image_token} for an image")
+            {m: (Placeholder(t),) for m, t in media.items()} if media else PLACEHOLDERS)
+        if media and not self.writes(VISION):
+            raise ValueError(f"{path}: the chat template does not write {media[VISION]} for an "
+                             "image")
         self._stand_ins, self._ids = self._add_stand_ins(added)
         self._of_template = lru_cache(maxsize=4096)(
             lambda text: self._special.sub(lambda m: self._stand_ins[m[0]], text))
@@ -115,6 +117,10 @@ class ChatTokenizer:
 
     def __reduce__(self):
         return ChatTokenizer, self._arguments  # worker processes open the file themselves
+
+    def writes(self, modality: int) -> bool:
+        """Whether the chat template writes a known placeholder for media of a modality."""
+        return bool(self._chat and self._chat.placeholders.get(modality))
 
     @property
     def end_id(self) -> int | None:

@@ -1,0 +1,152 @@
+"""Videos for models of transformers that have tokens for them: what becomes of the frames that were
+read is decided by the video processor of the model, and Pillow resizes them.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from functools import lru_cache
+from pathlib import Path
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor
+from transformers.video_processing_utils import BaseVideoProcessor
+
+from orchmllm.data.formats.conversation import Conversation, media_of
+from orchmllm.data.media.kinds import VIDEO
+from orchmllm.data.media.medium import Medium, Sampled
+
+# model_type -> folder and name of the class that cuts its videos. Attention of these encoders stays
+# inside the frames that are merged in time, so each such slice of a video is an item of its own.
+PROCESSORS = {"qwen2_vl": ("qwen2_vl", "Qwen2VLVideoProcessor"),
+              "qwen2_5_vl": ("qwen2_vl", "Qwen2VLVideoProcessor"),
+              "qwen3_vl": ("qwen3_vl", "Qwen3VLVideoProcessor")}
+_TORCHVISION = ("torchvision", "torchvision.transforms", "torchvision.transforms.v2",
+                "torchvision.transforms.v2.functional")
+
+
+class Video(NamedTuple):
+    """frames (n, 3, H, W) uint8; on the meta device they have a shape alone."""
+
+    frames: Tensor
+    sampled: Sampled
+
+
+def video_of_shape(height: int, width: int, sampled: Sampled) -> Video:
+    """One that takes no memory."""
+    shape = len(sampled.seconds), 3, height, width
+    return Video(torch.empty(shape, dtype=torch.uint8, device="meta"), sampled)
+
+
+def video_of_pictures(pictures: Sequence[Image.Image], sampled: Sampled) -> Video:
+    frames = torch.from_numpy(np.stack([np.asarray(picture) for picture in pictures]))
+    return Video(frames.permute(0, 3, 1, 2), sampled)
+
+
+class _Pillow(BaseVideoProcessor):
+    """The steps that read pixels. In the order of classes it stands between the class of a family,
+    whose decisions stay its own, and BaseVideoProcessor. Videos are (batch, n, 3, H, W)."""
+
+    def convert_to_rgb(self, video: Tensor) -> Tensor:
+        return video
+
+    def resize(self, image: Tensor, size: Any, resample: int | None = None, **_: Any) -> Tensor:
+        shape = *image.shape[:-2], size.height, size.width
+        if image.is_meta:
+            return image.new_empty(shape)
+        frames = [Image.fromarray(frame.permute(1, 2, 0).numpy()).resize(
+            (size.width, size.height), resample) for frame in image.flatten(0, -4)]
+        return torch.from_numpy(np.stack(frames)).permute(0, 3, 1, 2).reshape(shape)
+
+    def normalize(self, image: Tensor, mean: Any, std: Any, **_: Any) -> Tensor:
+        mean, std = (torch.as_tensor(value, device=image.device)[:, None, None]
+                     for value in (mean, std))
+        return (image - mean) / std
+
+
+@lru_cache
+def _class_of(model_type: str) -> type[BaseVideoProcessor]:
+    folder, name = PROCESSORS[model_type]
+    # transformers imports some of them with torchvision alone, of which nothing is used here.
+    missing = () if importlib.util.find_spec("torchvision") else _TORCHVISION
+    sys.modules.update({module: ModuleType(module) for module in missing})
+    try:
+        module = importlib.import_module(f"transformers.models.{folder}.video_processing_{folder}")
+    finally:
+        for stand_in in missing:
+            del sys.modules[stand_in]
+    return type(name, (getattr(module, name), _Pillow), {})
+
+
+class Videos:
+    """The part for videos of a processor. processor: None where the folder has no settings for
+    it. merged: frames that become one item of the vision encoder; the last is repeated where some
+    are missing."""
+
+    def __init__(self, folder: Path, model_type: str) -> None:
+        self.merged = 1
+        try:
+            self.processor = _class_of(model_type).from_pretrained(folder, local_files_only=True)
+        except OSError:
+            self.processor = None
+            return
+        self.merged = self.processor.temporal_patch_size
+        if self.processor.cap_pixels_per_frame is None:
+            self.processor.cap_pixels_per_frame = False  # as it does, with a warning
+
+    @property
+    def identity(self) -> list:
+        return [] if self.processor is None else [self.processor.to_dict()]
+
+    def arguments(self, videos: Sequence[Video], options: Mapping[str, Any]) -> dict[str, Any]:
+        """What the whole processor is called with, beside images and text."""
+        if not videos:
+            return {}
+        frames, metadata = [], []
+        for video in videos:
+            # Some processors refuse less than they merge.
+            missing = max(0, self.merged - len(video.frames))
+            seconds = video.sampled.seconds
+            frames.append(torch.cat([video.frames, *[video.frames[-1:]] * missing]))
+            # With the second as the unit: what is written for a frame is when it was read, and not
+            # its number by a mean rate.
+            metadata.append({"fps": 1.0, "total_num_frames": video.sampled.length_s,
+                             "frames_indices": [*seconds, *seconds[-1:] * missing]})
+        return {"videos": frames, "videos_kwargs": {
+            **options, "do_sample_frames": False, "input_data_format": "channels_first",
+            "video_metadata": metadata}}
+
+    @staticmethod
+    def grids(out: Mapping[str, Any]) -> Iterator[tuple[tuple[int, int, int], ...]]:
+        """Of each video (1, h, w) for each of its items. out: the processor's tensors."""
+        for t, h, w in np.asarray(out.get("video_grid_thw", ())).tolist():
+            yield ((1, h, w),) * t
+
+
+def parts_of(turns: Conversation) -> list[list[Medium]]:
+    """The media of a conversation, the frames of a video together."""
+    out: list[list[Medium]] = []
+    for medium in media_of(turns):
+        if medium.sampled is not None and medium.sampled.number:
+            out[-1].append(medium)
+        else:
+            out.append([medium])
+    return out
+
+
+def with_videos(turns: Conversation) -> Conversation:
+    """With one medium for each video: its first frame, as VIDEO."""
+    def shown(part: str | Medium) -> list[str | Medium]:
+        if isinstance(part, str) or part.sampled is None:
+            return [part]
+        return [] if part.sampled.number else [part._replace(modality=VIDEO)]
+
+    return tuple(turn._replace(parts=tuple(p for part in turn.parts for p in shown(part)))
+                 for turn in turns)
