@@ -4,12 +4,13 @@ the record of a step on its way."""
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from functools import cached_property
+from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from orchmllm.plan.layout import TEXT, BatchLayout
@@ -64,19 +65,26 @@ class Example:
 
 @dataclass(frozen=True)
 class ProcessedExample:
-    """An example as a processor of transformers makes it.
+    """An example as a processor of transformers makes it, or the parts of it that a rank was asked
+    to load.
 
     input_ids: (n,) int64. labels: (n,) int64, IGNORE_INDEX where nothing is learnt, not shifted.
+    Both are None if the text was not asked for.
     media: the processor's other tensors by the name of the model's argument, with the shapes that
     it gives a batch of this one example (pixel_values, image_grid_thw, mm_token_type_ids (1, n),
-    ...). lengths: as planned.
+    ...); of the parts of an example those that the text model reads. lengths: as planned.
+    parts: segment index (within the example) -> the tensors of this medium alone, by the name of
+    the model's argument, with the shapes of a batch of this one medium. arguments: segment index of
+    each medium -> the name of the argument that holds its content.
     """
 
     example_id: int
-    input_ids: Tensor
-    labels: Tensor
+    input_ids: Tensor | None
+    labels: Tensor | None
     media: dict[str, Tensor]
     lengths: BatchLayout
+    parts: dict[int, dict[str, Tensor]] = field(default_factory=dict)
+    arguments: dict[int, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -136,19 +144,47 @@ class PackedExamples:
     inputs: arguments of its forward by name: input_ids (1, R), position_ids and the media, one
     example after the other. kept (k,) int64: positions of the row whose next token is learnt,
     ascending; targets (k,) int64: those tokens. seqlens: lengths of the examples in the row.
+    phases: encoder phase -> an orchmllm.encoders.planned.EncodedItems, what this rank encodes of
+    it, for a model whose encoders are planned; without an entry the media are in `inputs`, or no
+    rank has any.
     """
 
     inputs: dict[str, Tensor]
     kept: Tensor
     targets: Tensor
     seqlens: SequenceLengths
+    phases: dict[str, Any] = field(default_factory=dict)
 
     def to(self, device: torch.device) -> PackedExamples:
         """The same on the training device."""
-        return PackedExamples(
-            {name: on_device(value, device) for name, value in self.inputs.items()},
-            on_device(self.kept, device), on_device(self.targets, device),
-            SequenceLengths.from_lengths(np.array(self.seqlens.lengths), device))
+        return replace(
+            self.moved(partial(on_device, device=device)),
+            seqlens=SequenceLengths.from_lengths(np.array(self.seqlens.lengths), device))
+
+    def moved(self, move: Callable[[Tensor], Tensor]) -> PackedExamples:
+        """With `move` of every tensor but the lengths."""
+        return replace(
+            self, inputs={name: move(value) for name, value in self.inputs.items()},
+            kept=move(self.kept), targets=move(self.targets),
+            phases={name: items.moved(move) for name, items in self.phases.items()})
+
+    def without_labels(self, lost: np.ndarray) -> PackedExamples:
+        """On the host: nothing is learnt of the examples where `lost` (n,) bool is true."""
+        example = np.searchsorted(self.seqlens.host[1:].numpy(), self.kept.numpy(), side="right")
+        stays = torch.from_numpy(~lost[example])
+        return replace(self, kept=self.kept[stays], targets=self.targets[stays])
+
+
+def joined(parts: Sequence[Tensor], dim: int) -> Tensor:
+    """The tensors of several examples, (n, ...) each, one after the other along `dim`; the other
+    dimensions are filled with zeros to the largest, which models cut away by the sizes that they
+    are given."""
+    sizes = [max(sizes) for sizes in zip(*(part.shape for part in parts), strict=True)]
+    padded = []
+    for part in parts:
+        missing = [0 if d == dim else sizes[d] - part.shape[d] for d in range(part.dim())]
+        padded.append(F.pad(part, [n for m in reversed(missing) for n in (0, m)]))
+    return torch.cat(padded, dim)
 
 
 @dataclass(frozen=True)

@@ -181,7 +181,8 @@ class Orchestrator:
         first = everyone.rank - self.rank  # of this shard
         require_agreement(step, "plan", head["digest"][first: first + self.world_size], first)
         loops = head["loop_us"][first: first + self.world_size]
-        return ([FailedSegment(*f) for _, items in details for f in items],
+        # Two ranks may have read the same.
+        return (list(dict.fromkeys(FailedSegment(*f) for _, items in details for f in items)),
                 [None if (head[name] == UNKNOWN).any() else int(head[name].sum())
                  for name in ("num_targets", "num_shifted")],
                 int(head["geometry"].max()),
@@ -192,7 +193,10 @@ class Orchestrator:
         Collective: every rank dispatches all microbatches of a step, in their order. Whole examples
         are there already."""
         if isinstance(micro.content, PackedExamples):
-            return micro.content.to(self.device)
+            packed = micro.content
+            if len(micro.ignored):
+                packed = packed.without_labels(np.isin(micro.rank_plan.examples, micro.ignored))
+            return packed.to(self.device)
         plan, group = micro.rank_plan, self._device_group
         moves = self.spec.balance.dispatch == "tensors"
         inputs, input_lengths, scatter = {}, {}, {}

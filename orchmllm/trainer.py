@@ -89,8 +89,8 @@ class Trainer:
         for source in sources:
             self._log(source.describe())
         check_same(self._gather([fingerprint(sources)])[:, 0])
-        self.model, self._encoding = build(recipe, self.device, checkpointing, sources, on_cpu,
-                                           spec.ranks_per_node, group)
+        self.model = build(recipe, self.device, checkpointing, sources, on_cpu,
+                           spec.ranks_per_node, group)
         self._feed = partial(WholeFeed, join=self.model.join) if spec.fills else SegmentFeed
         self.timer = StepTimer(self.model.clock, self.device)
         train, self.parts = recipe.train, learning_parts(self.model)
@@ -215,8 +215,7 @@ class Trainer:
         lr = learning_rate(step.index, train)
         for group in self.optimizer.param_groups:
             group["lr"] = lr * group["lr_share"]
-        with self._encoding(step):
-            loss_sum = self._accumulate(step)
+        loss_sum = self._accumulate(step)
         clock.switch("update")
         norms = clip_gradients(self.parts, train.max_grad_norm, self.device)
         clock.switch("gather")

@@ -28,7 +28,7 @@ ALLOWED = {
     "data": ("config", "plan", "batch", "comm", "orchestrator"),
     "runtime": ("launch", "config", "plan", "batch", "comm", "models", "orchestrator", "data"),
     "hf": ("config", "plan", "models", "data"),
-    "encoders": ("plan", "comm"),
+    "encoders": ("plan", "batch", "comm"),
     "sharding": ("config", "plan", "batch", "comm", "models", "data", "hf", "encoders"),
     "loader": ("plan", "batch", "comm", "orchestrator", "data", "encoders"),
     "__init__": ("plan", "comm", "loader", "encoders"),

@@ -8,7 +8,9 @@ has the ids and lengths that were planned, or its row or medium counts as one th
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -25,9 +27,9 @@ from orchmllm.data.media.decode import OnError, fail, upright_image
 from orchmllm.data.media.headers import image_header
 from orchmllm.data.media.kinds import VIDEO
 from orchmllm.data.media.medium import MediaError, Medium, RowError, Sampled
-from orchmllm.data.media.shapes import Size, black
+from orchmllm.data.media.shapes import Size, black, sized
 from orchmllm.data.media.video import pictures
-from orchmllm.data.media.video_processor import video_of_pictures
+from orchmllm.data.segments import IMAGES, VIDEOS, is_content, of_slice, parts
 from orchmllm.data.storage.remote import Storage
 from orchmllm.data.text.processor import Processor, Tokens
 from orchmllm.data.text.spans import before
@@ -63,8 +65,8 @@ class ProcessedReader(LengthReader):
         except MediaError as error:
             error.segment, error.modality = 0, VISION
             return self.stand_in(error, example_id)
-        items = [(medium, size[:2]) for part, size in zip(parts, sizes, strict=True)
-                 for medium in self.processor.items(part)]
+        items = [(item[0], size[:2]) for part, size in zip(parts, sizes, strict=True)
+                 for item in self.processor.items(part)]
         return MeasuredExample(
             layout, tokens.ids, tokens.learnt, [medium for medium, _ in items], None, turns,
             [size for _, size in items[: len(layout.segments[VISION])]])
@@ -121,22 +123,30 @@ class ProcessedRows(ConversationDataset):
         product."""
         return self.layout(i)
 
-    def load(self, i: int, *, row: MeasuredExample | None = None, on_error: OnError = None
-             ) -> ProcessedExample:
-        """Example i with the lengths that `measure` gives. row: what `kept` returned in the process
-        that planned it. An image that cannot be decoded raises MediaError with `segment` set; with
-        `on_error`, it is called with (segment, error) instead, the image is black, and nothing is
-        learnt. A row that cannot be used, or has changed since it was measured, is told of as
-        segment 0 and has the planned lengths."""
+    def load(self, i: int, *, text: bool = True, segments: Collection[int] | None = None,
+             row: MeasuredExample | None = None, on_error: OnError = None) -> ProcessedExample:
+        """Example i with the lengths that `measure` gives, or parts of it.
+
+        text: False leaves ids and labels None. segments: None for the whole example; else the
+        positions in the segment list of the media to decode, whose tensors are in `parts`, as the
+        processor makes them beside the others of the example. row: what `kept` returned in the
+        process that planned it. An image that cannot be decoded raises MediaError with `segment`
+        set; with `on_error`, it is called with (segment, error) instead, the image is black, and
+        nothing is learnt. A row that cannot be used, or has changed since it was measured, is told
+        of as segment 0 (the first where its text is loaded) and has the planned lengths."""
         row = row or self._row(i)
-        problem = row.problem
+        problem, example = row.problem, None
         if problem is None:
             try:
-                return self._example(row, on_error)
+                example = self._example(row, segments, on_error)
             except RowError as error:
                 problem = MediaError(self._name(i), f"cannot be used as it was planned: {error}")
-        fail(0, problem, on_error)
-        return self._filler(row)
+        if problem is not None:
+            if text or row.problem is None:
+                fail(0, problem, on_error)
+            example = self._filler(row)
+        example = _whole(example) if segments is None else _parted(example, segments)
+        return example if text else replace(example, input_ids=None, labels=None)
 
     def _row(self, i: int, text: bool = True) -> MeasuredExample:
         row = super()._row(i, text=False)
@@ -144,59 +154,103 @@ class ProcessedRows(ConversationDataset):
         index = self.indexes[source]
         if index is None:
             return row
-        items = [medium for part in self.processor.parts(row.turns)
-                 for medium in self.processor.items(part)]
+        items = [item[0] for part in self.processor.parts(row.turns)
+                 for item in self.processor.items(part)]
         return row._replace(media=items, sizes=index.sizes(number))
 
-    def _example(self, row: MeasuredExample, on_error: OnError) -> ProcessedExample:
-        """Raises RowError where the row is not as planned."""
-        layout, parts = row.layout, self.processor.parts(row.turns)
-        segments = np.flatnonzero(layout.modality == VISION)
-        firsts = np.cumsum([0, *(len(self.processor.items(part)) for part in parts)])
-        parts = parts[: np.searchsorted(firsts[:-1], len(row.sizes))]  # others are after the cut
-        spans = before(self.processor.rendered(row.turns), len(parts))
-        shown = pictures([medium for part in parts for medium in part], self.processor)
-        media, failed = [], False
-        for part, first in zip(parts, firsts.tolist(), strict=False):
-            size = Size(*row.sizes[first], part[0].sampled)
-            try:
-                frames = [_decoded(medium, size, shown.get(medium)) for medium in part]
-            except MediaError as error:
-                failed, error.modality = True, VISION
-                fail(int(segments[first]), error, on_error)
-                frames = [black(size)] * len(part)
-            media.append(video_of_pictures(frames, size.sampled) if size.sampled else frames[0])
+    def _example(self, row: MeasuredExample, wanted: Collection[int] | None, on_error: OnError
+                 ) -> ProcessedExample:
+        """wanted: segments that are decoded (None: all). Raises RowError where the row is not as
+        planned."""
+        layout = row.layout
+        segments = np.flatnonzero(layout.modality == VISION).tolist()
+        parts = [self.processor.items(part) for part in self.processor.parts(row.turns)]
+        frames = dict(zip(segments, [item for part in parts for item in part], strict=False))
+        sizes = {s: Size(*size) for s, size in zip(segments, row.sizes, strict=True)}
+        images, failed = self._decoded(
+            {s: item for s, item in frames.items() if wanted is None or s in wanted}, sizes,
+            on_error)
+        media, names, left = [], {}, iter(frames)
+        for part in parts:
+            first, *_ = own = list(islice(left, len(part))) or [None]
+            if first is None:  # what comes after the cut
+                break
+            sampled = part[0][0].sampled
+            media.append(sizes[first]._replace(sampled=sampled) if sampled
+                         else images[first][0] if first in images else sized(*sizes[first][:2]))
+            names |= dict.fromkeys(own, VIDEOS if sampled else IMAGES)
+        spans = before(self.processor.rendered(row.turns), len(media))
         tokens, arguments = self.processor.load(spans, media, self.reader.max_example_tokens)
         found = layout_of(int(layout.example_id[0]), tokens)
         if found.to_payload().tolist() != layout.to_payload().tolist():
             raise RowError("the processor makes other lengths of it")
         ids = torch.from_numpy(tokens.ids.astype(np.int64))
         learnt = torch.from_numpy(tokens.learnt & (not failed))
+        parts = {s: of_slice(self.processor.videos.pixels(image, *layout.grid[s, 1:].tolist()),
+                             layout.grid[s]) for s, image in images.items() if names[s] == VIDEOS}
         return ProcessedExample(int(layout.example_id[0]), ids,
-                                ids.where(learnt, torch.tensor(IGNORE_INDEX)), arguments, layout)
+                                ids.where(learnt, torch.tensor(IGNORE_INDEX)), arguments, layout,
+                                parts, names)
+
+    def _decoded(self, frames: Mapping[int, list[Medium]], sizes: Mapping[int, Size],
+                 on_error: OnError) -> tuple[dict[int, list[Image.Image]], bool]:
+        """(The pictures of each segment, black where they cannot be decoded; whether there are
+        such). frames: of segments."""
+        shown = pictures([medium for item in frames.values() for medium in item], self.processor)
+        out, failed = {}, False
+        for segment, item in frames.items():
+            try:
+                out[segment] = [_decoded(m, sizes[segment], shown.get(m)) for m in item]
+            except MediaError as error:
+                failed, error.modality = True, VISION
+                fail(segment, error, on_error)
+                out[segment] = [black(sizes[segment])] * len(item)
+        return out, failed
 
     def _filler(self, row: MeasuredExample) -> ProcessedExample:
         """An example of the planned lengths that nothing is learnt of: images are black."""
-        layout, token_ids = row.layout, self.processor.token_ids
-        shown = layout.modality == VISION
-        token = np.where(shown, token_ids[VISION], self.tokenizer.end_id or 0)
+        layout, processor = row.layout, self.processor
+        segments = np.flatnonzero(layout.modality == VISION)
+        names = dict.fromkeys(segments.tolist(), IMAGES)
+        token = np.full(len(layout.modality), self.tokenizer.end_id or 0)
+        token[segments] = processor.token_ids[VISION]
         media, options = [black(Size(*size)) for size in row.sizes], {}
-        if VIDEO in token_ids:  # the row, which says what is a video, may be gone
+        if VIDEO in processor.token_ids:  # the row, which says what is a video, may be gone
             media, options = [], {"do_resize": False}
-            edges = np.flatnonzero(np.diff(shown, prepend=False, append=False))
-            for start, end in edges.reshape(-1, 2).tolist():
-                picture = black(Size(*(layout.grid[start, 1:] * self.processor.patch).tolist()))
-                seconds = tuple(range(self.processor.merged * (end - start)))
-                is_video = end - start > 1  # images do not stand beside each other
-                if is_video:
-                    token[start:end] = token_ids[VIDEO]
-                media.append(video_of_pictures(
-                    [picture] * len(seconds), Sampled(0, seconds, len(seconds)))
-                    if is_video else picture)
+            runs = np.split(segments, np.flatnonzero(np.diff(segments) > 1) + 1)
+            for own in runs if len(segments) else ():
+                size = Size(*(layout.grid[own[0], 1:] * processor.patch).tolist())
+                if len(own) == 1:
+                    media.append(black(size))
+                    continue
+                # Images do not stand beside each other.
+                count = processor.merged * len(own)
+                media.append(size._replace(sampled=Sampled(0, tuple(range(count)), count)))
+                token[own] = processor.token_ids[VIDEO]
+                names |= dict.fromkeys(own.tolist(), VIDEOS)
         ids = torch.from_numpy(np.repeat(token, layout.num_tokens))
-        arguments = self.processor.arguments_like(ids, media, **options)
+        arguments = processor.arguments_like(ids, media, **options)
+        parts = {s: of_slice(torch.zeros(layout.rows[s], arguments[VIDEOS].shape[1]),
+                             layout.grid[s]) for s, name in names.items() if name == VIDEOS}
         return ProcessedExample(int(layout.example_id[0]), ids,
-                                torch.full_like(ids, IGNORE_INDEX), arguments, layout)
+                                torch.full_like(ids, IGNORE_INDEX), arguments, layout, parts, names)
+
+
+def _whole(example: ProcessedExample) -> ProcessedExample:
+    """With the pixels of videos among the tensors of the processor."""
+    if not example.parts:
+        return example
+    rows = torch.cat([part[VIDEOS] for part in example.parts.values()])
+    return replace(example, media={**example.media, VIDEOS: rows}, parts={})
+
+
+def _parted(example: ProcessedExample, segments: Collection[int]) -> ProcessedExample:
+    """Of a whole example the tensors of these media, and those that the text model reads."""
+    images = [s for s, name in example.arguments.items() if name == IMAGES]
+    cut = dict(zip(images, parts(example.media, example.lengths.grid[images]), strict=True))
+    cut |= example.parts
+    return replace(example, parts={s: cut[s] for s in segments}, media={
+        n: v for n, v in example.media.items() if not is_content(n)})
 
 
 def _decoded(medium: Medium, size: Size, picture: np.ndarray | MediaError | None) -> Image.Image:

@@ -148,7 +148,7 @@ def rebuild(encoder: Encoder, like: Features, rows: Tensor, counts: Sequence[int
             # transformers joins the list, and nothing cannot be joined.
             value: Any = list(part.split(list(counts))) if len(counts) else [part]
         elif leaf.form == _STACKED:
-            value = part.reshape(len(counts), *leaf.inner, leaf.width)
+            value = part.reshape(-1, *leaf.inner, leaf.width)
         else:
             value = part if len(leaves) == 1 else part.contiguous()
             value = value.reshape(-1, *leaf.inner, leaf.width) if leaf.inner else value

@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 import threading
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from operator import attrgetter
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -148,10 +149,18 @@ def placeholder(
 
 
 def run_call(share: Share, owner: nn.Module, call: str, arguments: Sequence[Any]) -> Any:
-    """What a call of an encoder returns for these arguments, in the order of its layout."""
-    encoder = share.encoder
+    """`run_encoder` with the options of this rank's forward."""
+    return run_encoder(share.encoder, owner, call, arguments, share.local.options)
+
+
+def run_encoder(
+    encoder: Encoder, owner: nn.Module, call: str, arguments: Sequence[Any],
+    options: Mapping[str, Any] = MappingProxyType({}),
+) -> Any:
+    """What a call of an encoder returns for these arguments, in the order of its layout. options:
+    further ones by name."""
     run = partial(encoder.run, owner) if encoder.run else attrgetter(call)(owner)
-    options = {**encoder.keywords, **share.local.options}
+    options = {**encoder.keywords, **options}
     if encoder.named:
         return run(**dict(zip(encoder.calls[call].arguments, arguments, strict=True)), **options)
     return run(*arguments, **options)

@@ -1,14 +1,15 @@
 """A multimodal model of transformers as it is: whole examples in one packed row, and the sum of the
 loss over the positions that are learnt.
 
-Encoders run inside of its forward, for the media of this rank's examples;
-orchmllm.balance_encoders moves them.
+Where a plan says which rank encodes which medium, orchmllm.encoders.planned answers the model's own
+calls of its encoders; else they run inside of its forward, for the media of this rank's examples.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
@@ -21,9 +22,12 @@ from torch import Tensor, nn
 
 from orchmllm.batch import (
     IGNORE_INDEX,
+    UNKNOWN,
+    Microbatch,
     PackedExamples,
     ProcessedExample,
     SequenceLengths,
+    joined,
 )
 from orchmllm.config.fsdp import DTYPE_BYTES
 from orchmllm.config.job import Job
@@ -35,7 +39,7 @@ from orchmllm.models.flops import Lengths, Work
 from orchmllm.models.phase_clock import PhaseClock
 from orchmllm.plan.assign import PlanSpec
 from orchmllm.plan.cost import CostModel
-from orchmllm.plan.layout import ENCODERS
+from orchmllm.plan.layout import ENCODERS, NO_EXAMPLES
 
 TYPES = ("mm_token_type_ids", "token_type_ids")  # arguments that say which tokens are media
 TILED = ("aya_vision", "gemma3", "idefics3", "internvl", "llava", "llava_next",
@@ -45,8 +49,10 @@ SLOTTED = ("idefics3",)  # the media of a sequence are one row of pixel_values
 
 class WholeModel(nn.Module):
     """hf: a model of orchmllm.models.families, in train mode, whose configuration nobody else has.
-    dtype: of forward and backward. The phases' times are in `clock`: vision is everything before
-    the text model's first layer."""
+    dtype: of forward and backward. The phases' times are in `clock`. encoders: an
+    orchmllm.encoders.planned.PlannedEncoders of hf, for batches that were planned."""
+
+    encoders: Any = None
 
     def __init__(self, hf: nn.Module, dtype: torch.dtype) -> None:
         super().__init__()
@@ -58,7 +64,6 @@ class WholeModel(nn.Module):
         self._types = [name for name in TYPES if name in accepted]
         index = getattr(hf.model, "get_rope_index", None)
         self._rope_arguments = None if index is None else set(inspect.signature(index).parameters)
-        hf.model.get_decoder().register_forward_pre_hook(self._at_text, with_kwargs=True)
 
     @property
     def token_embedding(self) -> nn.Parameter:
@@ -80,8 +85,15 @@ class WholeModel(nn.Module):
                 stacks[part] = max(stacks.get(part, module), module, key=num_parameters)
         return stacks
 
-    def join(self, examples: Sequence[ProcessedExample]) -> PackedExamples:
-        """One packed row of at least one example; on the CPU."""
+    def join(
+        self, examples: Sequence[ProcessedExample],
+        media: Mapping[str, Sequence[dict[str, Tensor]]] | None = None,
+        micro: Microbatch | None = None,
+    ) -> PackedExamples:
+        """One packed row; on the CPU. media, micro: of a planned microbatch, see
+        PlannedEncoders.packed; examples are then those of its LLM, without the content of media,
+        and for none of them the row is one token, of which nothing is learnt."""
+        examples = examples or [_FILLER]
         ids = torch.cat([e.input_ids for e in examples])
         labels = torch.cat([F.pad(e.labels[1:], (0, 1), value=IGNORE_INDEX) for e in examples])
         kept = (labels != IGNORE_INDEX).nonzero()[:, 0]
@@ -94,18 +106,22 @@ class WholeModel(nn.Module):
             slotted = self.hf.config.model_type in SLOTTED and name.startswith("pixel_")
             inputs[name] = joined(parts, 1 if slotted else 0)
         lengths = [len(e.input_ids) for e in examples]
-        return PackedExamples(inputs, kept, labels[kept], SequenceLengths.from_lengths(lengths))
+        phases = {} if micro is None else self.encoders.packed(examples, media, micro)
+        return PackedExamples(inputs, kept, labels[kept], SequenceLengths.from_lengths(lengths),
+                              phases)
 
     def forward(self, batch: PackedExamples) -> Tensor:
         """Sum of the cross entropy over this rank's targets, a scalar. The caller divides by the
         targets of all ranks. Raises RuntimeError where packing or the model's head did not do what
         the loss relies on."""
-        self.clock.switch("vision")
+        self.clock.switch("llm")
         inputs: dict[str, Any] = {
             name: value.to(self.dtype) if value.is_floating_point() else value
             for name, value in batch.inputs.items()}
         ones = torch.ones_like(inputs["input_ids"])  # without it some models look for examples
-        with packing.packed(batch.seqlens, self._num_layers):
+        answering = nullcontext() if not batch.phases else self.encoders.answering(
+            batch.phases, inputs, self.clock, self.dtype)
+        with answering, packing.packed(batch.seqlens, self._num_layers):
             logits = self.hf(**inputs, attention_mask=ones, use_cache=False,
                              logits_to_keep=batch.kept).logits[0]
         if len(logits) != len(batch.kept):
@@ -120,10 +136,6 @@ class WholeModel(nn.Module):
 
     def _connector(self) -> list[nn.Parameter]:
         return [p for name, p in self.hf.named_parameters() if part_of(name) == "connector"]
-
-    def _at_text(self, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-        embedded = self.clock.mark(kwargs["inputs_embeds"], before="vision", after="llm")
-        return args, {**kwargs, "inputs_embeds": embedded}
 
     def _type_ids(self, ids: Tensor) -> Tensor:
         """1 at tokens of images, 2 at those of videos."""
@@ -147,16 +159,8 @@ class WholeModel(nn.Module):
         return torch.cat([flat[None], axes.long()])
 
 
-def joined(parts: Sequence[Tensor], dim: int) -> Tensor:
-    """The tensors of several examples, (n, ...) each, one after the other along `dim`; the other
-    dimensions are filled with zeros to the largest, which models cut away by the sizes that they
-    are given."""
-    sizes = [max(sizes) for sizes in zip(*(part.shape for part in parts), strict=True)]
-    padded = []
-    for part in parts:
-        missing = [0 if d == dim else sizes[d] - part.shape[d] for d in range(part.dim())]
-        padded.append(F.pad(part, [n for m in reversed(missing) for n in (0, m)]))
-    return torch.cat(padded, dim)
+_FILLER = ProcessedExample(UNKNOWN, torch.zeros(1, dtype=torch.int64),
+                           torch.full((1,), IGNORE_INDEX), {}, NO_EXAMPLES)
 
 
 def num_parameters(module: nn.Module) -> int:
@@ -244,10 +248,9 @@ def whole_work(model: ModelConfig, phase: str, lengths: Lengths, checkpointing: 
 
 
 def plan_whole(job: Job) -> PlanSpec:
-    """What the planner has to know. The LLM phase alone decides where an example goes, and its rank
-    reads it; that encoders are balanced from there is predicted by the plan, and done by
-    orchmllm.balance_encoders. An image costs by its patches, an example by its tokens, both from
-    the weights of the blocks and the width of their attention."""
+    """What the planner has to know. Each rank reads the text that its LLM takes and the media that
+    it encodes. An image costs by its patches, an example by its tokens, both from the weights of
+    the blocks and the width of their attention."""
     recipe, model = job.recipe, job.recipe.model
     vision, llm = (part_flops(model.folder)[part] for part in ("vision", "llm"))
     # Forward, towards the input, towards the weights.
@@ -257,7 +260,7 @@ def plan_whole(job: Job) -> PlanSpec:
             "vision": CostModel(passes["vision"] * vision.position, passes["vision"] * vision.pair),
             "audio": CostModel(1, 0),  # no family here has any
             "llm": CostModel(passes["llm"] * llm.position, 3 * llm.pair)},
-        row_bytes=dict.fromkeys(ENCODERS, 0),  # nothing moves before the forward
+        row_bytes=dict.fromkeys(ENCODERS, 0),  # media are read where they are encoded
         feature_bytes=feature_width(model.folder) * DTYPE_BYTES[recipe.fsdp.forward_dtype],
         ranks_per_node=job.ranks_per_node, fills=True,
         balance=replace(recipe.balance, dispatch="load"))

@@ -4,21 +4,19 @@ transformers."""
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
-from orchmllm.batch import Step
 from orchmllm.comm.agree import describe, raise_first
 from orchmllm.comm.exchange import RowGather, gather_texts
 from orchmllm.config.model import ModelConfig
 from orchmllm.config.recipe import Recipe
-from orchmllm.encoders.hook import balance_encoders
-from orchmllm.encoders.sharing import EncoderStep
+from orchmllm.encoders.planned import PlannedEncoders
 from orchmllm.hf.sources import WeightSource
 from orchmllm.models.families import read_config
 from orchmllm.models.hf import WholeModel
@@ -31,44 +29,17 @@ def build(
     recipe: Recipe, device: torch.device, checkpointing: Mapping[str, str],
     sources: Sequence[WeightSource], gather: RowGather, ranks_per_node: int,
     group: dist.ProcessGroup | None,
-) -> tuple[MultimodalModel | WholeModel, Callable[[Step], AbstractContextManager]]:
-    """The model, and what has to be around the microbatches of each of its training steps.
-    Collective; gather: of all ranks. group: for what moves in a forward (default: the default
+) -> MultimodalModel | WholeModel:
+    """Collective; gather: of all ranks. group: for what moves in a forward (default: the default
     group). The rest as in orchmllm.sharding.fsdp.build_model."""
     if not recipe.model.folder:
         return build_model(recipe.model, recipe.fsdp, device, recipe.run.seed, checkpointing,
-                           sources, ranks_per_node=ranks_per_node, group=group), nullcontext
+                           sources, ranks_per_node=ranks_per_node, group=group)
     with starting_weights(recipe.model, recipe.run.seed, recipe.run.folder, gather) as folder:
         model = load_whole(folder, recipe.model, recipe.fsdp, device, checkpointing,
                            ranks_per_node)
-    return model, MovedEncoders(model, recipe, group)
-
-
-class MovedEncoders:
-    """balance_encoders in the forwards of a run: validation and unbalanced steps too, because a
-    rank without media has to take part in what an encoder gathers."""
-
-    def __init__(self, model: WholeModel, recipe: Recipe, group: dist.ProcessGroup | None) -> None:
-        self.handle = balance_encoders(
-            model.hf, group=group, when="always", min_gain=recipe.balance.min_gain,
-            timeout_s=recipe.launch.timeout_s)
-        self._balances = recipe.balance.enabled and recipe.balance.vision.policy != "none"
-        self.handle.moves = self._balances
-        self._seen: list[EncoderStep] = []
-        model.register_forward_hook(lambda *_: self._seen.extend(self.handle.last.values()))
-
-    @contextmanager
-    def __call__(self, step: Step) -> Iterator[None]:
-        """Around the microbatches of a training step, whose figures then get the imbalance and the
-        movement of what was encoded in place of those that its plan predicts."""
-        self.handle.moves = self._balances and not step.as_sampled
-        self._seen.clear()
-        yield
-        self.handle.moves = self._balances
-        if self._seen:
-            step.phases["vision"]["imbalance_after"] = sum(
-                encoded.imbalance[1] for encoded in self._seen) / len(self._seen)
-            step.phases["vision"]["moved_bytes"] = sum(e.moved_bytes for e in self._seen)
+    model.encoders = PlannedEncoders(model.hf, group)
+    return model
 
 
 @contextmanager

@@ -5,13 +5,17 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from orchmllm.batch import IGNORE_INDEX, ProcessedExample
+from orchmllm.data.segments import parts
 from orchmllm.models.families import FAMILIES as ADMITTED  # noqa: F401
 from orchmllm.plan.geometry import SegmentLengths, text_lengths
 from orchmllm.plan.layout import TEXT as TEXT_SEGMENT
@@ -33,21 +37,58 @@ def build(name: str) -> nn.Module:
     return FAMILIES[name].build()
 
 
+def stock_of(folder: Path) -> nn.Module:
+    """The model of a folder in one process."""
+    from transformers import AutoModelForImageTextToText
+
+    return AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float64).train()
+
+
 def sample(name: str, model: nn.Module, items: Sequence[Item], seed: int) -> dict[str, Any]:
     """Arguments of stock forward for one example."""
     return batch(FAMILIES[name], model, list(items), seed)
 
 
 def as_example(i: int, inputs: dict[str, Any]) -> ProcessedExample:
-    """The same for the trainer."""
-    count = inputs["input_ids"].shape[1]
+    """The same for the trainer. Each run of tokens of an image is an image."""
+    ids = inputs["input_ids"][0]
     media = {k: v for k, v in inputs.items() if k not in TEXT}
-    images = int((inputs["input_ids"] == IMAGE).sum())
-    lengths = BatchLayout.from_segments(i, int((shifted(inputs) != IGNORE_INDEX).sum()), [
-        (TEXT_SEGMENT, text_lengths(count - images)),
-        *[(VISION, SegmentLengths(4 * images, 4 * images, images, (1, 2, 2 * images)))] * (
-            images > 0)])
-    return ProcessedExample(i, inputs["input_ids"][0], inputs["labels"][0], media, lengths)
+    ends = ((ids[1:] == IMAGE) != (ids[:-1] == IMAGE)).nonzero()[:, 0] + 1
+    runs = ids.tensor_split(ends)
+    shapes = iter(grids(media, sum(int(run[0]) == IMAGE for run in runs)))
+    segments = []
+    for run in runs:
+        if int(run[0]) != IMAGE:
+            segments.append((TEXT_SEGMENT, text_lengths(len(run))))
+            continue
+        t, h, w = grid = next(shapes)
+        segments.append((VISION, SegmentLengths(t * h * w, t * h * w, len(run), grid)))
+    lengths = BatchLayout.from_segments(
+        i, int((shifted(inputs) != IGNORE_INDEX).sum()), segments)
+    return ProcessedExample(i, ids, inputs["labels"][0], media, lengths)
+
+
+def grids(media: dict[str, Tensor], count: int) -> list[tuple[int, int, int]]:
+    """(t, h, w) of each image: t tiles of h x w patches of 4 x 4 pixels."""
+    if not media:
+        return []
+    if "image_grid_thw" in media:
+        return [tuple(grid) for grid in media["image_grid_thw"].tolist()]
+    pixels = media["pixel_values"]
+    if pixels.dim() == 5 and "image_sizes" in media:  # tiles of zeros fill it up
+        return [(int(one.flatten(1).any(1).sum()), 4, 4) for one in pixels]
+    return [(1, 4, 4)] * count
+
+
+def parts_of(example: ProcessedExample, segments: Sequence[int]) -> ProcessedExample:
+    """What ProcessedRows.load returns for these segments."""
+    images = np.flatnonzero(example.lengths.modality == VISION).tolist()
+    tensors = {name: value[:, : len(images)] if "pixel_attention_mask" in example.media else value
+               for name, value in example.media.items()}  # a slot may be empty
+    cut = dict(zip(images, parts(tensors, example.lengths.grid[images]), strict=True))
+    return replace(
+        example, media={n: v for n, v in example.media.items() if not n.startswith("pixel_")},
+        parts={s: cut[s] for s in segments}, arguments=dict.fromkeys(images, "pixel_values"))
 
 
 def shifted(inputs: dict[str, Any]) -> Tensor:
@@ -112,5 +153,6 @@ class WholeDataset:
     def layout(self, i: int) -> BatchLayout:
         return self.load(i).lengths
 
-    def load(self, i: int, on_error=None) -> ProcessedExample:
-        return as_example(i, self.inputs[i])
+    def load(self, i: int, text: bool = True, segments=None, on_error=None) -> ProcessedExample:
+        example = as_example(i, self.inputs[i])
+        return example if segments is None else parts_of(example, segments)

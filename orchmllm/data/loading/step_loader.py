@@ -58,7 +58,7 @@ class SegmentFeed:
         self._workers: Workers | RemoteWorkers = Workers(dataset, num_workers)
         if servers is not None:
             self._workers = RemoteWorkers(dataset, servers, self._workers, orchestrator.rank)
-        self._requested: deque[list[_Request]] = deque()
+        self._requested: deque[list[Request]] = deque()
 
     def draw(self, index: int) -> BatchLayout | None:
         if index >= self.num_steps:
@@ -76,7 +76,7 @@ class SegmentFeed:
         for micro in step.micro:
             _ = micro.rank_plan.position_ids  # computed here, not in the training thread
         self._requested.append([
-            _Request(micro, self.orchestrator.rank, self.dispatch, self.dataset, self._workers)
+            Request(micro, self.orchestrator.rank, self.dispatch, self.dataset, self._workers)
             for micro in step.micro])
 
     def load(self, step: Step) -> tuple[int, int]:
@@ -105,7 +105,7 @@ class SegmentFeed:
         self._requested.clear()
         self._workers.close()
 
-    def _moved(self, request: _Request, step: Step, postponed: Postponed
+    def _moved(self, request: Request, step: Step, postponed: Postponed
                ) -> tuple[dict[str, list], list[Tensor | None]]:
         """Media and text of a microbatch, on the ranks that process them, in slot order: a medium
         that came from another rank is still encoded, with no bytes where it could not be read."""
@@ -153,20 +153,24 @@ class SegmentFeed:
         return torch.zeros(rows, getattr(self.dataset, phase).row_size, dtype=_ROW_DTYPE[phase])
 
 
-class _Request:
+class Request:
     """What this rank reads of a microbatch, one call for each example: for `load` what it
     processes, in slot order, else what it sampled, in source order. media[phase]: (example,
-    segment); texts: examples."""
+    segment); texts: examples. fills: where this rank encodes nothing of a phase and others do, it
+    reads the smallest medium, too."""
 
-    def __init__(self, micro: Microbatch, rank: int, dispatch: str, dataset: Any, workers: Workers
-                 ) -> None:
+    def __init__(self, micro: Microbatch, rank: int, dispatch: str, dataset: Any, workers: Workers,
+                 fills: bool = False) -> None:
         plan, layout, mine = micro.plan, micro.plan.layout, micro.rank_plan
         self.micro, self.media = micro, {}
         sampled = np.arange(layout.num_examples)[plan.llm.items_of(rank)]
         self.texts = (mine.examples if dispatch == "load" else sampled).tolist()
         wanted: dict[int, dict] = {e: {"text": True, "segments": []} for e in self.texts}
         for phase, code in ENCODERS.items():
-            self.media[phase] = here = list(map(tuple, mine.media[phase].tolist()))
+            here, every = mine.media[phase], layout.segments[code]
+            if fills and not len(here) and len(every):
+                here = layout.places(every[[layout.rows[every].argmin()]])
+            self.media[phase] = here = list(map(tuple, here.tolist()))
             if dispatch != "load":
                 at = layout.places(layout.segments[code][plan.encode[phase].items_of(rank)])
                 self.media[phase] = list(map(tuple, at.tolist()))
@@ -185,14 +189,20 @@ class _Request:
             calls.append(((index,), keys))
         self._examples, self._results = list(wanted), workers.request("load", calls)
 
-    def content(self, step: Step) -> tuple[dict[str, list[Tensor]], list[Tensor]]:
-        """Waits. (Rows of the media by phase, texts (L, 2) int32 [token id, label]); what could not
-        be decoded is added to step.failed."""
-        loaded: dict[int, Example] = {}
+    def loaded(self, step: Step) -> dict[int, Any]:
+        """Waits. What the dataset loaded of each example; what could not be decoded is added to
+        step.failed."""
+        out = {}
         for example, (value, failures) in zip(self._examples, self._results(), strict=True):
-            loaded[example] = value
+            out[example] = value
             position = int(self.micro.positions[example])
             step.failed += [FailedSegment(position, *failure) for failure in failures]
+        return out
+
+    def content(self, step: Step) -> tuple[dict[str, list[Tensor]], list[Tensor]]:
+        """Waits. (Rows of the media by phase, texts (L, 2) int32 [token id, label]); failures: see
+        `loaded`."""
+        loaded: dict[int, Example] = self.loaded(step)
         return ({p: [loaded[e].media[s] for e, s in at] for p, at in self.media.items()},
                 [torch.stack([loaded[e].token_ids, loaded[e].labels], dim=1) for e in self.texts])
 

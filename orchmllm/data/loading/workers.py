@@ -205,6 +205,9 @@ def _convert(value: Any, kind: type, to: Callable) -> Any:
         return Example(value.example_id, *(p if p is None else to(p) for p in parts),
                        {s: to(m) for s, m in value.media.items()})
     if isinstance(value, ProcessedExample):
-        return replace(value, input_ids=to(value.input_ids), labels=to(value.labels),
-                       media={name: to(m) for name, m in value.media.items()})
+        ids, labels = (p if p is None else to(p) for p in (value.input_ids, value.labels))
+        return replace(
+            value, input_ids=ids, labels=labels,
+            media={name: to(m) for name, m in value.media.items()},
+            parts={s: {name: to(m) for name, m in p.items()} for s, p in value.parts.items()})
     return to(value) if isinstance(value, kind) else value

@@ -1,5 +1,5 @@
-"""Image processors of transformers that are told the sizes of images and read no pixels: which
-shapes their results have is decided by their own code."""
+"""Image processors of transformers that are told the sizes of images and read no pixels, or only
+those of some: which shapes their results have is decided by their own code."""
 
 from __future__ import annotations
 
@@ -57,10 +57,36 @@ class _Shapes(PilBackend):
         return np.broadcast_to(np.zeros((), np.float32), image.shape)
 
 
+class _Some(_Shapes):
+    """Steps that read the pixels of an image, unless `sized` made it."""
+
+
+def _step(name: str) -> FunctionType:
+    def run(self, image, *args, **options):
+        made_up = isinstance(image, np.ndarray) and not any(image.strides)
+        return getattr(_Shapes if made_up else PilBackend, name)(self, image, *args, **options)
+
+    return run
+
+
+for _name in ("process_image", "resize", "center_crop", "rescale", "normalize"):
+    setattr(_Some, _name, _step(_name))
+
+
 def of_shapes(image_processor: PilBackend) -> PilBackend:
     """A copy of an image processor that takes what `sized` gives, and whose results have the shapes
     of images of these sizes."""
+    return _with_steps(image_processor, _Shapes)
+
+
+def of_some(image_processor: PilBackend) -> PilBackend:
+    """A copy of an image processor that also takes what `sized` gives, among other images, which
+    become what they become beside images of these sizes."""
+    return _with_steps(image_processor, _Some)
+
+
+def _with_steps(image_processor: PilBackend, steps: type) -> PilBackend:
     out = copy.copy(image_processor)
     family = type(image_processor)
-    out.__class__ = type(family.__name__, (family, _Shapes), {})
+    out.__class__ = type(family.__name__, (family, steps), {})
     return out

@@ -1,5 +1,6 @@
 """Videos for models of transformers that have tokens for them: what becomes of the frames that were
-read is decided by the video processor of the model, and Pillow resizes them.
+read is decided by the video processor of the model, and Pillow resizes them. Each item of the
+encoder is made by itself, so that a rank reads those that it encodes.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,49 +22,29 @@ from transformers.video_processing_utils import BaseVideoProcessor
 
 from orchmllm.data.formats.conversation import Conversation, media_of
 from orchmllm.data.media.kinds import VIDEO
-from orchmllm.data.media.medium import Medium, Sampled
+from orchmllm.data.media.medium import Medium, RowError
+from orchmllm.data.media.shapes import Size
 
 # model_type -> folder and name of the class that cuts its videos. Attention of these encoders stays
 # inside the frames that are merged in time, so each such slice of a video is an item of its own.
 PROCESSORS = {"qwen2_vl": ("qwen2_vl", "Qwen2VLVideoProcessor"),
               "qwen2_5_vl": ("qwen2_vl", "Qwen2VLVideoProcessor"),
               "qwen3_vl": ("qwen3_vl", "Qwen3VLVideoProcessor")}
+_GIVEN = {"do_sample_frames": False, "input_data_format": "channels_first"}
 _TORCHVISION = ("torchvision", "torchvision.transforms", "torchvision.transforms.v2",
                 "torchvision.transforms.v2.functional")
 
 
-class Video(NamedTuple):
-    """frames (n, 3, H, W) uint8; on the meta device they have a shape alone."""
-
-    frames: Tensor
-    sampled: Sampled
-
-
-def video_of_shape(height: int, width: int, sampled: Sampled) -> Video:
-    """One that takes no memory."""
-    shape = len(sampled.seconds), 3, height, width
-    return Video(torch.empty(shape, dtype=torch.uint8, device="meta"), sampled)
-
-
-def video_of_pictures(pictures: Sequence[Image.Image], sampled: Sampled) -> Video:
-    frames = torch.from_numpy(np.stack([np.asarray(picture) for picture in pictures]))
-    return Video(frames.permute(0, 3, 1, 2), sampled)
-
-
-class _Pillow(BaseVideoProcessor):
-    """The steps that read pixels. In the order of classes it stands between the class of a family,
-    whose decisions stay its own, and BaseVideoProcessor. Videos are (batch, n, 3, H, W)."""
+class _Steps(BaseVideoProcessor):
+    """The steps that need torchvision. In the order of classes it stands between the class of a
+    family, whose decisions stay its own, and BaseVideoProcessor. Videos are (batch, n, 3, H, W);
+    they are resized on the meta device alone."""
 
     def convert_to_rgb(self, video: Tensor) -> Tensor:
         return video
 
-    def resize(self, image: Tensor, size: Any, resample: int | None = None, **_: Any) -> Tensor:
-        shape = *image.shape[:-2], size.height, size.width
-        if image.is_meta:
-            return image.new_empty(shape)
-        frames = [Image.fromarray(frame.permute(1, 2, 0).numpy()).resize(
-            (size.width, size.height), resample) for frame in image.flatten(0, -4)]
-        return torch.from_numpy(np.stack(frames)).permute(0, 3, 1, 2).reshape(shape)
+    def resize(self, image: Tensor, size: Any, **_: Any) -> Tensor:
+        return image.new_empty((*image.shape[:-2], size.height, size.width))
 
     def normalize(self, image: Tensor, mean: Any, std: Any, **_: Any) -> Tensor:
         mean, std = (torch.as_tensor(value, device=image.device)[:, None, None]
@@ -82,7 +63,7 @@ def _class_of(model_type: str) -> type[BaseVideoProcessor]:
     finally:
         for stand_in in missing:
             del sys.modules[stand_in]
-    return type(name, (getattr(module, name), _Pillow), {})
+    return type(name, (getattr(module, name), _Steps), {})
 
 
 class Videos:
@@ -91,7 +72,7 @@ class Videos:
     are missing."""
 
     def __init__(self, folder: Path, model_type: str) -> None:
-        self.merged = 1
+        self.folder, self.merged = folder, 1
         try:
             self.processor = _class_of(model_type).from_pretrained(folder, local_files_only=True)
         except OSError:
@@ -101,27 +82,45 @@ class Videos:
         if self.processor.cap_pixels_per_frame is None:
             self.processor.cap_pixels_per_frame = False  # as it does, with a warning
 
+    def check(self, is_written: bool) -> None:
+        """is_written: whether the chat template has a placeholder for a video. Raises RowError
+        where the model cannot be given one."""
+        if self.processor is None:
+            raise RowError(f"{self.folder} has no settings for videos: copy the "
+                           "video_preprocessor_config.json of the model into it")
+        if not is_written:
+            raise RowError(f"the chat template of {self.folder} writes no token for a video: put "
+                           "that of a version with videos into it")
+
     @property
     def identity(self) -> list:
         return [] if self.processor is None else [self.processor.to_dict()]
 
-    def arguments(self, videos: Sequence[Video], options: Mapping[str, Any]) -> dict[str, Any]:
-        """What the whole processor is called with, beside images and text."""
-        if not videos:
+    def arguments(self, sizes: Sequence[Size], options: Mapping[str, Any]) -> dict[str, Any]:
+        """What the whole processor is called with for videos of these sizes."""
+        if not sizes:
             return {}
-        frames, metadata = [], []
-        for video in videos:
-            # Some processors refuse less than they merge.
-            missing = max(0, self.merged - len(video.frames))
-            seconds = video.sampled.seconds
-            frames.append(torch.cat([video.frames, *[video.frames[-1:]] * missing]))
+        videos, metadata = [], []
+        for height, width, sampled in sizes:
+            # Some processors refuse less frames than they merge.
+            missing = max(0, self.merged - len(sampled.seconds))
+            seconds = [*sampled.seconds, *sampled.seconds[-1:] * missing]
+            videos.append(torch.empty(len(seconds), 3, height, width, dtype=torch.uint8,
+                                      device="meta"))
             # With the second as the unit: what is written for a frame is when it was read, and not
             # its number by a mean rate.
-            metadata.append({"fps": 1.0, "total_num_frames": video.sampled.length_s,
-                             "frames_indices": [*seconds, *seconds[-1:] * missing]})
-        return {"videos": frames, "videos_kwargs": {
-            **options, "do_sample_frames": False, "input_data_format": "channels_first",
-            "video_metadata": metadata}}
+            metadata.append({"fps": 1.0, "total_num_frames": sampled.length_s,
+                             "frames_indices": seconds})
+        return {"videos": videos, "videos_kwargs": {**_GIVEN, **options,
+                                                    "video_metadata": metadata}}
+
+    def pixels(self, frames: Sequence[Image.Image], h: int, w: int) -> Tensor:
+        """(h * w, values) float32: what the encoder reads of an item, which has h x w patches."""
+        size = w * self.processor.patch_size, h * self.processor.patch_size
+        video = torch.from_numpy(np.stack([
+            np.asarray(frame.resize(size, self.processor.resample)) for frame in frames]))
+        return self.processor([video.permute(0, 3, 1, 2)], **_GIVEN, do_resize=False,
+                              return_tensors="pt")["pixel_values_videos"]
 
     @staticmethod
     def grids(out: Mapping[str, Any]) -> Iterator[tuple[tuple[int, int, int], ...]]:

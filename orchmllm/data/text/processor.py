@@ -16,22 +16,21 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
+from PIL import Image
 from torch import Tensor
 
 from orchmllm.data.formats.conversation import Conversation, Turn, media_of
 from orchmllm.data.formats.scanned import digest
 from orchmllm.data.media.kinds import VIDEO
 from orchmllm.data.media.medium import Medium, RowError
-from orchmllm.data.media.shapes import Size, of_shapes, sized
+from orchmllm.data.media.shapes import Size, of_shapes, of_some, sized
 from orchmllm.data.media.video_processor import (
     PROCESSORS,
-    Video,
     Videos,
     parts_of,
-    video_of_shape,
     with_videos,
 )
-from orchmllm.data.text.model_folder import load_processor, most_tokens
+from orchmllm.data.text.model_folder import image_grids, load_processor, most_tokens
 from orchmllm.data.text.spans import PART, Span, Text, before
 from orchmllm.data.text.tokenizer import ChatTokenizer
 from orchmllm.plan.geometry import SegmentLengths, text_lengths
@@ -60,25 +59,27 @@ class Processor:
     chat template. Code of the folder is never run, images are resized by Pillow, and videos are
     read as images where the family has no tokens for them. token_ids: modality -> the token that
     stands for a row of features; patch: pixels of its side; merged: frames of a video that become
-    one item of the encoder. options: of the call of the processor for images (size,
-    do_pan_and_scan, ...), instead of its own. Raises ValueError naming the folder if it cannot be
-    used."""
+    one item of the encoder; videos: the part for them, or None. options: of the call of the
+    processor for images (size, do_pan_and_scan, ...), instead of its own. Raises ValueError naming
+    the folder if it cannot be used."""
 
     def __init__(self, folder: str | os.PathLike, options: Mapping[str, Any] | None = None
                  ) -> None:
         self.folder, self.options = Path(folder), dict(options or {})
         self._processor, config = load_processor(self.folder)
-        self._videos: Videos | None = None
+        self.videos: Videos | None = None
         if config.model_type in PROCESSORS:
-            self._videos = Videos(self.folder, config.model_type)
-            self._processor.video_processor = self._videos.processor
-        self.merged = 1 if self._videos is None else self._videos.merged
+            self.videos = Videos(self.folder, config.model_type)
+            self._processor.video_processor = self.videos.processor
+        self.merged = 1 if self.videos is None else self.videos.merged
         self._shapes = copy.copy(self._processor)
         self._shapes.image_processor = of_shapes(self._processor.image_processor)
+        self._some = copy.copy(self._processor)
+        self._some.image_processor = of_some(self._processor.image_processor)
         try:
             self.patch = int(np.max(config.vision_config.patch_size))
             self.token_ids = {VISION: int(config.image_token_id)}
-            if self._videos is not None:
+            if self.videos is not None:
                 self.token_ids[VIDEO] = int(config.video_token_id)
         except AttributeError as error:
             raise ValueError(f"{folder}: its config.json does not say {error.name}, so it is no "
@@ -98,7 +99,7 @@ class Processor:
             raise ValueError(f"{folder}: it has no chat template: put the chat_template.jinja of "
                              "the model's instruct version into it")
         self._marks = {VISION: self._processor.image_token}
-        if self._videos is not None:
+        if self.videos is not None:
             self._marks[VIDEO] = self._processor.video_token
         self.tokenizer = ChatTokenizer(self.folder, template, self._marks)
         self.expanded = lru_cache(maxsize=1024)(self._expanded)
@@ -123,7 +124,7 @@ class Processor:
 
         return digest([self._processor.to_dict(), self.tokenizer.digest, self.options, self.patch,
                        sorted(self.token_ids.items()), self._most_tokens,
-                       *([] if self._videos is None else self._videos.identity),
+                       *([] if self.videos is None else self.videos.identity),
                        *(package.__version__ for package in (transformers, tokenizers, PIL))])
 
     def rendered(self, turns: Sequence[Turn]) -> list[Span]:
@@ -132,25 +133,21 @@ class Processor:
         media = media_of(turns)
         if any(medium.modality != VISION for medium in media):
             raise RowError("the model takes images alone: leave rows with clips out")
-        if self._videos is None or not any(medium.sampled for medium in media):
+        if self.videos is None or not any(medium.sampled for medium in media):
             return self.tokenizer.spans(turns)
-        if self._videos.processor is None:
-            raise RowError(f"{self.folder} has no settings for videos: copy the "
-                           "video_preprocessor_config.json of the model into it")
-        if not self.tokenizer.writes(VIDEO):
-            raise RowError(f"the chat template does not write {self._marks[VIDEO]} for a video")
+        self.videos.check(self.tokenizer.writes(VIDEO))
         return self.tokenizer.spans(with_videos(turns))
 
     def parts(self, turns: Conversation) -> list[list[Medium]]:
         """The media of a conversation; where the model has tokens for videos, the frames of one
         together."""
-        if self._videos is not None:
+        if self.videos is not None:
             return parts_of(turns)
         return [[medium._replace(sampled=None)] for medium in media_of(turns)]
 
-    def items(self, part: list[Medium]) -> list[Medium]:
-        """The image, or the first frame of each item of the encoder that a video becomes."""
-        return part[:: self.merged]
+    def items(self, part: list[Medium]) -> list[list[Medium]]:
+        """The frames of each item of the encoder that a video becomes; an image is one."""
+        return [part[k: k + self.merged] for k in range(0, len(part), self.merged)]
 
     @staticmethod
     def resized(width: int, height: int) -> tuple[int, int]:
@@ -170,12 +167,15 @@ class Processor:
     def load(self, spans: Sequence[Span], media: list, limit: int
              ) -> tuple[Tokens, dict[str, Tensor]]:
         """(The sequence of a rendered conversation and its media, the processor's other tensors by
-        argument name). media: Videos, and images of Pillow, as arrays small ones can be read with
-        another side for the channels. limit: see `tokens`; no medium crosses it. Raises
-        RowError."""
+        argument name). media: images of Pillow, as arrays small ones can be read with another side
+        for the channels, or as `sized` makes them, whose pixels are not wanted; and Sizes of
+        videos, whose tensor is on the meta device: see Videos.pixels. limit: see `tokens`; no
+        medium crosses it. Raises RowError."""
         text = "".join(self._marks[span.modality] if isinstance(span, Medium) else span.text
                        for span in spans)
-        out, expanded = self._run(self._processor, text, media, "pt")
+        has_pixels = any(isinstance(medium, Image.Image) for medium in media)
+        processor = self._some if has_pixels else self._shapes
+        out, expanded = self._run(processor, text, media, "pt")
         tokens, _ = self._tokens(spans, expanded, limit)
         ids = out.pop("input_ids")
         if ids[0, : len(tokens.ids)].tolist() != tokens.ids.tolist():
@@ -198,24 +198,23 @@ class Processor:
         several in another way than one. Raises RowError."""
         if not sizes:
             return Expanded((), ())
-        media = [sized(*size[:2]) if size.sampled is None else video_of_shape(*size)
-                 for size in sizes]
+        media = [size if size.sampled else sized(*size[:2]) for size in sizes]
         # What is on the meta device cannot become an array.
         tensors = None if any(size.sampled for size in sizes) else "np"
         return self._run(self._shapes, self._written(media), media, tensors)[1]
 
     def _written(self, media: list) -> str:
         """What a template would write for these media alone."""
-        return "\n".join(self._marks[VIDEO if isinstance(m, Video) else VISION] for m in media)
+        return "\n".join(self._marks[VIDEO if isinstance(m, Size) else VISION] for m in media)
 
     def _run(self, processor: Any, text: str, media: list, tensors: str | None,
              options: Mapping[str, Any] = MappingProxyType({})) -> tuple[dict[str, Any], Expanded]:
         """(The arguments that a processor makes of one text and its media, what the media become).
         options: of its call for images and videos. Raises RowError."""
-        is_video = [isinstance(medium, Video) for medium in media]
+        is_video = [isinstance(medium, Size) for medium in media]
         images, videos = ([m for m, video in zip(media, is_video, strict=True) if video == wanted]
                           for wanted in (False, True))
-        given = {} if self._videos is None else self._videos.arguments(videos, options)
+        given = {} if self.videos is None else self.videos.arguments(videos, options)
         try:
             # Nested as apply_chat_template does it: some processors tell examples by the lists.
             out = processor(text=[text], images=[images] if images else None,
@@ -230,31 +229,12 @@ class Processor:
         out.pop("attention_mask", None)
         offsets = out.pop("text_replacement_offsets", [])
         texts = tuple(o["replacement"] for row in offsets for o in row)
-        shown = [text for text, video in zip(texts, is_video, strict=False) if not video]
-        grids = iter(self._grids(out, shown) if images else ())
+        features = [text.count(self._features[VISION])
+                    for text, video in zip(texts, is_video, strict=False) if not video]
+        grids = iter(image_grids(processor, out, features, self.patch) if images else ())
         of_videos = Videos.grids(out)
         return dict(out), Expanded(texts, tuple(
             next(of_videos) if video else (next(grids),) for video in is_video))
-
-    def _grids(self, out: Mapping[str, Any], texts: Sequence[str]
-               ) -> tuple[tuple[int, int, int], ...]:
-        """(t, h, w) of each image of an example. out: the processor's tensors; texts: what it
-        writes for the images."""
-        if "image_grid_thw" in out:
-            return tuple(map(tuple, out["image_grid_thw"].tolist()))
-        shape, sizes = out["pixel_values"].shape, out.get("image_sizes")
-        h, w = shape[-2] // self.patch, shape[-1] // self.patch
-        if sizes is not None and len(shape) == 4:  # padded to the largest image of the example
-            return tuple((1, int(h) // self.patch, int(w) // self.patch) for h, w in sizes)
-        features = [text.count(self._features[VISION]) for text in texts]
-        if sizes is None or len(sizes) == 1 or shape[1] == 1:
-            total = int(np.prod(shape[:-3]))
-            return tuple((total * count // sum(features), h, w) for count in features)
-        from transformers.models.llava_next.modeling_llava_next import image_size_to_num_patches
-
-        pinpoints = self._processor.image_processor.image_grid_pinpoints
-        return tuple((image_size_to_num_patches(size, pinpoints, shape[-1]), h, w)
-                     for size in sizes.tolist())  # padded to the most tiles of the example
 
     def _tokens(self, spans: Sequence[Span], expanded: Expanded, limit: int
                 ) -> tuple[Tokens | None, int]:

@@ -1,0 +1,47 @@
+"""The tensors that a processor of transformers makes of an example, cut into those of single
+media."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+import torch
+from torch import Tensor
+
+IN_ONE_ROW = "pixel_attention_mask"  # its families put the media of an example in one row
+IMAGES, VIDEOS = "pixel_values", "pixel_values_videos"
+_OF_MEDIA = ("pixel_", "image_")  # how the names of tensors begin that hold media or their sizes
+
+
+def is_content(name: str) -> bool:
+    """Whether a tensor of a processor holds pixels, which the encoder alone reads."""
+    return name.startswith("pixel_")
+
+
+def of_slice(pixels: Tensor, grid: np.ndarray) -> dict[str, Tensor]:
+    """The tensors of an item of a video. grid (3,): 1, and its patches."""
+    return {VIDEOS: pixels, "video_grid_thw": torch.from_numpy(grid[None])}
+
+
+def parts(tensors: Mapping[str, Tensor], grids: np.ndarray) -> list[dict[str, Tensor]]:
+    """The tensors of each of n images, as one image has them in a batch of its own: a view each.
+    tensors: those of an example with these images alone, by the argument of the model; grids
+    (n, 3): of each, (t, h, w), t tiles of h x w patches. A tensor has a row for an image, a tile or
+    a patch; padding to the largest image of the example stays. Raises ValueError for one that has
+    another number of rows."""
+    t, h, w = grids.T
+    ways = (np.ones_like(t), t, t * h * w)  # where two have as many rows, they are the same
+    out: list[dict[str, Tensor]] = [{} for _ in grids]
+    for name, value in tensors.items():
+        if not name.startswith(_OF_MEDIA):
+            continue
+        across = int(IN_ONE_ROW in tensors)
+        rows = value.shape[across]
+        counts = next((way for way in ways if way.sum() == rows), None)
+        if counts is None:
+            raise ValueError(f"{name} has {rows} rows, which are neither those of {len(grids)} "
+                             f"images nor of their tiles or patches ({t.sum()}, {ways[2].sum()})")
+        for part, piece in zip(out, value.split(counts.tolist(), across), strict=True):
+            part[name] = piece
+    return out

@@ -1,0 +1,178 @@
+"""The encoders of a model of transformers, where a plan says which rank encodes which medium.
+
+In the prefetch thread `packed` makes the arguments of a rank's encoders from the tensors of single
+media. In the forward `answering` runs each encoder once, moves its features to the ranks that the
+plan names in one exchange, and lets the model's own calls of its encoders return them. Nothing is
+gathered: what a rank has to know of the others is in the plan.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from orchmllm.batch import Microbatch, ProcessedExample, joined
+from orchmllm.comm.exchange import exchange_rows
+from orchmllm.encoders.answers import Answers
+from orchmllm.encoders.infer import infer_encoders
+from orchmllm.encoders.items import Layout
+from orchmllm.encoders.results import Features, flatten
+from orchmllm.encoders.sharing import run_encoder
+from orchmllm.encoders.spec import Encoder, check_encoder
+from orchmllm.encoders.table import LocalItems
+from orchmllm.plan.layout import ENCODERS
+from orchmllm.plan.rearrange import Exchange, ranges, sums_of
+
+
+class Clock(Protocol):
+    """See orchmllm.models.phase_clock.PhaseClock."""
+
+    def switch(self, phase: str) -> None: ...
+
+    def mark(self, x: Tensor, *, before: str, after: str) -> Tensor: ...
+
+
+@dataclass(frozen=True)
+class EncodedItems:
+    """What a rank encodes of one phase of a microbatch, and which features its LLM takes.
+
+    arguments: of the encoder, in the order of its layout, for k items; meta (k, columns): of each,
+    see orchmllm.encoders.items. is_placeholder: they are made for a rank that encodes nothing while
+    others do. items_per_segment, num_tokens (s,): items and planned features of each segment that
+    it encodes. exchange: of features, from encoder ranks to LLM ranks. num_rows: call of the
+    encoder -> rows of features of each of its segments here; order: where the rows of the first
+    call, then those of the next, are among those that arrive (None: in this order).
+    """
+
+    arguments: tuple[Tensor | None, ...]
+    meta: np.ndarray
+    is_placeholder: bool
+    items_per_segment: np.ndarray
+    num_tokens: np.ndarray
+    exchange: Exchange
+    num_rows: dict[str, np.ndarray]
+    order: Tensor | None
+
+    def moved(self, move: Callable[[Tensor], Tensor]) -> EncodedItems:
+        """With `move` of every tensor."""
+        arguments = tuple(None if a is None else move(a) for a in self.arguments)
+        return replace(self, arguments=arguments,
+                       order=None if self.order is None else move(self.order))
+
+
+class PlannedEncoders:
+    """The encoders that are inferred for `model`, one for each phase. group: ranks among which
+    features are exchanged (default: all). Raises ValueError for a model whose encoders cannot be
+    balanced exactly, see balance_encoders."""
+
+    def __init__(self, model: nn.Module, group: dist.ProcessGroup | None = None) -> None:
+        self._owner, found = infer_encoders(model)
+        self._group = group
+        self._encoders: dict[str, Encoder] = {}
+        for encoder in found:  # images come before video, where these are encoded apart
+            check_encoder(self._owner, encoder)
+            self._encoders.setdefault("audio" if encoder.name == "audio" else "vision", encoder)
+
+    def packed(
+        self, examples: Sequence[ProcessedExample],
+        media: Mapping[str, Sequence[dict[str, Tensor]]], micro: Microbatch,
+    ) -> dict[str, EncodedItems]:
+        """The phases of which any rank has media. examples: those of this rank's LLM; media[phase]:
+        tensors of each segment that this rank encodes, in slot order, or of any one if it encodes
+        none. On the CPU. Raises ValueError for tensors that the encoder does not understand."""
+        return {phase: self._packed(phase, examples, media[phase], micro)
+                for phase in ENCODERS if len(micro.plan.encode[phase].order)}
+
+    def _packed(
+        self, phase: str, examples: Sequence[ProcessedExample], media: Sequence[dict[str, Tensor]],
+        micro: Microbatch,
+    ) -> EncodedItems:
+        encoder, plan, layout = self._encoders[phase], micro.rank_plan, micro.plan.layout
+        items = [_layout_of(encoder, tensors).describe(self._owner, tensors) for tensors in media]
+        meta = np.concatenate([item.meta for item in items])
+        values = [None if parts[0] is None else joined(parts, 0)
+                  for parts in zip(*(item.values for item in items), strict=True)]
+        mine = plan.media[phase]
+        segments = layout.segment_start[mine[:, 0]] + mine[:, 1]
+        exchange = plan.feature[phase]
+        names = [example.arguments[s] for example in examples for s in np.flatnonzero(
+            example.lengths.modality == ENCODERS[phase]).tolist()]
+        taken = [layout.value for layout in encoder.calls.values()]
+        call_of = np.array([taken.index(name) for name in names], np.int64)
+        in_order = np.argsort(call_of, kind="stable")
+        start = np.cumsum(exchange.lengths) - exchange.lengths
+        order = ranges(start[in_order], exchange.lengths[in_order])
+        stays = np.array_equal(in_order, np.arange(len(in_order)))
+        return EncodedItems(
+            encoder.layout.build(meta, tuple(values)), meta, is_placeholder=not len(mine),
+            items_per_segment=np.array([len(item.meta) for item in items[: len(mine)]], np.int64),
+            num_tokens=layout.num_tokens[segments], exchange=exchange,
+            num_rows={call: exchange.lengths[call_of == k] for k, call in enumerate(encoder.calls)},
+            order=None if stays else torch.from_numpy(order))
+
+    @contextmanager
+    def answering(
+        self, phases: Mapping[str, EncodedItems], inputs: dict[str, Any], clock: Clock,
+        dtype: torch.dtype,
+    ) -> Iterator[None]:
+        """Within it the model's forward, called with `inputs`, gets the features of this rank's
+        media. phases: on the training device; inputs: gets stand-ins for the content of media,
+        which is elsewhere. dtype: of what the encoders get. Collective.
+
+        Raises RuntimeError where an encoder made other rows than planned, or the forward did not
+        use its features."""
+        answers = Answers(self._owner, join="")
+        for phase, items in phases.items():
+            encoder = self._encoders[phase]
+            clock.switch(phase)
+            arguments = [a.to(dtype) if a is not None and a.is_floating_point() else a
+                         for a in items.arguments]
+            features = self._encoded(encoder, items, arguments)
+            rows = clock.mark(features.rows, before=phase, after="exchange")
+            rows = exchange_rows(rows, items.exchange, self._group)
+            rows = clock.mark(rows, before="exchange", after="llm")
+            if items.order is not None:
+                rows = rows.index_select(0, items.order)
+            counts = [len(num_rows) for num_rows in items.num_rows.values()]
+            for layout, count in zip(encoder.calls.values(), counts, strict=True):
+                if count:
+                    inputs[layout.value] = arguments[0][:1].expand(
+                        count, *arguments[0].shape[1:])
+            local = LocalItems(items.meta, (), counts=counts, inputs=inputs, options={})
+            answers.add(encoder, local, features, rows, np.concatenate(
+                list(items.num_rows.values())))
+        answers.join_zero((), {}, inputs, [])
+        error = None
+        try:
+            yield
+        finally:
+            error = answers.close()
+        if error is not None:
+            raise error
+
+    def _encoded(
+        self, encoder: Encoder, items: EncodedItems, arguments: Sequence[Tensor | None]
+    ) -> Features:
+        result = run_encoder(encoder, self._owner, next(iter(encoder.calls)), arguments)
+        features = flatten(encoder, self._owner, result, items.meta, items.is_placeholder)
+        found = sums_of(features.counts, items.items_per_segment)
+        if not np.array_equal(found, items.num_tokens):
+            raise RuntimeError(
+                f"encoder {encoder.name!r} made {found.tolist()} rows of features of its media, "
+                f"where {items.num_tokens.tolist()} were planned")
+        return features
+
+
+def _layout_of(encoder: Encoder, tensors: Mapping[str, Tensor]) -> Layout:
+    """That of the call which takes a medium. Raises ValueError if none does."""
+    for layout in encoder.calls.values():
+        if layout.value in tensors:
+            return layout
+    raise ValueError(f"encoder {encoder.name!r} takes none of {', '.join(tensors)}")

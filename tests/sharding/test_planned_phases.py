@@ -1,0 +1,147 @@
+"""Planned phases of models of transformers, from files to gradients on real ranks: media are
+decoded where they are encoded, and every parameter's gradient is that of stock transformers in one
+process, example by example."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from orchmllm.batch import IGNORE_INDEX
+from orchmllm.config.model import ModelConfig
+from orchmllm.config.recipe import DataConfig, FsdpConfig, Recipe, RunConfig, TrainConfig
+from orchmllm.data.loading.step_loader import StepLoader
+from orchmllm.data.processed import ProcessedRows
+from orchmllm.data.sampler import GlobalSampler
+from orchmllm.trainer import Trainer
+from tests.lib import whole_models as models
+from tests.lib.ranks import run_ranks
+from tests.lib.whole_folders import write_model
+
+pytestmark = pytest.mark.dist
+# Images of each example. Of the steps of 8 examples the second has one image, so that ranks encode
+# nothing and have no media, the third has none; the last has 2 examples for up to 4 ranks.
+IMAGES = [3, 1, 0, 2, 0, 1, 2, 0, *[0, 1, *[0] * 6], *[0] * 8, 1, 2]
+BATCH = 8
+
+
+def write_rows(folder: Path) -> None:
+    rng = np.random.default_rng(0)
+    with open(folder / "data.jsonl", "w", encoding="utf-8") as file:
+        for i, count in enumerate(IMAGES):
+            parts = []
+            for k in range(count):
+                size = (*rng.integers(20, 120, 2).tolist(), 3)
+                Image.fromarray(rng.integers(0, 256, size, np.uint8)).save(folder / f"{i}_{k}.png")
+                parts += [{"type": "image", "image": f"{i}_{k}.png"},
+                          {"type": "text", "text": f" picture {k}"}]
+            parts.append({"type": "text", "text": "What is " + "it? " * int(rng.integers(1, 9))})
+            file.write(json.dumps({"messages": [
+                {"role": "user", "content": parts},
+                {"role": "assistant", "content": "the red row " * int(rng.integers(1, 6))}]})
+                + "\n")
+
+
+def recipe(folder: Path, **train_keys) -> Recipe:
+    return Recipe(
+        run=RunConfig(dir=str(folder / "run")), model=ModelConfig(pretrained=str(folder)),
+        data=DataConfig(path=str(folder / "data.jsonl"), index_dir=str(folder / "index")),
+        train=TrainConfig(num_steps=9, global_batch_size=BATCH, **train_keys),
+        fsdp=FsdpConfig(param_dtype="float64"))
+
+
+def steps_of(trainer: Trainer) -> StepLoader:
+    """Its steps in the order of the rows."""
+    sampler = GlobalSampler(range(len(trainer.dataset)), BATCH, shuffle=False)
+    return StepLoader(
+        trainer.dataset, sampler, trainer.orchestrator, num_steps=len(sampler), feed=trainer._feed,
+        accumulation_steps=trainer.recipe.train.accumulation_steps)
+
+
+def summed(trainer: Trainer, step) -> float:
+    """The sum of the loss of a step over all ranks; its gradient is in the parameters. The trainer
+    divides it before, which rounds otherwise where stock code computes in float32."""
+    total = torch.zeros((), dtype=torch.float64)
+    for micro in step.micro:
+        out = trainer.model(trainer.orchestrator.dispatch(micro, step.num_global_targets))
+        out.backward()
+        total += out.detach()
+    torch.distributed.all_reduce(total)
+    return float(total)
+
+
+def gradients(trainer: Trainer) -> dict[str, torch.Tensor]:
+    """Of the sum of the loss, by parameter; they are taken away."""
+    found = {n: torch.zeros_like(p).full_tensor() if p.grad is None else p.grad.full_tensor()
+             for n, p in trainer.model.hf.named_parameters()}
+    trainer.optimizer.zero_grad(set_to_none=True)
+    return found
+
+
+def reference(folder: Path, stock, rows: ProcessedRows, ids: list[int], lost: list[int] = ()):
+    """(loss, gradients, targets) of stock transformers, one example after the other."""
+    inputs = []
+    for i in ids:
+        example = rows.load(i, on_error=lambda segment, error: None)
+        labels = example.labels if i not in lost else torch.full_like(example.labels, IGNORE_INDEX)
+        inputs.append({
+            "input_ids": example.input_ids[None], "labels": labels[None],
+            "attention_mask": torch.ones_like(example.input_ids)[None],
+            **{k: v.double() if v.is_floating_point() else v for k, v in example.media.items()}})
+    targets = sum(int((models.shifted(one) != IGNORE_INDEX).sum()) for one in inputs)
+    return (*models.stock(stock, inputs), targets)
+
+
+def compared(world, folder: Path, name: str, runs: list[Recipe]) -> list[dict]:
+    """The plans of all steps of the first of the runs; every run is compared with stock
+    transformers."""
+    stock = models.stock_of(folder)
+    rows = ProcessedRows(folder, runs[0].data)
+    exact = models.LOOSE.get(name, models.EXACT)
+    wanted, seen = {}, []
+    for number, run in enumerate(runs):
+        trainer = Trainer(replace(run, run=RunConfig(dir=f"{run.run.dir}{number}")), world)
+        try:
+            for step in steps_of(trainer):
+                loss = summed(trainer, step)
+                found = gradients(trainer)
+                if step.index not in wanted:
+                    wanted[step.index] = reference(folder, stock, rows, step.example_ids.tolist())
+                want_loss, want, targets = wanted[step.index]
+                assert step.num_global_targets == targets
+                assert loss == pytest.approx(want_loss, rel=exact)
+                assert models.difference(found, want) <= exact, step.index
+                if number == 0:
+                    seen.append(step.micro[0].plan)
+        finally:
+            trainer.close()
+    return [{"encoded": plan.encode["vision"].target_sizes.tolist(),
+             "held": np.bincount(plan.feature["vision"].target_rank,
+                                 minlength=plan.layout.num_ranks).tolist(),
+             "moved": plan.stats["vision"]["moved_bytes"],
+             "examples": plan.llm.target_sizes.tolist()} for plan in seen]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", models.ADMITTED)
+@pytest.mark.parametrize("ranks, shard_size", [(1, 0), (2, 0), (3, 0), (4, 2)])
+def test_gradients_are_those_of_stock_transformers(name, ranks, shard_size, tmp_path):
+    write_model(name, tmp_path, torch.float64)
+    write_rows(tmp_path)
+    run = recipe(tmp_path)
+    run = replace(run, fsdp=replace(run.fsdp, shard_size=shard_size))
+    off = replace(run, balance=replace(run.balance, enabled=False),
+                  train=replace(run.train, accumulation_steps=2))
+    first, second, third, last = run_ranks(compared, ranks, tmp_path, name, [run, off])[0]
+    assert sum(first["encoded"]) == 9 and sum(second["encoded"]) == 1
+    assert not any(third["encoded"]) and sum(last["examples"]) == 2
+    if ranks > 1:
+        assert first["moved"] > 0  # some media are encoded on other ranks than their example's
+        assert 0 in second["encoded"] and 0 in second["held"]
+        assert (0 in last["examples"]) == (ranks > 2)
