@@ -186,6 +186,7 @@ class ProcessedRows(ConversationDataset):
             raise RowError("the processor makes other lengths of it")
         ids = torch.from_numpy(tokens.ids.astype(np.int64))
         learnt = torch.from_numpy(tokens.learnt & (not failed))
+        arguments.pop(VIDEOS, None)  # without pixels
         parts = {s: of_slice(self.processor.videos.pixels(image, *layout.grid[s, 1:].tolist()),
                              layout.grid[s]) for s, image in images.items() if names[s] == VIDEOS}
         return ProcessedExample(int(layout.example_id[0]), ids,
@@ -230,8 +231,9 @@ class ProcessedRows(ConversationDataset):
                 names |= dict.fromkeys(own.tolist(), VIDEOS)
         ids = torch.from_numpy(np.repeat(token, layout.num_tokens))
         arguments = processor.arguments_like(ids, media, **options)
-        parts = {s: of_slice(torch.zeros(layout.rows[s], arguments[VIDEOS].shape[1]),
-                             layout.grid[s]) for s, name in names.items() if name == VIDEOS}
+        shape = arguments.pop(VIDEOS, torch.empty(0, 0)).shape
+        parts = {s: of_slice(torch.zeros(layout.rows[s], shape[1]), layout.grid[s])
+                 for s, name in names.items() if name == VIDEOS}
         return ProcessedExample(int(layout.example_id[0]), ids,
                                 torch.full_like(ids, IGNORE_INDEX), arguments, layout, parts, names)
 
