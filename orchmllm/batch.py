@@ -183,7 +183,8 @@ def joined(parts: Sequence[Tensor], dim: int) -> Tensor:
     padded = []
     for part in parts:
         missing = [0 if d == dim else sizes[d] - part.shape[d] for d in range(part.dim())]
-        padded.append(F.pad(part, [n for m in reversed(missing) for n in (0, m)]))
+        padded.append(F.pad(part, [n for m in reversed(missing) for n in (0, m)])
+                      if any(missing) else part)
     return torch.cat(padded, dim)
 
 

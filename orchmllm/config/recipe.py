@@ -32,10 +32,8 @@ __all__ = ["TRAIN_PARTS", "DataConfig", "FsdpConfig", "Recipe", "RecipeError", "
 TRACKERS = ("tensorboard", "wandb")  # names of packages
 # Keys that keep their default with a whole model of transformers, and what else they may be.
 OF_PARTS_ALONE = (
-    ("balance.group",), ("balance.whole_examples",), ("balance.dispatch", "load"),
-    ("balance.vision.policy", "none"), ("balance.audio.policy",),
-    *((f"balance.{phase}.{name}",) for phase in ENCODERS
-      for name in ("tolerance", "max_rank_tokens", "nodewise")),
+    ("balance.group",), ("balance.dispatch", "load"),
+    *((f"balance.{phase}.nodewise",) for phase in ENCODERS),  # no media move that it could spare
     ("data.preprocess",), ("data.streaming",), ("data.tokenizer",), ("data.batching",),
     ("train.sample_every",), ("fsdp.compile",), ("fsdp.loss_chunk_rows",), ("fsdp.memory_gb",))
 

@@ -11,6 +11,7 @@ from torch import Tensor
 
 IN_ONE_ROW = "pixel_attention_mask"  # its families put the media of an example in one row
 IMAGES, VIDEOS = "pixel_values", "pixel_values_videos"
+OF_EXAMPLE = "batch_num_images"  # says of an example how many images it has
 _OF_MEDIA = ("pixel_", "image_")  # how the names of tensors begin that hold media or their sizes
 
 
@@ -28,12 +29,14 @@ def parts(tensors: Mapping[str, Tensor], grids: np.ndarray) -> list[dict[str, Te
     """The tensors of each of n images, as one image has them in a batch of its own: a view each.
     tensors: those of an example with these images alone, by the argument of the model; grids
     (n, 3): of each, (t, h, w), t tiles of h x w patches. A tensor has a row for an image, a tile or
-    a patch; padding to the largest image of the example stays. Raises ValueError for one that has
-    another number of rows."""
+    a patch; padding to the largest image of the example stays, and so does the number of its
+    images. Raises ValueError for one that has another number of rows."""
     t, h, w = grids.T
     ways = (np.ones_like(t), t, t * h * w)  # where two have as many rows, they are the same
     out: list[dict[str, Tensor]] = [{} for _ in grids]
     for name, value in tensors.items():
+        if name == OF_EXAMPLE:
+            out = [part | {name: value} for part in out]
         if not name.startswith(_OF_MEDIA):
             continue
         across = int(IN_ONE_ROW in tensors)

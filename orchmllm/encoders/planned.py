@@ -8,9 +8,11 @@ gathered: what a rank has to know of the others is in the plan.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from operator import attrgetter
 from typing import Any, Protocol
 
 import numpy as np
@@ -22,13 +24,15 @@ from orchmllm.batch import Microbatch, ProcessedExample, joined
 from orchmllm.comm.exchange import exchange_rows
 from orchmllm.encoders.answers import Answers
 from orchmllm.encoders.infer import infer_encoders
-from orchmllm.encoders.items import Layout
+from orchmllm.encoders.items import Items, Layout, Tiles, table_of
 from orchmllm.encoders.results import Features, flatten
 from orchmllm.encoders.sharing import run_encoder
 from orchmllm.encoders.spec import Encoder, check_encoder
 from orchmllm.encoders.table import LocalItems
 from orchmllm.plan.layout import ENCODERS
 from orchmllm.plan.rearrange import Exchange, ranges, sums_of
+
+_NUMBERS = "batch_num_images"
 
 
 class Clock(Protocol):
@@ -46,9 +50,9 @@ class EncodedItems:
     arguments: of the encoder, in the order of its layout, for k items; meta (k, columns): of each,
     see orchmllm.encoders.items. is_placeholder: they are made for a rank that encodes nothing while
     others do. items_per_segment, num_tokens (s,): items and planned features of each segment that
-    it encodes. exchange: of features, from encoder ranks to LLM ranks. num_rows: call of the
-    encoder -> rows of features of each of its segments here; order: where the rows of the first
-    call, then those of the next, are among those that arrive (None: in this order).
+    it encodes. exchange: of features, from encoder ranks to LLM ranks. num_segments: of each call
+    of the model here; num_rows (n,): features of each of these, those of the first call, then of
+    the next; order (R,): where their rows are among those that arrive (None: in this order).
     """
 
     arguments: tuple[Tensor | None, ...]
@@ -57,7 +61,8 @@ class EncodedItems:
     items_per_segment: np.ndarray
     num_tokens: np.ndarray
     exchange: Exchange
-    num_rows: dict[str, np.ndarray]
+    num_segments: list[int]
+    num_rows: np.ndarray
     order: Tensor | None
 
     def moved(self, move: Callable[[Tensor], Tensor]) -> EncodedItems:
@@ -78,6 +83,9 @@ class PlannedEncoders:
         self._encoders: dict[str, Encoder] = {}
         for encoder in found:  # images come before video, where these are encoded apart
             check_encoder(self._owner, encoder)
+            encoder = replace(encoder, calls={
+                call: _numbered(layout, attrgetter(call)(self._owner))
+                for call, layout in encoder.calls.items()})
             self._encoders.setdefault("audio" if encoder.name == "audio" else "vision", encoder)
 
     def packed(
@@ -85,8 +93,9 @@ class PlannedEncoders:
         media: Mapping[str, Sequence[dict[str, Tensor]]], micro: Microbatch,
     ) -> dict[str, EncodedItems]:
         """The phases of which any rank has media. examples: those of this rank's LLM; media[phase]:
-        tensors of each segment that this rank encodes, in slot order, or of any one if it encodes
-        none. On the CPU. Raises ValueError for tensors that the encoder does not understand."""
+        tensors (rows, ...) of each segment that this rank encodes, in slot order, or of any one if
+        it encodes none. On the CPU. Raises ValueError for tensors that the encoder does not
+        understand."""
         return {phase: self._packed(phase, examples, media[phase], micro)
                 for phase in ENCODERS if len(micro.plan.encode[phase].order)}
 
@@ -96,12 +105,21 @@ class PlannedEncoders:
     ) -> EncodedItems:
         encoder, plan, layout = self._encoders[phase], micro.rank_plan, micro.plan.layout
         items = [_layout_of(encoder, tensors).describe(self._owner, tensors) for tensors in media]
+        # Images that are not cut come last, see _Numbered.
+        of_slot = np.argsort([isinstance(encoder.layout, _Numbered) and len(item.values[0]) == 1
+                              for item in items], kind="stable")
+        items = [items[slot] for slot in of_slot]
         meta = np.concatenate([item.meta for item in items])
         values = [None if parts[0] is None else joined(parts, 0)
                   for parts in zip(*(item.values for item in items), strict=True)]
         mine = plan.media[phase]
         segments = layout.segment_start[mine[:, 0]] + mine[:, 1]
-        exchange = plan.feature[phase]
+        num_tokens, exchange = layout.num_tokens[segments], plan.feature[phase]
+        if len(mine):
+            first = np.cumsum(num_tokens) - num_tokens
+            place = np.argsort(ranges(first[of_slot], num_tokens[of_slot]))  # of each slot's rows
+            exchange = replace(exchange, send_index=place[exchange.send_index])
+            num_tokens = num_tokens[of_slot]
         names = [example.arguments[s] for example in examples for s in np.flatnonzero(
             example.lengths.modality == ENCODERS[phase]).tolist()]
         taken = [layout.value for layout in encoder.calls.values()]
@@ -113,8 +131,9 @@ class PlannedEncoders:
         return EncodedItems(
             encoder.layout.build(meta, tuple(values)), meta, is_placeholder=not len(mine),
             items_per_segment=np.array([len(item.meta) for item in items[: len(mine)]], np.int64),
-            num_tokens=layout.num_tokens[segments], exchange=exchange,
-            num_rows={call: exchange.lengths[call_of == k] for k, call in enumerate(encoder.calls)},
+            num_tokens=num_tokens, exchange=exchange,
+            num_segments=np.bincount(call_of, minlength=len(taken)).tolist(),
+            num_rows=exchange.lengths[in_order],
             order=None if stays else torch.from_numpy(order))
 
     @contextmanager
@@ -129,28 +148,26 @@ class PlannedEncoders:
         Raises RuntimeError where an encoder made other rows than planned, or the forward did not
         use its features."""
         answers = Answers(self._owner, join="")
-        for phase, items in phases.items():
-            encoder = self._encoders[phase]
-            clock.switch(phase)
-            arguments = [a.to(dtype) if a is not None and a.is_floating_point() else a
-                         for a in items.arguments]
-            features = self._encoded(encoder, items, arguments)
-            rows = clock.mark(features.rows, before=phase, after="exchange")
-            rows = exchange_rows(rows, items.exchange, self._group)
-            rows = clock.mark(rows, before="exchange", after="llm")
-            if items.order is not None:
-                rows = rows.index_select(0, items.order)
-            counts = [len(num_rows) for num_rows in items.num_rows.values()]
-            for layout, count in zip(encoder.calls.values(), counts, strict=True):
-                if count:
-                    inputs[layout.value] = arguments[0][:1].expand(
-                        count, *arguments[0].shape[1:])
-            local = LocalItems(items.meta, (), counts=counts, inputs=inputs, options={})
-            answers.add(encoder, local, features, rows, np.concatenate(
-                list(items.num_rows.values())))
-        answers.join_zero((), {}, inputs, [])
-        error = None
         try:
+            for phase, items in phases.items():
+                encoder = self._encoders[phase]
+                clock.switch(phase)
+                arguments = [a.to(dtype) if a is not None and a.is_floating_point() else a
+                             for a in items.arguments]
+                features = self._encoded(encoder, items, arguments)
+                rows = clock.mark(features.rows, before=phase, after="exchange")
+                rows = exchange_rows(rows, items.exchange, self._group)
+                rows = clock.mark(rows, before="exchange", after="llm")
+                if items.order is not None:
+                    rows = rows.index_select(0, items.order)
+                for layout, count in zip(encoder.calls.values(), items.num_segments, strict=True):
+                    if count:
+                        inputs[layout.value] = arguments[0][:1].expand(
+                            count, *arguments[0].shape[1:])
+                local = LocalItems(items.meta, (), counts=items.num_segments, inputs=inputs,
+                                   options={})
+                answers.add(encoder, local, features, rows, items.num_rows)
+            answers.join_zero((), {}, inputs, [])
             yield
         finally:
             error = answers.close()
@@ -160,6 +177,7 @@ class PlannedEncoders:
     def _encoded(
         self, encoder: Encoder, items: EncodedItems, arguments: Sequence[Tensor | None]
     ) -> Features:
+        """Raises RuntimeError for other rows than planned."""
         result = run_encoder(encoder, self._owner, next(iter(encoder.calls)), arguments)
         features = flatten(encoder, self._owner, result, items.meta, items.is_placeholder)
         found = sums_of(features.counts, items.items_per_segment)
@@ -168,6 +186,35 @@ class PlannedEncoders:
                 f"encoder {encoder.name!r} made {found.tolist()} rows of features of its media, "
                 f"where {items.num_tokens.tolist()} were planned")
         return features
+
+
+@dataclass(frozen=True)
+class _Numbered(Tiles):
+    """Tiles of a model that cuts an image only where its example has no other. It is told by the
+    number of images of each example; a larger last number than there are images does no harm."""
+
+    @property
+    def arguments(self) -> tuple[str, ...]:
+        return (*super().arguments, _NUMBERS)
+
+    def describe(self, module: nn.Module, inputs: Mapping[str, Any]) -> Items:
+        """Of one image."""
+        if int(inputs[_NUMBERS]) == 1:
+            return super().describe(module, inputs)
+        meta = np.append(table_of(self.sizes, inputs[self.sizes]), [[1]], axis=1)
+        return Items(meta, (inputs[self.value][:, 0],))
+
+    def build(self, meta: np.ndarray, values: tuple[Tensor | None, ...]) -> tuple[Any, ...]:
+        """Images with one tile have to be the last ones."""
+        uncut = int((meta[:, 2] == 1).sum())
+        numbers = [1] * (len(meta) - uncut) + [max(2, uncut)] * (uncut > 0)
+        return *super().build(meta, values), torch.tensor(numbers)
+
+
+def _numbered(layout: Layout, call: Callable) -> Layout:
+    if isinstance(layout, Tiles) and _NUMBERS in inspect.signature(call).parameters:
+        return _Numbered(layout.value, layout.sizes, layout.count)
+    return layout
 
 
 def _layout_of(encoder: Encoder, tensors: Mapping[str, Tensor]) -> Layout:

@@ -342,17 +342,22 @@ def test_worker_processes_load_the_same(tmp_path):
     write_rows(tmp_path, "gemma3", SIZES)
     for rows in (opened(tmp_path), indexed(tmp_path)):
         workers = Workers(rows, 2)
-        calls = [((i,), {"row": rows.kept(i)}) for i in range(len(SIZES))]
-        here = [rows.load(i) for i in range(len(SIZES))]
+        calls = [((i,), {"row": rows.kept(i), **keys}) for i in range(len(SIZES))
+                 for keys in ({}, {"text": False, "segments": rows.load(i, segments=[]).arguments})]
+        here = [rows.load(*i, **keys) for i, keys in calls]
         try:
             there = workers.request("load", calls)()
         finally:
             workers.close()
         for mine, (theirs, failed) in zip(here, there, strict=True):
-            assert not failed and torch.equal(mine.input_ids, theirs.input_ids)
-            assert torch.equal(mine.labels, theirs.labels)
-            assert mine.media.keys() == theirs.media.keys()
-            assert all(torch.equal(mine.media[n], theirs.media[n]) for n in mine.media)
+            assert not failed and (mine.labels is None) == (theirs.labels is None)
+            assert mine.labels is None or torch.equal(mine.input_ids, theirs.input_ids) and (
+                torch.equal(mine.labels, theirs.labels))
+            assert mine.parts.keys() == theirs.parts.keys()
+            for one, other in ((mine.media, theirs.media), *(
+                    (mine.parts[s], theirs.parts[s]) for s in mine.parts)):
+                assert one.keys() == other.keys()
+                assert all(torch.equal(one[n], other[n]) for n in one)
 
 
 def test_a_folder_that_cannot_be_used_says_why(tmp_path):

@@ -6,11 +6,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from PIL import Image
 
-from orchmllm.batch import IGNORE_INDEX
-from orchmllm.data.loading.workers import Workers
-from orchmllm.data.media.medium import MediaError
 from orchmllm.data.segments import parts
 from tests.data.test_processed import drawn, opened, write_rows
 from tests.lib.processors import FAMILIES

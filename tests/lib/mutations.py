@@ -212,9 +212,15 @@ MUTATIONS = [Mutation(*row) for row in (
      '"position_ids": torch.cat([self._positions(e) for e in examples], -1),',
      '"position_ids": torch.arange(len(ids))[None],', "tests/models/test_packed_models.py",
      "Every example but the first has other rotary positions than alone."),
-    ("images padded at their beginning", "orchmllm/models/hf.py", "for n in (0, m)",
+    ("images padded at their beginning", "orchmllm/batch.py", "for n in (0, m)",
      "for n in (m, 0)", "tests/models/test_packed_models.py",
      "Images of several sizes on a rank are cut at the wrong side."),
+    ("features in the order of arrival", "orchmllm/encoders/planned.py",
+     "order=None if stays else torch.from_numpy(order))", "order=None)",
+     "tests/encoders/test_planned.py", "Images get the features of a video before them."),
+    ("features of another plan pass", "orchmllm/encoders/planned.py",
+     "if not np.array_equal(found, items.num_tokens):", "if False:",
+     "tests/encoders/test_planned.py", "A medium's features are those of the one beside it."),
 
 )]
 

@@ -11,9 +11,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import transformers
 from PIL import Image
 
 from orchmllm.batch import IGNORE_INDEX
+from orchmllm.config.balance import PhaseConfig
 from orchmllm.config.model import ModelConfig
 from orchmllm.config.recipe import DataConfig, FsdpConfig, Recipe, RunConfig, TrainConfig
 from orchmllm.data.loading.step_loader import StepLoader
@@ -21,6 +23,7 @@ from orchmllm.data.processed import ProcessedRows
 from orchmllm.data.sampler import GlobalSampler
 from orchmllm.trainer import Trainer
 from tests.lib import whole_models as models
+from tests.lib.processors import FAMILIES
 from tests.lib.ranks import run_ranks
 from tests.lib.whole_folders import write_model
 
@@ -84,14 +87,13 @@ def gradients(trainer: Trainer) -> dict[str, torch.Tensor]:
     return found
 
 
-def reference(folder: Path, stock, rows: ProcessedRows, ids: list[int], lost: list[int] = ()):
+def reference(stock, rows: ProcessedRows, ids: list[int]) -> tuple[float, dict, int]:
     """(loss, gradients, targets) of stock transformers, one example after the other."""
     inputs = []
     for i in ids:
         example = rows.load(i, on_error=lambda segment, error: None)
-        labels = example.labels if i not in lost else torch.full_like(example.labels, IGNORE_INDEX)
         inputs.append({
-            "input_ids": example.input_ids[None], "labels": labels[None],
+            "input_ids": example.input_ids[None], "labels": example.labels[None],
             "attention_mask": torch.ones_like(example.input_ids)[None],
             **{k: v.double() if v.is_floating_point() else v for k, v in example.media.items()}})
     targets = sum(int((models.shifted(one) != IGNORE_INDEX).sum()) for one in inputs)
@@ -101,6 +103,7 @@ def reference(folder: Path, stock, rows: ProcessedRows, ids: list[int], lost: li
 def compared(world, folder: Path, name: str, runs: list[Recipe]) -> list[dict]:
     """The plans of all steps of the first of the runs; every run is compared with stock
     transformers."""
+    FAMILIES[name](transformers)  # imports a processor that would need torchvision
     stock = models.stock_of(folder)
     rows = ProcessedRows(folder, runs[0].data)
     exact = models.LOOSE.get(name, models.EXACT)
@@ -112,20 +115,21 @@ def compared(world, folder: Path, name: str, runs: list[Recipe]) -> list[dict]:
                 loss = summed(trainer, step)
                 found = gradients(trainer)
                 if step.index not in wanted:
-                    wanted[step.index] = reference(folder, stock, rows, step.example_ids.tolist())
+                    wanted[step.index] = reference(stock, rows, step.example_ids.tolist())
                 want_loss, want, targets = wanted[step.index]
                 assert step.num_global_targets == targets
                 assert loss == pytest.approx(want_loss, rel=exact)
                 assert models.difference(found, want) <= exact, step.index
                 if number == 0:
-                    seen.append(step.micro[0].plan)
+                    seen.append((step.micro[0].plan, step.failed))
         finally:
             trainer.close()
-    return [{"encoded": plan.encode["vision"].target_sizes.tolist(),
+    return [{"failed": [f.example for f in failed],
+             "encoded": plan.encode["vision"].target_sizes.tolist(),
              "held": np.bincount(plan.feature["vision"].target_rank,
                                  minlength=plan.layout.num_ranks).tolist(),
              "moved": plan.stats["vision"]["moved_bytes"],
-             "examples": plan.llm.target_sizes.tolist()} for plan in seen]
+             "examples": plan.llm.target_sizes.tolist()} for plan, failed in seen]
 
 
 @pytest.mark.slow
@@ -135,7 +139,8 @@ def test_gradients_are_those_of_stock_transformers(name, ranks, shard_size, tmp_
     write_model(name, tmp_path, torch.float64)
     write_rows(tmp_path)
     run = recipe(tmp_path)
-    run = replace(run, fsdp=replace(run.fsdp, shard_size=shard_size))
+    run = replace(run, fsdp=replace(run.fsdp, shard_size=shard_size), balance=replace(
+        run.balance, vision=PhaseConfig(policy="greedy")))  # moves media of one size, too
     off = replace(run, balance=replace(run.balance, enabled=False),
                   train=replace(run.train, accumulation_steps=2))
     first, second, third, last = run_ranks(compared, ranks, tmp_path, name, [run, off])[0]
@@ -145,3 +150,19 @@ def test_gradients_are_those_of_stock_transformers(name, ranks, shard_size, tmp_
         assert first["moved"] > 0  # some media are encoded on other ranks than their example's
         assert 0 in second["encoded"] and 0 in second["held"]
         assert (0 in last["examples"]) == (ranks > 2)
+
+
+@pytest.mark.slow
+def test_an_image_that_cannot_be_decoded_where_it_is_encoded(tmp_path):
+    """Its example is not learnt on another rank; a rank that reads it as a placeholder does not
+    tell of it twice."""
+    write_model("qwen3_vl", tmp_path, torch.float64)
+    write_rows(tmp_path)
+    run = recipe(tmp_path)
+    run = replace(run, balance=replace(run.balance, vision=PhaseConfig(policy="greedy")))
+    for name in ("0_1.png", "9_0.png"):
+        path = tmp_path / name
+        path.write_bytes(path.read_bytes()[:3000])  # its header is whole
+    first, second, *_ = run_ranks(compared, 2, tmp_path, "qwen3_vl", [run])[0]
+    assert first["failed"] == [0]
+    assert second["failed"] == [1] and 0 in second["encoded"]

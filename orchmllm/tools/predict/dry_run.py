@@ -58,8 +58,7 @@ def not_modelled(recipe: Recipe, examples: Examples) -> list[str]:
     if recipe.balance.enabled and recipe.balance.dispatch == "bytes":
         left.append("the exchange of stored media in the background (balance.dispatch: bytes)")
     if recipe.model.folder:
-        left += ["images that orchmllm.balance_encoders moves to the rank that encodes them",
-                 "windows of attention, which count as if there were none"]
+        left.append("windows of attention, which count as if there were none")
     return left
 
 

@@ -53,7 +53,7 @@ def test_dry_run_and_plan_of_a_tiny_model(tmp_path, capsys):
     assert data_command(["index", str(recipe)]) == 0
     found, text = told("train.batch_size=4")
     assert found["lengths"].startswith("the recipe's own, 12 rows")
-    assert "images that orchmllm.balance_encoders" in " ".join(text.split())
+    assert "windows of attention, which count" in " ".join(text.split())
     assert found["phases"]["llm"]["balanced"] < found["phases"]["llm"]["none"]
     assert plan_job.main([str(recipe), "--ranks", "2", "--out", str(tmp_path / "job.txt")]) == 0
     changes = (tmp_path / "job.txt").read_text().split()

@@ -1,0 +1,106 @@
+"""Planned encoders on one rank: what the model's own forward gets for media of several kinds, and
+what a plan that is wrong about them leads to."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from orchmllm.batch import Microbatch, ProcessedExample
+from orchmllm.encoders.planned import PlannedEncoders
+from orchmllm.models.hf import WholeModel
+from orchmllm.plan.assign import BalancePolicy, PlanSpec
+from orchmllm.plan.cost import CostModel
+from orchmllm.plan.geometry import SegmentLengths, text_lengths
+from orchmllm.plan.layout import TEXT, VISION, BatchLayout
+from orchmllm.plan.step import plan_step
+from tests.lib import whole_models as models
+from tests.lib.encoder_models import IMAGE, VIDEO
+from tests.lib.whole_models import Item
+
+SPEC = PlanSpec(
+    costs=dict.fromkeys(("vision", "audio", "llm"), CostModel(1, 0)), row_bytes={}, feature_bytes=1,
+    ranks_per_node=1, balance=BalancePolicy(dispatch="load"), fills=True)
+
+
+def example(i: int, inputs: dict) -> ProcessedExample:
+    """With every medium, in the order of its tokens, as a segment, or one for each two of its
+    temporal slices."""
+    ids, segments, parts, arguments = inputs["input_ids"][0], [], {}, {}
+    ends = (ids[1:] != ids[:-1]).logical_and((ids[1:] > 60) | (ids[:-1] > 60)).nonzero()[:, 0] + 1
+    taken = {IMAGE: 0, VIDEO: 0}
+    rows = dict(taken)
+    for run in ids.tensor_split(ends):
+        token = int(run[0])
+        if token not in taken:
+            segments.append((TEXT, text_lengths(len(run))))
+            continue
+        name, grids = (("pixel_values", "image_grid_thw") if token == IMAGE
+                       else ("pixel_values_videos", "video_grid_thw"))
+        t, h, w = inputs[grids][taken[token]].tolist()
+        taken[token] += 1
+        for _ in range(max(1, t // 2)):
+            frames, start = min(t, 2), rows[token]
+            count = frames * h * w
+            rows[token] += count
+            arguments[len(segments)] = name
+            parts[len(segments)] = {name: inputs[name][start: rows[token]],
+                                    grids: torch.tensor([[frames, h, w]])}
+            segments.append((VISION, SegmentLengths(count, count, count // 4, (frames, h, w))))
+    targets = int((models.shifted(inputs) != -100).sum())
+    return ProcessedExample(
+        i, ids, inputs["labels"][0],
+        {n: v for n, v in inputs.items() if n.endswith("grid_thw")},
+        BatchLayout.from_segments(i, targets, segments), parts, arguments)
+
+
+def packed(whole: WholeModel, examples: list[ProcessedExample], layout: BatchLayout):
+    plan = plan_step(layout, SPEC)
+    micro = Microbatch(plan, plan.for_rank(0), positions=np.arange(len(examples)))
+    media = {"vision": [examples[e].parts[s] for e, s in micro.rank_plan.media["vision"].tolist()]}
+    text = [replace(one, parts={}) for one in examples]
+    return whole.join([text[e] for e in micro.rank_plan.examples], media, micro)
+
+
+@pytest.fixture(scope="module")
+def made():
+    """A model, arguments of stock forward and the examples: video, nothing, an image, and both."""
+    stock = models.build("qwen2_5_vl")
+    items = [[Item("video", 3)], [], [Item("image", 4)], [Item("image", 1), Item("video", 5)]]
+    inputs = [models.sample("qwen2_5_vl", stock, items, i) for i, items in enumerate(items)]
+    whole = WholeModel(copy.deepcopy(stock), torch.float64)
+    whole.encoders = PlannedEncoders(whole.hf)
+    return stock, whole, inputs, [example(i, one) for i, one in enumerate(inputs)]
+
+
+def test_video_before_images_and_a_medium_of_several_segments(made):
+    """The calls of the model get the rows of their own media, in reading order."""
+    stock, whole, inputs, examples = made
+    whole.zero_grad()
+    batch = packed(whole, examples, BatchLayout.concat([e.lengths for e in examples], [4]))
+    items = batch.phases["vision"]
+    assert items.order is not None and len(items.num_tokens) > 4  # a video has several segments
+    loss = whole(batch)
+    loss.backward()
+    wanted, gradients = models.stock(stock, inputs)
+    assert float(loss) == pytest.approx(wanted, rel=1e-10)
+    assert models.difference(models.gradients(whole.hf), gradients) <= models.EXACT
+
+
+def test_an_encoder_that_makes_other_rows_than_planned_is_an_error(made):
+    """One segment has two rows less than its medium, another two more: their sum is right."""
+    _, whole, _, examples = made
+    layout = BatchLayout.concat([e.lengths for e in examples], [4])
+    at = layout.segments[VISION][[0, -1]]
+    tokens = layout.num_tokens.copy()
+    tokens[at] += [-2, 2]
+    with pytest.raises(RuntimeError, match=r"'vision' made \[.*\] rows of features of its media, "
+                                           r"where \[.*\] were planned"):
+        whole(packed(whole, examples, replace(layout, num_tokens=tokens)))
+    assert "get_image_features" not in vars(whole.hf.model)  # the model calls its encoders again
+    text = packed(whole, examples[1:2], BatchLayout.concat([examples[1].lengths], [1]))
+    assert text.phases == {} and float(whole(text)) > 0
