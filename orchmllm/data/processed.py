@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
-from itertools import islice
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -56,8 +56,8 @@ class ProcessedReader(LengthReader):
     def _measure(self, turns: Conversation, _: Conversation, example_id: int) -> MeasuredExample:
         try:
             spans = self.processor.rendered(turns)
-            parts = self.processor.parts(turns)
-            sizes = [_size_of(part) for part in parts]
+            every = self.processor.items(turns)
+            sizes = [_size_of([*chain.from_iterable(items)]) for items in every]
             tokens = self.processor.tokens(spans, sizes, self.max_example_tokens)
             layout = layout_of(example_id, tokens)
         except RowError as error:
@@ -65,20 +65,19 @@ class ProcessedReader(LengthReader):
         except MediaError as error:
             error.segment, error.modality = 0, VISION
             return self.stand_in(error, example_id)
-        items = [(item[0], size[:2]) for part, size in zip(parts, sizes, strict=True)
-                 for item in self.processor.items(part)]
+        of_items = [size[:2] for items, size in zip(every, sizes, strict=True) for _ in items]
         return MeasuredExample(
-            layout, tokens.ids, tokens.learnt, [medium for medium, _ in items], None, turns,
-            [size for _, size in items[: len(layout.segments[VISION])]])
+            layout, tokens.ids, tokens.learnt, [item[0] for item in chain.from_iterable(every)],
+            None, turns, of_items[: len(layout.segments[VISION])])
 
 
-def _size_of(part: list[Medium]) -> Size:
+def _size_of(frames: list[Medium]) -> Size:
     """Of an image, or of the frames of a video. Raises MediaError, and RowError."""
-    sizes = sorted({image_header(medium)[::-1] for medium in part})
+    sizes = sorted({image_header(medium)[::-1] for medium in frames})
     if len(sizes) > 1:
         raise RowError("frames of a video have {} x {} and {} x {} pixels (height x width): give "
-                       "all of them one size".format(*sizes[0], *sizes[-1]), part[0].name)
-    return Size(*sizes[0], part[0].sampled)
+                       "all of them one size".format(*sizes[0], *sizes[-1]), frames[0].name)
+    return Size(*sizes[0], frames[0].sampled)
 
 
 def layout_of(example_id: int, tokens: Tokens) -> BatchLayout:
@@ -154,30 +153,27 @@ class ProcessedRows(ConversationDataset):
         index = self.indexes[source]
         if index is None:
             return row
-        items = [item[0] for part in self.processor.parts(row.turns)
-                 for item in self.processor.items(part)]
-        return row._replace(media=items, sizes=index.sizes(number))
+        items = chain.from_iterable(self.processor.items(row.turns))
+        return row._replace(media=[item[0] for item in items], sizes=index.sizes(number))
 
     def _example(self, row: MeasuredExample, wanted: Collection[int] | None, on_error: OnError
                  ) -> ProcessedExample:
         """wanted: segments that are decoded (None: all). Raises RowError where the row is not as
         planned."""
-        layout = row.layout
+        layout, every = row.layout, self.processor.items(row.turns)
         segments = np.flatnonzero(layout.modality == VISION).tolist()
-        parts = [self.processor.items(part) for part in self.processor.parts(row.turns)]
-        frames = dict(zip(segments, [item for part in parts for item in part], strict=False))
         sizes = {s: Size(*size) for s, size in zip(segments, row.sizes, strict=True)}
-        images, failed = self._decoded(
-            {s: item for s, item in frames.items() if wanted is None or s in wanted}, sizes,
-            on_error)
-        media, names, left = [], {}, iter(frames)
-        for part in parts:
-            first, *_ = own = list(islice(left, len(part))) or [None]
-            if first is None:  # what comes after the cut
+        images, failed = self._decoded({
+            s: item for s, item in zip(segments, chain.from_iterable(every), strict=False)
+            if wanted is None or s in wanted}, sizes, on_error)
+        media, names = [], {}
+        for items in every:
+            own = segments[len(names): len(names) + len(items)]
+            if not own:  # it comes after the cut
                 break
-            sampled = part[0][0].sampled
-            media.append(sizes[first]._replace(sampled=sampled) if sampled
-                         else images[first][0] if first in images else sized(*sizes[first][:2]))
+            size, sampled = sizes[own[0]], items[0][0].sampled
+            media.append(size._replace(sampled=sampled) if sampled
+                         else images[own[0]][0] if own[0] in images else sized(*size[:2]))
             names |= dict.fromkeys(own, VIDEOS if sampled else IMAGES)
         spans = before(self.processor.rendered(row.turns), len(media))
         tokens, arguments = self.processor.load(spans, media, self.reader.max_example_tokens)
@@ -212,23 +208,17 @@ class ProcessedRows(ConversationDataset):
         """An example of the planned lengths that nothing is learnt of: images are black."""
         layout, processor = row.layout, self.processor
         segments = np.flatnonzero(layout.modality == VISION)
-        names = dict.fromkeys(segments.tolist(), IMAGES)
-        token = np.full(len(layout.modality), self.tokenizer.end_id or 0)
-        token[segments] = processor.token_ids[VISION]
+        kind = VIDEO if VIDEO in processor.token_ids else VISION
         media, options = [black(Size(*size)) for size in row.sizes], {}
-        if VIDEO in processor.token_ids:  # the row, which says what is a video, may be gone
+        if kind == VIDEO and media:  # the row, which says what is an image, may be gone
             media, options = [], {"do_resize": False}
-            runs = np.split(segments, np.flatnonzero(np.diff(segments) > 1) + 1)
-            for own in runs if len(segments) else ():
-                size = Size(*(layout.grid[own[0], 1:] * processor.patch).tolist())
-                if len(own) == 1:
-                    media.append(black(size))
-                    continue
-                # Images do not stand beside each other.
+            for own in np.split(segments, np.flatnonzero(np.diff(segments) > 1) + 1):
                 count = processor.merged * len(own)
-                media.append(size._replace(sampled=Sampled(0, tuple(range(count)), count)))
-                token[own] = processor.token_ids[VIDEO]
-                names |= dict.fromkeys(own.tolist(), VIDEOS)
+                media.append(Size(*(layout.grid[own[0], 1:] * processor.patch).tolist(),
+                                  Sampled(0, tuple(range(count)), count)))
+        names = dict.fromkeys(segments.tolist(), VIDEOS if kind == VIDEO else IMAGES)
+        token = np.full(len(layout.modality), self.tokenizer.end_id or 0)
+        token[segments] = processor.token_ids[kind]
         ids = torch.from_numpy(np.repeat(token, layout.num_tokens))
         arguments = processor.arguments_like(ids, media, **options)
         shape = arguments.pop(VIDEOS, torch.empty(0, 0)).shape

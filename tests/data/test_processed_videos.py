@@ -214,14 +214,12 @@ def test_videos_that_cannot_be_used_are_told_of(tmp_path):
             (lambda: write_video(path, count=2, rate=8, size=(112, 56)), rows, 0,
              "as it was planned"), (path.unlink, rows, 0, "the file is missing")):
         change()
-        for i, wanted in zip((0, 2), good, strict=True):
+        for i in (0, 2):
             found, example = failing(of, i)
             segment, reason = found[-1]
             assert told in reason and segment == at
             assert (example.lengths.rows.sum() == sum(
                 len(v) for n, v in example.media.items() if n.startswith("pixel_values")))
-            assert {n: v.shape for n, v in example.media.items() if "videos" in n} == {
-                n: v.shape for n, v in wanted.media.items() if "videos" in n}
     assert (rows.load(3).labels != IGNORE_INDEX).any()
     with pytest.raises(MediaError):
         rows.load(0, segments=[])

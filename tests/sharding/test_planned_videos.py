@@ -12,6 +12,9 @@ import pytest
 import torch
 from PIL import Image
 
+from orchmllm.data.processed import ProcessedRows
+from orchmllm.models.hf import WholeModel
+from orchmllm.tools.data.build_index import build_index
 from tests.lib.ranks import run_ranks
 from tests.lib.videos import write_video
 from tests.lib.whole_folders import write_model
@@ -54,3 +57,20 @@ def test_gradients_of_videos_are_those_of_stock_transformers(name, ranks, tmp_pa
     assert sum(first["encoded"]) == sum((count + 1) // 2 or 1 for row in MEDIA[:8] for count in row)
     assert sum(second["encoded"]) == 5 and sum(n > 0 for n in second["held"]) == 1
     assert sum(n > 0 for n in second["encoded"]) == ranks  # of one video
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["qwen2_5_vl", "qwen3_vl"])
+def test_a_video_that_is_gone_goes_through_the_model_as_it_was_planned(name, tmp_path):
+    model = write_model(name, tmp_path, torch.float64)
+    write_rows(tmp_path)
+    data = recipe(tmp_path).data
+    rows = ProcessedRows(tmp_path, data)
+    build_index(rows.sources[0], rows.reader, tmp_path / "index", num_workers=1)
+    rows = ProcessedRows(tmp_path, data)
+    (tmp_path / "v.mp4").unlink()
+    told, whole = [], WholeModel(model, torch.float64)
+    for i in (0, 3, 5):
+        example = rows.load(i, on_error=lambda segment, error: told.append(str(error)))
+        assert float(whole(whole.join([example])).detach()) == 0.0
+    assert len(told) == 3 and all("the file is missing" in reason for reason in told)

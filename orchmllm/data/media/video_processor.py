@@ -96,6 +96,19 @@ class Videos:
     def identity(self) -> list:
         return [] if self.processor is None else [self.processor.to_dict()]
 
+    def items(self, turns: Conversation) -> list[list[list[Medium]]]:
+        """See orchmllm.data.text.processor.Processor."""
+        out: list[list[list[Medium]]] = []
+        for medium in media_of(turns):
+            number = 0 if medium.sampled is None else medium.sampled.number
+            if number % self.merged:
+                out[-1][-1].append(medium)
+            elif number:
+                out[-1].append([medium])
+            else:
+                out.append([[medium]])
+        return out
+
     def arguments(self, sizes: Sequence[Size], options: Mapping[str, Any]) -> dict[str, Any]:
         """What the whole processor is called with for videos of these sizes."""
         if not sizes:
@@ -127,17 +140,6 @@ class Videos:
         """Of each video (1, h, w) for each of its items. out: the processor's tensors."""
         for t, h, w in np.asarray(out.get("video_grid_thw", ())).tolist():
             yield ((1, h, w),) * t
-
-
-def parts_of(turns: Conversation) -> list[list[Medium]]:
-    """The media of a conversation, the frames of a video together."""
-    out: list[list[Medium]] = []
-    for medium in media_of(turns):
-        if medium.sampled is not None and medium.sampled.number:
-            out[-1].append(medium)
-        else:
-            out.append([medium])
-    return out
 
 
 def with_videos(turns: Conversation) -> Conversation:

@@ -27,7 +27,6 @@ from orchmllm.data.media.shapes import Size, of_shapes, of_some, sized
 from orchmllm.data.media.video_processor import (
     PROCESSORS,
     Videos,
-    parts_of,
     with_videos,
 )
 from orchmllm.data.text.model_folder import image_grids, load_processor, most_tokens
@@ -138,16 +137,12 @@ class Processor:
         self.videos.check(self.tokenizer.writes(VIDEO))
         return self.tokenizer.spans(with_videos(turns))
 
-    def parts(self, turns: Conversation) -> list[list[Medium]]:
-        """The media of a conversation; where the model has tokens for videos, the frames of one
-        together."""
+    def items(self, turns: Conversation) -> list[list[list[Medium]]]:
+        """Of each image or video of a conversation the items of the encoder that it becomes, each
+        of them an image, or frames."""
         if self.videos is not None:
-            return parts_of(turns)
-        return [[medium._replace(sampled=None)] for medium in media_of(turns)]
-
-    def items(self, part: list[Medium]) -> list[list[Medium]]:
-        """The frames of each item of the encoder that a video becomes; an image is one."""
-        return [part[k: k + self.merged] for k in range(0, len(part), self.merged)]
+            return self.videos.items(turns)
+        return [[[medium._replace(sampled=None)]] for medium in media_of(turns)]
 
     @staticmethod
     def resized(width: int, height: int) -> tuple[int, int]:
