@@ -221,6 +221,12 @@ MUTATIONS = [Mutation(*row) for row in (
     ("features of another plan pass", "orchmllm/encoders/planned.py",
      "if not np.array_equal(found, items.num_tokens):", "if False:",
      "tests/encoders/test_planned.py", "A medium's features are those of the one beside it."),
+    ("frames at the numbers of the file", "orchmllm/data/media/video_processor.py",
+     '"frames_indices": seconds})', '"frames_indices": [*range(len(seconds))]})',
+     "tests/data/test_processed_videos.py", "Times in the text are not those of the frames."),
+    ("a slice of the frames of another", "orchmllm/data/media/video_processor.py",
+     "elif number:", "elif number and not out[-1].insert(0, [medium]):",
+     "tests/data/test_processed_videos.py", "Features of a video are in another order."),
 
 )]
 
