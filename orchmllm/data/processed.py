@@ -213,7 +213,7 @@ class ProcessedRows(ConversationDataset):
         if kind == VIDEO and media:  # the row, which says what is an image, may be gone
             media, options = [], {"do_resize": False}
             for own in np.split(segments, np.flatnonzero(np.diff(segments) > 1) + 1):
-                count = processor.merged * len(own)
+                count = processor.videos.merged * len(own)
                 media.append(Size(*(layout.grid[own[0], 1:] * processor.patch).tolist(),
                                   Sampled(0, tuple(range(count)), count)))
         names = dict.fromkeys(segments.tolist(), VIDEOS if kind == VIDEO else IMAGES)

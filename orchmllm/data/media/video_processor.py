@@ -67,16 +67,16 @@ def _class_of(model_type: str) -> type[BaseVideoProcessor]:
 
 
 class Videos:
-    """The part for videos of a processor. processor: None where the folder has no settings for
-    it. merged: frames that become one item of the vision encoder; the last is repeated where some
-    are missing."""
+    """The part for videos of a processor. processor: None where the folder has no settings for it
+    that can be read. merged: frames that become one item of the vision encoder; the last is
+    repeated where some are missing."""
 
     def __init__(self, folder: Path, model_type: str) -> None:
-        self.folder, self.merged = folder, 1
+        self.folder, self.merged, self._problem = folder, 1, ""
         try:
             self.processor = _class_of(model_type).from_pretrained(folder, local_files_only=True)
-        except OSError:
-            self.processor = None
+        except (OSError, ValueError, TypeError) as error:
+            self.processor, self._problem = None, " ".join(str(error).split())
             return
         self.merged = self.processor.temporal_patch_size
         if self.processor.cap_pixels_per_frame is None:
@@ -87,7 +87,8 @@ class Videos:
         where the model cannot be given one."""
         if self.processor is None:
             raise RowError(f"{self.folder} has no settings for videos: copy the "
-                           "video_preprocessor_config.json of the model into it")
+                           "video_preprocessor_config.json of the model into it "
+                           f"({self._problem:.200})")
         if not is_written:
             raise RowError(f"the chat template of {self.folder} writes no token for a video: put "
                            "that of a version with videos into it")

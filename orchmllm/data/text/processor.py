@@ -24,11 +24,7 @@ from orchmllm.data.formats.scanned import digest
 from orchmllm.data.media.kinds import VIDEO
 from orchmllm.data.media.medium import Medium, RowError
 from orchmllm.data.media.shapes import Size, of_shapes, of_some, sized
-from orchmllm.data.media.video_processor import (
-    PROCESSORS,
-    Videos,
-    with_videos,
-)
+from orchmllm.data.media.video_processor import PROCESSORS, Videos, with_videos
 from orchmllm.data.text.model_folder import image_grids, load_processor, most_tokens
 from orchmllm.data.text.spans import PART, Span, Text, before
 from orchmllm.data.text.tokenizer import ChatTokenizer
@@ -57,10 +53,9 @@ class Processor:
     """folder: of a model of transformers, with config.json, its processor, tokenizer.json and a
     chat template. Code of the folder is never run, images are resized by Pillow, and videos are
     read as images where the family has no tokens for them. token_ids: modality -> the token that
-    stands for a row of features; patch: pixels of its side; merged: frames of a video that become
-    one item of the encoder; videos: the part for them, or None. options: of the call of the
-    processor for images (size, do_pan_and_scan, ...), instead of its own. Raises ValueError naming
-    the folder if it cannot be used."""
+    stands for a row of features; patch: pixels of its side; videos: the part for them, or None.
+    options: of the call of the processor for images (size, do_pan_and_scan, ...), instead of its
+    own. Raises ValueError naming the folder if it cannot be used."""
 
     def __init__(self, folder: str | os.PathLike, options: Mapping[str, Any] | None = None
                  ) -> None:
@@ -70,7 +65,6 @@ class Processor:
         if config.model_type in PROCESSORS:
             self.videos = Videos(self.folder, config.model_type)
             self._processor.video_processor = self.videos.processor
-        self.merged = 1 if self.videos is None else self.videos.merged
         self._shapes = copy.copy(self._processor)
         self._shapes.image_processor = of_shapes(self._processor.image_processor)
         self._some = copy.copy(self._processor)
