@@ -42,7 +42,8 @@ SLOW_kit := tests/gpu_kit
 SLOW_planned := tests/sharding/test_planned_phases.py
 SLOW_models := tests/models $(filter-out $(SLOW_planned), $(wildcard tests/sharding/test_*.py)) \
     tests/tools/export tests/tools/generate
-SLOW_memory := tests/tools/predict/test_scale_memory.py tests/tools/predict/test_tracked_memory.py
+SLOW_memory := tests/tools/predict/test_scale_memory.py tests/tools/predict/test_tracked_memory.py \
+    tests/tools/predict/test_longest.py
 SLOW_estimate := tests/papers tests/tools/data tests/docs \
     $(filter-out $(SLOW_memory), $(wildcard tests/tools/predict/test_*.py))
 SLOW_mutations := tests/test_mutations.py

@@ -141,6 +141,16 @@ def device_of(world: World) -> torch.device:
     return torch.device("cuda", world.local_rank if count > 1 else 0)
 
 
+def gpu_of(device: torch.device) -> tuple[str, int]:
+    """Name and bytes of memory of a GPU; "" and 0 for a CPU."""
+    import torch
+
+    if device.type != "cuda":
+        return "", 0
+    found = torch.cuda.get_device_properties(device)
+    return found.name, found.total_memory
+
+
 @contextmanager
 def process_group(world: World, timeout_s: float) -> Iterator[dist.Store]:
     """The default process group: NCCL with GPUs, gloo without; always destroyed at the end, since

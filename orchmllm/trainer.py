@@ -20,7 +20,7 @@ from orchmllm.data.loading.step_loader import SegmentFeed, StepLoader
 from orchmllm.data.loading.whole_examples import WholeFeed
 from orchmllm.data.sampler import GlobalSampler, make_sampler
 from orchmllm.hf.sources import find_sources
-from orchmllm.launch import World, device_of
+from orchmllm.launch import World, device_of, gpu_of
 from orchmllm.models.attention import describe_attention
 from orchmllm.models.flops import mfu, peak_flops, plan_spec, step_flops
 from orchmllm.runtime.build import build_dataset, build_orchestrator
@@ -35,15 +35,16 @@ from orchmllm.runtime.run_state import Incidents, MediaCount, Progress
 from orchmllm.runtime.samples import Samples
 from orchmllm.runtime.stop import FOLDER_TAKEN, Stopped, StopSignal
 from orchmllm.sharding.build import build
-from orchmllm.sharding.fits import for_run, memory_check
 from orchmllm.sharding.fsdp import compute_dtype, evaluating, state_tensors
+from orchmllm.sharding.longest import LongExamples
 from orchmllm.sharding.optimizer import (
     clip_gradients,
     learning_parts,
-    learning_rate,
     make_optimizer,
+    set_learning_rate,
 )
-from orchmllm.sharding.pretrained import check_same, fingerprint
+from orchmllm.sharding.pretrained import agreed_fingerprint
+from orchmllm.sharding.run_memory import RunMemory
 
 
 class Trainer:
@@ -68,36 +69,39 @@ class Trainer:
         self.servers = servers_of(recipe.data)
         self.train_rows, self.validation_rows = self.dataset.split(recipe.data.num_validation)
         job = resolve(recipe, world.world_size, world.local_world_size)
+        weights = agreed_fingerprint(sources, self._gather)
         spec = plan_spec(job)
         on_cpu = RowGather(spec.ranks_per_node, recipe.launch.timeout_s)
         # Before the model is built: it says whether the run can go on where the recipe says.
         self.checkpointer = RunCheckpoints(
-            job, on_cpu, self.dataset,
-            lambda: self.optimizer, lambda: state_tensors(self.model, self.optimizer), self._log)
+            job, on_cpu, self.dataset, lambda: self.optimizer, lambda: state_tensors(
+                self.model, self.optimizer, fixed=not recipe.model.lora.rank), self._log, weights)
         group = exchange_group(self.device, recipe.launch.timeout_s)
         self.orchestrator, self._validation = (
             build_orchestrator(recipe, one, world.world_size, self.device, group)
             for one in (spec, replace(spec, balance=replace(spec.balance, measure_every=0))))
-        gpu = torch.cuda.get_device_properties(self.device) if self.device.type == "cuda" else None
-        self._peak_flops = peak_flops(gpu.name) if gpu and not recipe.model.folder else None
-        device_bytes = gpu.total_memory if gpu else 0
-        checkpointing = for_run(recipe, self.dataset, self.train_rows, spec, world.world_size,
-                                device_bytes, self.checkpointer.kept_batch)
-        self.orchestrator.refuses = memory_check(job, checkpointing, device_bytes, self._gather)
+        gpu, device_bytes = gpu_of(self.device)
+        self._peak_flops = None if recipe.model.folder else peak_flops(gpu)
+        self.long = LongExamples(job, spec, self.dataset, device_bytes, self._log, world.rank == 0)
+        self.memory = RunMemory(
+            recipe, self.dataset, self.train_rows, spec, world.world_size, device_bytes,
+            self.checkpointer.kept_batch, gather=self._gather, known=self.checkpointer.memory,
+            log=self._log)
+        self.long.choice = self.memory.choice
+        self.orchestrator.refuses = self.memory.refuses
         self.attention = describe_attention(recipe.model, self.device.type, compute_dtype(
             recipe.fsdp))  # chosen before the first step; a kernel that fails is found here
         for source in sources:
             self._log(source.describe())
-        check_same(self._gather([fingerprint(sources)])[:, 0])
-        self.model = build(recipe, self.device, checkpointing, sources, on_cpu,
-                           spec.ranks_per_node, group)
+        self.model = build(recipe, self.device, self.memory.choice, sources, on_cpu,
+                           spec.ranks_per_node, group, self._log)
         self._feed = partial(WholeFeed, join=self.model.join) if spec.fills else SegmentFeed
         self.timer = StepTimer(self.model.clock, self.device)
         train, self.parts = recipe.train, learning_parts(self.model)
         self.optimizer = make_optimizer(self.model, train)
         self.progress = Progress(global_batch_size=job.global_batch_size)
         self.stop = StopSignal(watch and watch.folder_taken)
-        self.profiler = StepProfiler(recipe, world.rank, self._log)
+        self.profiler = StepProfiler(recipe, world.rank, self._log, self.memory.exhausted)
         self.incidents = Incidents(recipe, writes=world.rank == 0, log=self._log)
         self.samples = Samples(recipe, self.dataset, self.validation_rows, spec, self.device,
                                self._log) if train.sample_every else None
@@ -155,6 +159,7 @@ class Trainer:
     def _train_steps(self) -> None:
         """To the last step, or back to a checkpoint before a step that is not finite."""
         for step in self.loader():
+            self.long.tell(step)
             with self.profiler.around(step):
                 row = self.train_step(step)
                 self.model.clock.switch("logging")
@@ -212,9 +217,7 @@ class Trainer:
         if step.kept_balanced:
             self._log(f"step {step.index} is not measured as sampled: {step.kept_balanced}")
         clock.reset()
-        lr = learning_rate(step.index, train)
-        for group in self.optimizer.param_groups:
-            group["lr"] = lr * group["lr_share"]
+        lr = set_learning_rate(self.optimizer, step.index, train)
         loss_sum = self._accumulate(step)
         clock.switch("update")
         norms = clip_gradients(self.parts, train.max_grad_norm, self.device)
@@ -239,6 +242,7 @@ class Trainer:
                 self.progress.nonfinite_in_a_row = 0
         self.optimizer.zero_grad(set_to_none=True)
         self.progress.step = step.index + 1
+        self.memory.measure(step, facts.peak_bytes[:, 0], self.model)
         clock.switch("data")
         wall_s, cpu_s, core_wait_s = (thread_times() - started).tolist()
         step_s = wall_s + step.wait_s
@@ -292,8 +296,7 @@ class Trainer:
         return row
 
     def close(self) -> None:
-        self.display.close()
-        self.profiler.close()
-        self.incidents.close()
+        for part in (self.display, self.profiler, self.incidents):
+            part.close()
         if self._metrics is not None:
             self._metrics.close()

@@ -161,7 +161,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         folder_of(Path(name))
         for ranks in args.ranks:
-            found = run_ranks(trained, ranks, Path(name), args.steps, args.turns, args.workers)
+            found = run_ranks(trained, ranks, Path(name), args.steps, args.turns, args.workers,
+                              timeout_s=3600)
             report(ranks, found, args.steps * args.turns)
 
 

@@ -114,8 +114,7 @@ def block_of(model: ModelConfig, phase: str, rows: int
     block, x = encoder.to(torch.bfloat16).blocks[0], empty(rows, config.hidden_size)
     if phase == "audio":
         return x.requires_grad_(), block, lambda: block(x, lengths)
-    dtype = torch.bfloat16 if config.family == "vit" else torch.float32
-    tables = (empty(rows, 1, head_dim, dtype=dtype),) * 2
+    tables = (empty(rows, 1, head_dim),) * 2
     return x.requires_grad_(), block, lambda: block(x, tables, lengths)
 
 

@@ -7,20 +7,16 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-OURS = "orchmllm_vit"  # model_type of an exported encoder of family vit
+OURS = "orchmllm_vit"  # model_type of an exported vision encoder
 MODEL_TYPES = {
-    "vit": (OURS,),
-    "qwen2_vl": ("qwen2_vl", "qwen2_vl_vision"),
+    "vision": (OURS,),
     "audio": ("whisper",),
     "llm": ("qwen2",),
 }
 # recipe key -> key of config.json
 KEYS = {
-    "vit": {key: key for key in ("num_layers", "hidden_size", "intermediate_size", "num_heads",
-                                 "patch_size", "merge_size")},
-    "qwen2_vl": {"num_layers": "depth", "hidden_size": "embed_dim", "num_heads": "num_heads",
-                 "intermediate_size": "embed_dim * mlp_ratio", "patch_size": "patch_size",
-                 "merge_size": "spatial_merge_size"},
+    "vision": {key: key for key in ("num_layers", "hidden_size", "intermediate_size", "num_heads",
+                                    "patch_size", "merge_size")},
     "audio": {"num_layers": "encoder_layers", "hidden_size": "d_model",
               "intermediate_size": "encoder_ffn_dim", "num_heads": "encoder_attention_heads",
               "num_mels": "num_mel_bins"},
@@ -35,15 +31,13 @@ NOT_NEEDED = {"rope_theta", "rms_norm_eps"}
 
 def shapes_of(part: str, given: Mapping[str, Any]) -> dict[str, Any]:
     """What the config.json of model.PART.pretrained says of keys that are not among those `given`
-    in the recipe, `family` included. Raises ValueError naming the keys where there is no such
+    in the recipe. Raises ValueError naming the keys where there is no such
     file; one that is of no use is left to the check before a run."""
     path = Path(given["pretrained"]).expanduser() / "config.json"
-    family = given.get("family", "vit")
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
-        missing = sorted(KEYS.get(family if part == "vision" else part, {}).keys() - given.keys()
-                         - NOT_NEEDED)
+        missing = sorted(KEYS[part].keys() - given.keys() - NOT_NEEDED)
         if not missing:
             return {}
         raise ValueError(f"{path}: {error.strerror or error}; give a local copy of the model (its "
@@ -51,27 +45,19 @@ def shapes_of(part: str, given: Mapping[str, Any]) -> dict[str, Any]:
                          "recipe") from error
     except ValueError:
         return {}
-    if not isinstance(config, dict):
+    if not isinstance(config, dict) or config.get("model_type") not in MODEL_TYPES[part]:
         return {}
-    kinds = [k for k, types in MODEL_TYPES.items() if config.get("model_type") in types
-             and (part == k or part == "vision" and k in ("vit", "qwen2_vl"))]
-    if not kinds:
-        return {}
-    found = {"family": kinds[0]} if part == "vision" else {}
-    keys = part_config(kinds[0], config)
-    found |= {ours: keys[theirs] for ours, theirs in KEYS[kinds[0]].items()
-              if keys.get(theirs) is not None}
-    return {key: value for key, value in found.items() if key not in given}
+    keys = part_config(config)
+    return {ours: keys[theirs] for ours, theirs in KEYS[part].items()
+            if keys.get(theirs) is not None and ours not in given}
 
 
-def part_config(kind: str, config: dict) -> dict:
+def part_config(config: dict) -> dict:
     """The part's own keys of a config.json, as a flat dictionary; spellings of older versions of
     transformers are those of newer ones."""
-    flat = dict(config.get("vision_config", config) if kind == "qwen2_vl" else config)
+    flat = dict(config)
     rope = {**(flat.get("rope_scaling") or {}), **(flat.get("rope_parameters") or {})}
     if "rope_theta" in rope:
         flat["rope_theta"] = rope["rope_theta"]
     flat["rope_type"] = rope.get("rope_type", rope.get("type", "default"))
-    if kind == "qwen2_vl" and "embed_dim" in flat:
-        flat["embed_dim * mlp_ratio"] = int(flat["embed_dim"] * flat.get("mlp_ratio", 4))
     return flat

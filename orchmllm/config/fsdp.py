@@ -3,13 +3,40 @@ what it keeps for the backward pass."""
 
 from __future__ import annotations
 
+import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 
-from orchmllm.config.schema import key
+from orchmllm.config.schema import did_you_mean, key
 
 DTYPE_BYTES = {"float32": 4, "float64": 8, "bfloat16": 2}
-CHECKPOINTING = ("none", "selective", "full", "auto")
+CHOICES = ("none", "selective", "full")  # cheapest to most expensive in time
+CHECKPOINTING = (*CHOICES, "auto")
+LAYERS = re.compile(r"full:(\d{1,6})(?:\+selective:(\d{1,6}))?|selective:(\d{1,6})")
 RESHARD = ("full", "node", "none")
+
+
+def layer_counts(choice: str, num_layers: int) -> dict[str, int]:
+    """How many layers of a phase are of each of CHOICES. choice: one of them, for all layers, or
+    numbers as in `full:12+selective:4`. Raises ValueError for another text, and for more layers
+    than there are."""
+    if choice in CHOICES:
+        return dict.fromkeys(CHOICES, 0) | {choice: num_layers}
+    found = LAYERS.fullmatch(choice)
+    if not found:
+        raise ValueError(f"{did_you_mean(choice, CHECKPOINTING)}choose one of "
+                         f"{', '.join(CHECKPOINTING)}, or numbers of layers: full:12+selective:4")
+    full, selective = int(found[1] or 0), int(found[2] or found[3] or 0)
+    if full + selective > num_layers:
+        raise ValueError(f"names {full + selective} layers, but there are {num_layers}")
+    return {"none": num_layers - full - selective, "selective": selective, "full": full}
+
+
+def as_choice(counts: Mapping[str, int]) -> str:
+    """The shortest text that layer_counts reads so."""
+    named = [f"{name}:{counts[name]}" for name in ("full", "selective") if counts[name]]
+    alone = [name for name in CHOICES if counts[name] == sum(counts.values())]
+    return alone[0] if alone else "+".join(named)
 
 
 @dataclass(frozen=True)
@@ -32,14 +59,14 @@ class FsdpConfig:
         "and update them there: slow, for a model that does not fit otherwise.")
     activation_checkpointing: str = key(
         "none", "What the blocks of all phases recompute in the backward pass: `selective`: what "
-        "is no matrix product and no attention; `full`: the whole block; `auto`: per phase, the "
-        "cheapest that fits fsdp.memory_gb.", choices=CHECKPOINTING)
-    vision_checkpointing: str = key("", "The same for the vision encoder; empty: as all phases.",
-                                    choices=("", *CHECKPOINTING))
-    audio_checkpointing: str = key("", "The same for the audio encoder; empty: as all phases.",
-                                   choices=("", *CHECKPOINTING))
-    llm_checkpointing: str = key("", "The same for the LLM; empty: as all phases.",
-                                 choices=("", *CHECKPOINTING))
+        "is no matrix product and no attention; `full`: the whole block; `auto`: per phase and "
+        "layer, the cheapest that fits fsdp.memory_gb.", choices=CHECKPOINTING)
+    vision_checkpointing: str = key(
+        "", "The same for the vision encoder, or how many of its layers: `full:12+selective:4`, "
+        "of which the first 12 recompute everything, the next 4 as `selective` says, and the rest "
+        "nothing; empty: as all phases.")
+    audio_checkpointing: str = key("", "The same for the audio encoder.")
+    llm_checkpointing: str = key("", "The same for the LLM.")
     memory_gb: float = key(0.0, "Memory of a rank, in 1e9 bytes, that tensors may take: for "
                            "`auto` and the dry run; 0: 87% of the GPU's.", at_least=0)
     loss_chunk_rows: int = key(

@@ -10,9 +10,6 @@ from dataclasses import dataclass, fields
 from orchmllm.config.schema import Conflict, key, section
 from orchmllm.plan.geometry import AudioGeometry, VisionGeometry
 
-# Of CLIP: mean and standard deviation of red, green and blue, of pixels scaled to [0, 1].
-CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)
-CLIP_STD = (0.26862954, 0.26130258, 0.27577711)
 AUDIO_MODES = ("packed", "padded", "fixed")
 WHISPER_FRAMES = 3000  # 30 s
 
@@ -55,20 +52,13 @@ class VisionConfig:
                           aliases=("spatial_merge_size",))
     max_side: int = key(448, "Longest side of an image in pixels; only larger images are resized.",
                         at_least=1, aliases=("image_size",))
-    family: str = key("vit", "`vit`: ours; `qwen2_vl`: exactly the vision tower of Qwen2-VL, its "
-                      "merger being the connector (docs/weights.md).", choices=("vit", "qwen2_vl"))
-    frozen: bool = key(False, "The encoder does not learn; its connector still does.")
-    pretrained: str = _pretrained("a Qwen2-VL model or its vision tower (family qwen2_vl), or an "
-                                  "exported encoder of ours")
+    frozen: bool = key(False, "The encoder does not learn; its connector does, unless "
+                       "model.connectors_frozen is true.")
+    pretrained: str = _pretrained("an exported encoder of ours")
 
     def conflicts(self) -> Iterator[Conflict]:
         """hidden_size is a multiple of 4 * num_heads; max_side is at least one token's side,
-        patch_size * merge_size; family qwen2_vl: intermediate_size is a multiple of
-        hidden_size."""
-        if self.family == "qwen2_vl" and self.intermediate_size % self.hidden_size:
-            yield Conflict(("intermediate_size", "hidden_size", "family"),
-                           f"must be a multiple of hidden_size ({self.hidden_size}) in family "
-                           "qwen2_vl: its configuration has an integer mlp_ratio")
+        patch_size * merge_size."""
         if self.hidden_size % (4 * self.num_heads):
             yield Conflict(("hidden_size", "num_heads"),
                            f"must be a multiple of 4 * num_heads ({4 * self.num_heads}): two "
@@ -77,15 +67,6 @@ class VisionConfig:
         if self.max_side < unit:
             yield Conflict(("max_side", "patch_size", "merge_size"),
                            f"must be at least patch_size * merge_size ({unit}), one LLM token")
-
-    @property
-    def temporal_patch_size(self) -> int:
-        """Frames of a patch; an image repeats its one frame."""
-        return 2 if self.family == "qwen2_vl" else 1
-
-    def connector_hidden(self, out_size: int) -> int:
-        """Width between the connector's two layers. out_size: the LLM's width."""
-        return self.merge_size**2 * self.hidden_size if self.family == "qwen2_vl" else out_size
 
     @property
     def geometry(self) -> VisionGeometry:
@@ -103,7 +84,8 @@ class AudioConfig:
     num_heads: int = _heads(4)
     num_mels: int = key(80, "Mel bands of a frame.", at_least=1, aliases=("num_mel_bins",))
     stack: int = key(2, "Encoder positions that become one LLM token.", at_least=1)
-    frozen: bool = key(False, "The encoder does not learn; its connector still does.")
+    frozen: bool = key(False, "The encoder does not learn; its connector does, unless "
+                       "model.connectors_frozen is true.")
     pretrained: str = _pretrained("a Whisper model or its encoder")
     mode: str = key(
         "packed", "How clips of unequal length are computed: `packed`: one after the other, no "
@@ -154,6 +136,35 @@ class LLMConfig:
 
 
 @dataclass(frozen=True)
+class LoraConfig:
+    """Adapters of low rank (LoRA, by peft) on linear layers of model.pretrained: in the blocks of
+    each part that is not frozen. They alone learn, all weights of the folder stay as they are."""
+
+    rank: int = key(0, "Rank of the adapters; 0: there are none.", at_least=0,
+                    aliases=("r", "lora_r", "lora_rank"))
+    alpha: int = key(8, "What an adapter computes is multiplied by alpha / rank.", at_least=1,
+                     aliases=("lora_alpha",))
+    use_rslora: bool = key(False, "By alpha / sqrt(rank) instead.")
+    target_modules: tuple[str, ...] = key(
+        (), "Names of linear layers in a block, or how these end, such as `q_proj`; empty: all.",
+        aliases=("lora_target", "lora_target_modules"))
+    dropout: float = key(0.0, "Has to be 0: random masks depend on where an example is.",
+                         at_least=0, aliases=("lora_dropout",))
+    connector: bool = key(False, "The connector learns as well, all of it (peft's "
+                          "modules_to_save).", aliases=("modules_to_save",))
+
+    def conflicts(self) -> Iterator[Conflict]:
+        """lora.dropout is 0; without a rank no other key counts."""
+        if self.dropout:
+            yield Conflict(("dropout",), "its random masks depend on where an example is: set it "
+                           "to 0")
+        for f in fields(self):
+            if not self.rank and getattr(self, f.name) != f.default:
+                yield Conflict((f.name, "rank"), "has no effect without a rank: set "
+                               "model.lora.rank, or leave it out")
+
+
+@dataclass(frozen=True)
 class ModelConfig:
     """The whole model."""
 
@@ -162,16 +173,31 @@ class ModelConfig:
     llm: LLMConfig = section(LLMConfig)
     connectors: str = key("", "connectors.safetensors of an export (docs/weights.md) to start the "
                           "connectors from; empty: start them from run.seed.")
+    connectors_frozen: bool = key(False, "No connector learns. The features of an encoder that is "
+                                  "frozen, too, then have no gradient, and nothing of it is "
+                                  "gathered or exchanged in the backward pass.")
     pretrained: str = key("", "Folder with a whole multimodal model of transformers, in place of "
                           "these three parts, and with its processor: docs/models.md. Of the keys "
-                          "of the parts only vision.frozen and llm.frozen count then.",
+                          "of the parts only vision.frozen, audio.frozen and llm.frozen count "
+                          "then.",
                           aliases=("model_name_or_path", "pretrained_model_name_or_path"))
     config: str = key("", "The same without weights: they start from run.seed.")
+    lora: LoraConfig = section(LoraConfig)
 
     @property
     def folder(self) -> str:
         """Of a whole model of transformers; empty: the model has the three parts."""
         return os.path.expanduser(self.pretrained or self.config)
+
+    def learns(self, part: str) -> bool:
+        """Whether anything in vision, audio, connector or llm does."""
+        if part == "connector":
+            return not self.connectors_frozen and (not self.lora.rank or self.lora.connector)
+        return not getattr(self, part).frozen
+
+    def features_learn(self, phase: str) -> bool:
+        """Whether the features of an encoder have a gradient: something that makes them learns."""
+        return self.learns(phase) or self.learns("connector")
 
     def require_parts(self) -> None:
         """Raises ValueError for a whole model of transformers, in commands that know only the three
@@ -182,7 +208,21 @@ class ModelConfig:
                              "dry-run, plan job or compare")
 
     def conflicts(self) -> Iterator[Conflict]:
-        """pretrained and config exclude each other and what the parts say."""
+        """pretrained and config exclude each other and what the parts say; some part learns; lora
+        is for pretrained alone, where the LLM learns."""
+        parts = ("vision", "audio", "llm")
+        if not any(map(self.learns, ("connector", *parts))):
+            yield Conflict(("connectors_frozen", *(f"{part}.frozen" for part in parts)),
+                           "leaves nothing that would learn: set one of them to false")
+        if self.lora.rank and not self.pretrained:
+            yield Conflict(("lora.rank", "pretrained"), "adapters are for the weights of a whole "
+                           "model of transformers: name it in model.pretrained (docs/models.md)")
+        if self.lora.rank and self.llm.frozen:
+            yield Conflict(("llm.frozen", "lora.rank"), "the LLM learns by adapters alone where "
+                           "model.lora has a rank: leave it out")
+        if self.lora.connector and self.connectors_frozen:
+            yield Conflict(("connectors_frozen", "lora.connector"), "lora.connector says that the "
+                           "connector learns: leave one of them out")
         if self.pretrained and self.config:
             yield Conflict(("config", "pretrained"), "starts from run.seed, and model.pretrained "
                            "names weights: leave one of them out")
@@ -194,7 +234,6 @@ class ModelConfig:
         for part in ("vision", "audio", "llm"):
             given = getattr(self, part)
             for f in fields(given):
-                frozen = f.name == "frozen" and part != "audio"
-                if getattr(given, f.name) != f.default and not frozen:
+                if f.name != "frozen" and getattr(given, f.name) != f.default:
                     yield Conflict((f"{part}.{f.name}", named), "has no effect with "
                                    f"model.{named}, whose config.json says it: leave it out")

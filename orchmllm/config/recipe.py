@@ -16,10 +16,10 @@ from typing import Any
 from orchmllm.config.balance import BalanceConfig
 from orchmllm.config.checkpoint_shapes import shapes_of
 from orchmllm.config.data import DataConfig, RemoteConfig, RemoteRoot, SourceConfig
-from orchmllm.config.fsdp import FsdpConfig
+from orchmllm.config.fsdp import FsdpConfig, layer_counts
 from orchmllm.config.model import ModelConfig
 from orchmllm.config.parse import Loaded, RecipeError, explain, read, to_yaml
-from orchmllm.config.schema import Conflict, did_you_mean, key, section
+from orchmllm.config.schema import MAX_INT, Conflict, did_you_mean, key, section
 from orchmllm.config.train import TRAIN_PARTS, TrainConfig
 from orchmllm.plan.assign import PHASES
 from orchmllm.plan.balance import POLICIES
@@ -35,7 +35,7 @@ OF_PARTS_ALONE = (
     ("balance.group",), ("balance.dispatch", "load"),
     *((f"balance.{phase}.nodewise",) for phase in ENCODERS),  # no media move that it could spare
     ("data.preprocess",), ("data.streaming",), ("data.tokenizer",), ("data.batching",),
-    ("train.sample_every",), ("fsdp.compile",), ("fsdp.loss_chunk_rows",), ("fsdp.memory_gb",))
+    ("train.sample_every",), ("fsdp.compile",), ("fsdp.loss_chunk_rows",))
 
 
 @dataclass(frozen=True)
@@ -51,6 +51,12 @@ class RunConfig:
                       "later starts go on with what was saved since. With `never` every start is "
                       "from scratch, also after a failure, and what is in run.dir is set aside.",
                       aliases=("resume_from_checkpoint",))
+    init_from: str = key("", "Run folder (its newest checkpoint) or checkpoint folder whose "
+                         "weights a new run starts from, as the next stage of training: docs/"
+                         "stages.md. Optimizer, steps and the order of the data start anew. A run "
+                         "that goes on from a checkpoint of its own reads nothing there. An "
+                         "export is named by model.pretrained instead.",
+                         aliases=("load_from", "init_checkpoint"))
     allow_data_change: bool = key(
         False, "Resume although the data, or what decides their order, is not what the checkpoint "
         "saw (docs/design.md).")
@@ -184,6 +190,7 @@ class Recipe:
             yield Conflict(("balance.group", "fsdp.shard_size"),
                            "one shard holds all ranks: set balance.group to world, or "
                            "fsdp.shard_size to the ranks of a shard")
+        yield from self._of_layers()
         yield from self._of_whole_model()
         policy = self.balance.audio.policy
         balances = self.balance.enabled and not self.balance.whole_examples
@@ -193,6 +200,17 @@ class Recipe:
                 ("balance.audio.policy", "model.audio.mode"),
                 "evens out sums of lengths, but with model.audio.mode=padded a rank takes as long "
                 "as its clips times the longest: set balance.audio.policy=padded")
+
+    def _of_layers(self) -> Iterator[Conflict]:
+        """fsdp.*_checkpointing: known words, and no more layers than the recipe has. Those of a
+        whole model are counted when it is read."""
+        for phase in PHASES:
+            choice, layers = self.fsdp.checkpointing(phase), getattr(self.model, phase).num_layers
+            try:
+                if choice != "auto":
+                    layer_counts(choice, MAX_INT if self.model.folder else layers)
+            except ValueError as e:
+                yield Conflict((f"fsdp.{phase}_checkpointing",), str(e))
 
     def _of_whole_model(self) -> Iterator[Conflict]:
         """What a model of transformers (model.pretrained, model.config) does not know."""
@@ -205,20 +223,21 @@ class Recipe:
                 choices = " or ".join(map(repr, (default, *others)))
                 yield Conflict((name, key_), f"is not available with {key_}: " + (
                     f"set it to {choices}" if others else "leave it out"))
-        if "auto" in map(self.fsdp.checkpointing, PHASES):
-            yield Conflict(("fsdp.activation_checkpointing", key_), "auto is not available with "
-                           f"{key_}: choose none, selective or full")
 
     def _of_train(self) -> Iterator[Conflict]:
         """Keys of train.* that do not fit those of other sections."""
         train = self.train
-        for part in PHASES:
-            if getattr(self.model, part).frozen:
-                for name, unset in ((f"{part}_lr", 0), (f"{part}_weight_decay", -1)):
-                    if getattr(train, name) != unset:
-                        yield Conflict((f"train.{name}", f"model.{part}.frozen"),
-                                       f"has no effect while model.{part}.frozen is true: leave it "
-                                       "out, or set that to false")
+        for part in TRAIN_PARTS:
+            if self.model.learns(part):
+                continue
+            fixed, value, cure = f"model.{part}.frozen", "true", "false"
+            if part == "connector":
+                fixed, value, cure = ("model.lora.connector", "false", "true") if (
+                    self.model.lora.rank) else ("model.connectors_frozen", "true", "false")
+            for name, unset in ((f"{part}_lr", 0), (f"{part}_weight_decay", -1)):
+                if getattr(train, name) != unset:
+                    yield Conflict((f"train.{name}", fixed), f"has no effect while {fixed} is "
+                                   f"{value}: leave it out, or set that to {cure}")
         if self.data.batching == "capped" and train.global_batch_size % train.batch_size:
             yield Conflict(("train.global_batch_size", "train.batch_size"),
                            f"has to be a multiple of train.batch_size ({train.batch_size}): with "

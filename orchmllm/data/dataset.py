@@ -192,7 +192,7 @@ class ConversationDataset:
         at, media = row.media_at, {}
         frames = pictures([at[s] for s in wanted if s in at], self.vision)
         for s in wanted:
-            medium = at.get(s) or MediaError(self._name(i), "the row has changed since its lengths "
+            medium = at.get(s) or MediaError(self.name(i), "the row has changed since its lengths "
                                              "were read")
             media[s] = self._rows(medium, int(layout.modality[s]), int(layout.rows[s]), s, on_error,
                                   encoded=s in encoded, picture=frames.get(medium))
@@ -253,7 +253,7 @@ class ConversationDataset:
             if text:
                 token_ids, supervised = self.reader.text_like(layout, turns)
         except ValueError as error:
-            problem = MediaError(self._name(i), "the row has changed since it was indexed (`data "
+            problem = MediaError(self.name(i), "the row has changed since it was indexed (`data "
                                  f"lint` reads all rows again): {error}")
         return MeasuredExample(layout, token_ids, supervised, media, problem, turns)
 
@@ -277,7 +277,8 @@ class ConversationDataset:
         file, number = self.sources[source].store.place(row)
         return str(file), number
 
-    def _name(self, i: int) -> str:
+    def name(self, i: int) -> str:
+        """Data file of example i and its row in it, from 1, in words."""
         return "{}, row {}".format(*self._place(i))
 
 

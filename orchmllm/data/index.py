@@ -5,8 +5,8 @@
 The key is the size and time of the source's files, the tokenizer, the geometry of the media and
 what the recipe says of the source: whatever changes lengths, changes the key. The arrays are int64
 without a header: table (s, 7) [modality, rows, attn_len, num_tokens, t, h, w]; start (n + 1,) first
-segments of the rows; targets (n,). For a processor of transformers there is sizes, too: (k, 2)
-height and width of the images. orchmllm.tools.data.build_index writes it.
+segments of the rows; targets (n,). For a processor of transformers there is sizes, too: (k, 2),
+see orchmllm.data.media.shapes.Size. orchmllm.tools.data.build_index writes it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from orchmllm.data.formats.open import DataSource
 from orchmllm.data.formats.scanned import digest, sizes
 from orchmllm.data.lengths import LengthReader
 from orchmllm.data.media.medium import MediaError
-from orchmllm.plan.layout import VISION, BatchLayout
+from orchmllm.plan.layout import TEXT, BatchLayout
 from orchmllm.plan.rearrange import ranges
 
 VERSION = 7
@@ -47,23 +47,32 @@ class LengthIndex:
         return len(self.targets)
 
     def sizes(self, row: int) -> list[tuple[int, int]]:
-        """Height and width of the images of a row, where a processor of transformers made the
-        lengths."""
-        start, end = self._images[self.start[row: row + 2]].tolist()
+        """Sizes of the media of a row, where a processor of transformers made the lengths."""
+        start, end = self._media[self.start[row: row + 2]].tolist()
         sizes = np.fromfile(self.folder / "sizes.i64", np.int64, 2 * (end - start),
                             offset=16 * start)
         return list(map(tuple, sizes.reshape(-1, 2).tolist()))
 
     @cached_property
-    def _images(self) -> np.ndarray:
-        """(s + 1,) images before each segment."""
-        return np.append(0, np.cumsum(self.table[:, 0] == VISION))
+    def _media(self) -> np.ndarray:
+        """(s + 1,) media before each segment."""
+        return np.append(0, np.cumsum(self.table[:, 0] != TEXT))
 
     def layout(self, rows: np.ndarray, example_ids: np.ndarray) -> BatchLayout:
         """Lengths of rows of the source. rows, example_ids: (n,) int64."""
         start, counts = self.start[rows], self.start[rows + 1] - self.start[rows]
         return BatchLayout.from_table(example_ids, self.targets[rows], counts,
                                       self.table[ranges(start, counts)])
+
+
+def usable_rows(indexes: Sequence[LengthIndex]) -> BatchLayout:
+    """All usable rows of sources that follow each other, each source on a rank."""
+    parts, first = [], 0
+    for index in indexes:
+        rows = np.setdiff1d(np.arange(len(index)), list(index.problems))
+        parts.append(index.layout(rows, first + rows))
+        first += len(index)
+    return BatchLayout.concat(parts)
 
 
 def joined_layouts(

@@ -29,7 +29,7 @@ class MeasuredExample(NamedTuple):
     """One example as planned. token_ids (T,) int32, supervised (T,) bool: of its text. media: in
     reading order, those after the cut too. problem: why it is a stand-in, or how its row differs
     from the index, or None. turns, sizes: where a processor of transformers made the lengths, the
-    conversation, and height and width of the images before the cut."""
+    conversation, and the sizes of the media before the cut."""
 
     layout: BatchLayout
     token_ids: np.ndarray

@@ -1,8 +1,9 @@
 """Rows for a whole model of transformers: its own processor decides lengths and makes tensors.
 
-Lengths are read from the headers of images and videos: the processor runs on their sizes, on all
-media of an example together. Loading decodes, runs the processor on pixels and compares: an example
-has the ids and lengths that were planned, or its row or medium counts as one that failed.
+Lengths are read from the headers of media: the processor runs on their sizes, on all
+media of an example together. Loading decodes, runs the processor on pixels and samples and
+compares: an example has the ids and lengths that were planned, or its row or medium counts as one
+that failed.
 """
 
 from __future__ import annotations
@@ -23,17 +24,19 @@ from orchmllm.data.dataset import ConversationDataset
 from orchmllm.data.formats.conversation import Conversation
 from orchmllm.data.formats.open import sources_of
 from orchmllm.data.lengths import LengthReader, MeasuredExample
-from orchmllm.data.media.decode import OnError, fail, upright_image
-from orchmllm.data.media.headers import image_header
+from orchmllm.data.media.decode import OnError, decode_samples, fail, upright_image
+from orchmllm.data.media.headers import audio_header, image_header
 from orchmllm.data.media.kinds import VIDEO
 from orchmllm.data.media.medium import MediaError, Medium, RowError, Sampled
-from orchmllm.data.media.shapes import Size, black, sized
+from orchmllm.data.media.shapes import Size, blank, sized
 from orchmllm.data.media.video import pictures
-from orchmllm.data.segments import IMAGES, VIDEOS, is_content, of_slice, parts
+from orchmllm.data.media.video_processor import items_of
+from orchmllm.data.segments import KINDS, VIDEOS, is_content, of_slice
 from orchmllm.data.storage.remote import Storage
-from orchmllm.data.text.processor import Processor, Tokens
-from orchmllm.data.text.spans import before
-from orchmllm.plan.layout import VISION, BatchLayout
+from orchmllm.data.text.processor import Processor
+from orchmllm.data.text.spans import Tokens, before
+from orchmllm.plan.geometry import AudioGeometry
+from orchmllm.plan.layout import TEXT, VISION, BatchLayout
 
 
 class ProcessedReader(LengthReader):
@@ -43,7 +46,7 @@ class ProcessedReader(LengthReader):
     has_sizes = True
 
     def __init__(self, processor: Processor, max_example_tokens: int = 0) -> None:
-        super().__init__(processor.tokenizer, None, None, max_example_tokens)
+        super().__init__(processor.tokenizer, None, processor.audio, max_example_tokens)
         self.processor = processor
 
     @property
@@ -56,28 +59,33 @@ class ProcessedReader(LengthReader):
     def _measure(self, turns: Conversation, _: Conversation, example_id: int) -> MeasuredExample:
         try:
             spans = self.processor.rendered(turns)
-            every = self.processor.items(turns)
-            sizes = [_size_of([*chain.from_iterable(items)]) for items in every]
+            every = items_of(turns, self.processor.videos)
+            sizes = [self._size([*chain.from_iterable(items)]) for items in every]
             tokens = self.processor.tokens(spans, sizes, self.max_example_tokens)
             layout = layout_of(example_id, tokens)
         except RowError as error:
             return self.stand_in(MediaError(error.file, error.reason), example_id)
         except MediaError as error:
-            error.segment, error.modality = 0, VISION
             return self.stand_in(error, example_id)
         of_items = [size[:2] for items, size in zip(every, sizes, strict=True) for _ in items]
         return MeasuredExample(
             layout, tokens.ids, tokens.learnt, [item[0] for item in chain.from_iterable(every)],
-            None, turns, of_items[: len(layout.segments[VISION])])
+            None, turns, of_items[: int((layout.modality != TEXT).sum())])
 
-
-def _size_of(frames: list[Medium]) -> Size:
-    """Of an image, or of the frames of a video. Raises MediaError, and RowError."""
-    sizes = sorted({image_header(medium)[::-1] for medium in frames})
-    if len(sizes) > 1:
-        raise RowError("frames of a video have {} x {} and {} x {} pixels (height x width): give "
-                       "all of them one size".format(*sizes[0], *sizes[-1]), frames[0].name)
-    return Size(*sizes[0], frames[0].sampled)
+    def _size(self, media: list[Medium]) -> Size:
+        """Of an image, a clip, or the frames of a video. Raises MediaError, and RowError."""
+        first = media[0]
+        try:
+            if first.modality != VISION:
+                return Size(0, self.audio.resampled(*audio_header(first)))
+            sizes = sorted({image_header(medium)[::-1] for medium in media})
+        except MediaError as error:
+            error.segment, error.modality = 0, first.modality
+            raise
+        if len(sizes) > 1:
+            raise RowError("frames of a video have {} x {} and {} x {} pixels (height x width): "
+                           "give all of them one size".format(*sizes[0], *sizes[-1]), first.name)
+        return Size(*sizes[0], first.sampled)
 
 
 def layout_of(example_id: int, tokens: Tokens) -> BatchLayout:
@@ -116,10 +124,10 @@ class ProcessedRows(ConversationDataset):
         return {**super().fingerprint(), "processor": self.digest}
 
     def measure(self, i: int) -> BatchLayout:
-        """Lengths of example i, from the index or from headers: `layout`. Of an image, num_tokens
+        """Lengths of example i, from the index or from headers: `layout`. Of a medium, num_tokens
         counts its features alone, and tokens that the processor writes between them belong to the
-        text after them; grid is (t, h, w), t tiles of h x w patches, rows and attn_len their
-        product."""
+        text after them. Of an image, grid is (t, h, w), t tiles of h x w patches, rows and attn_len
+        their product; of a clip, rows are the frames that are encoded, padding of a window too."""
         return self.layout(i)
 
     def load(self, i: int, *, text: bool = True, segments: Collection[int] | None = None,
@@ -129,17 +137,18 @@ class ProcessedRows(ConversationDataset):
         text: False leaves ids and labels None. segments: None for the whole example; else the
         positions in the segment list of the media to decode, whose tensors are in `parts`, as the
         processor makes them beside the others of the example. row: what `kept` returned in the
-        process that planned it. An image that cannot be decoded raises MediaError with `segment`
-        set; with `on_error`, it is called with (segment, error) instead, the image is black, and
-        nothing is learnt. A row that cannot be used, or has changed since it was measured, is told
-        of as segment 0 (the first where its text is loaded) and has the planned lengths."""
+        process that planned it. A medium that cannot be decoded raises MediaError with `segment`
+        set; with `on_error`, it is called with (segment, error) instead, the image is black or the
+        clip silent, and nothing is learnt. A row that cannot be used, or has changed since it was
+        measured, is told of as segment 0 (the first where its text is loaded) and has the planned
+        lengths."""
         row = row or self._row(i)
         problem, example = row.problem, None
         if problem is None:
             try:
                 example = self._example(row, segments, on_error)
             except RowError as error:
-                problem = MediaError(self._name(i), f"cannot be used as it was planned: {error}")
+                problem = MediaError(self.name(i), f"cannot be used as it was planned: {error}")
         if problem is not None:
             if text or row.problem is None:
                 fail(0, problem, on_error)
@@ -153,17 +162,17 @@ class ProcessedRows(ConversationDataset):
         index = self.indexes[source]
         if index is None:
             return row
-        items = chain.from_iterable(self.processor.items(row.turns))
+        items = chain.from_iterable(items_of(row.turns, self.processor.videos))
         return row._replace(media=[item[0] for item in items], sizes=index.sizes(number))
 
     def _example(self, row: MeasuredExample, wanted: Collection[int] | None, on_error: OnError
                  ) -> ProcessedExample:
         """wanted: segments that are decoded (None: all). Raises RowError where the row is not as
         planned."""
-        layout, every = row.layout, self.processor.items(row.turns)
-        segments = np.flatnonzero(layout.modality == VISION).tolist()
+        layout, every = row.layout, items_of(row.turns, self.processor.videos)
+        segments = np.flatnonzero(layout.modality != TEXT).tolist()
         sizes = {s: Size(*size) for s, size in zip(segments, row.sizes, strict=True)}
-        images, failed = self._decoded({
+        content, failed = self._decoded({
             s: item for s, item in zip(segments, chain.from_iterable(every), strict=False)
             if wanted is None or s in wanted}, sizes, on_error)
         media, names = [], {}
@@ -171,10 +180,10 @@ class ProcessedRows(ConversationDataset):
             own = segments[len(names): len(names) + len(items)]
             if not own:  # it comes after the cut
                 break
-            size, sampled = sizes[own[0]], items[0][0].sampled
-            media.append(size._replace(sampled=sampled) if sampled
-                         else images[own[0]][0] if own[0] in images else sized(*size[:2]))
-            names |= dict.fromkeys(own, VIDEOS if sampled else IMAGES)
+            size, first = sizes[own[0]], items[0][0]
+            media.append(size._replace(sampled=first.sampled) if first.sampled
+                         else content[own[0]][0] if own[0] in content else sized(*size[:2]))
+            names |= dict.fromkeys(own, VIDEOS if first.sampled else KINDS[first.modality].content)
         spans = before(self.processor.rendered(row.turns), len(media))
         tokens, arguments = self.processor.load(spans, media, self.reader.max_example_tokens)
         found = layout_of(int(layout.example_id[0]), tokens)
@@ -183,43 +192,46 @@ class ProcessedRows(ConversationDataset):
         ids = torch.from_numpy(tokens.ids.astype(np.int64))
         learnt = torch.from_numpy(tokens.learnt & (not failed))
         arguments.pop(VIDEOS, None)  # without pixels
-        parts = {s: of_slice(self.processor.videos.pixels(image, *layout.grid[s, 1:].tolist()),
-                             layout.grid[s]) for s, image in images.items() if names[s] == VIDEOS}
+        parts = {s: of_slice(self.processor.videos.pixels(frames, *layout.grid[s, 1:].tolist()),
+                             layout.grid[s]) for s, frames in content.items() if names[s] == VIDEOS}
         return ProcessedExample(int(layout.example_id[0]), ids,
                                 ids.where(learnt, torch.tensor(IGNORE_INDEX)), arguments, layout,
                                 parts, names)
 
-    def _decoded(self, frames: Mapping[int, list[Medium]], sizes: Mapping[int, Size],
-                 on_error: OnError) -> tuple[dict[int, list[Image.Image]], bool]:
-        """(The pictures of each segment, black where they cannot be decoded; whether there are
-        such). frames: of segments."""
-        shown = pictures([medium for item in frames.values() for medium in item], self.processor)
+    def _decoded(self, items: Mapping[int, list[Medium]], sizes: Mapping[int, Size],
+                 on_error: OnError) -> tuple[dict[int, list], bool]:
+        """(The pictures, or the clip, of each segment, blank where they cannot be decoded; whether
+        there are such). items: of segments."""
+        shown = pictures([medium for item in items.values() for medium in item], self.processor)
         out, failed = {}, False
-        for segment, item in frames.items():
+        for segment, item in items.items():
             try:
-                out[segment] = [_decoded(m, sizes[segment], shown.get(m)) for m in item]
+                out[segment] = [_decoded(m, sizes[segment], shown.get(m), self.processor.audio)
+                                for m in item]
             except MediaError as error:
-                failed, error.modality = True, VISION
+                failed, error.modality = True, item[0].modality
                 fail(segment, error, on_error)
-                out[segment] = [black(sizes[segment])] * len(item)
+                out[segment] = [blank(sizes[segment])] * len(item)
         return out, failed
 
     def _filler(self, row: MeasuredExample) -> ProcessedExample:
-        """An example of the planned lengths that nothing is learnt of: images are black."""
+        """An example of the planned lengths that nothing is learnt of: media are black or
+        silent."""
         layout, processor = row.layout, self.processor
-        segments = np.flatnonzero(layout.modality == VISION)
-        kind = VIDEO if VIDEO in processor.token_ids else VISION
-        media, options = [black(Size(*size)) for size in row.sizes], {}
-        if kind == VIDEO and media:  # the row, which says what is an image, may be gone
+        segments = np.flatnonzero(layout.modality != TEXT)
+        token = {TEXT: self.tokenizer.end_id or 0, **processor.token_ids}
+        names = {s: KINDS[m].content for s, m in zip(
+            segments.tolist(), layout.modality[segments].tolist(), strict=True)}
+        media, options = [blank(Size(*size)) for size in row.sizes], {}
+        if processor.videos and media:  # the row, which says what is an image, may be gone
             media, options = [], {"do_resize": False}
+            token[VISION], names = token[VIDEO], dict.fromkeys(names, VIDEOS)
             for own in np.split(segments, np.flatnonzero(np.diff(segments) > 1) + 1):
                 count = processor.videos.merged * len(own)
                 media.append(Size(*(layout.grid[own[0], 1:] * processor.patch).tolist(),
                                   Sampled(0, tuple(range(count)), count)))
-        names = dict.fromkeys(segments.tolist(), VIDEOS if kind == VIDEO else IMAGES)
-        token = np.full(len(layout.modality), self.tokenizer.end_id or 0)
-        token[segments] = processor.token_ids[kind]
-        ids = torch.from_numpy(np.repeat(token, layout.num_tokens))
+        ids = torch.from_numpy(np.repeat([token[m] for m in layout.modality.tolist()],
+                                         layout.num_tokens))
         arguments = processor.arguments_like(ids, media, **options)
         shape = arguments.pop(VIDEOS, torch.empty(0, 0)).shape
         parts = {s: of_slice(torch.zeros(layout.rows[s], shape[1]), layout.grid[s])
@@ -238,21 +250,32 @@ def _whole(example: ProcessedExample) -> ProcessedExample:
 
 def _parted(example: ProcessedExample, segments: Collection[int]) -> ProcessedExample:
     """Of a whole example the tensors of these media, and those that the text model reads."""
-    images = [s for s, name in example.arguments.items() if name == IMAGES]
-    cut = dict(zip(images, parts(example.media, example.lengths.grid[images]), strict=True))
-    cut |= example.parts
+    cut = dict(example.parts)
+    for kind in KINDS.values():
+        media = [s for s, name in example.arguments.items() if name == kind.content]
+        cut |= zip(media, kind.parts(example.media, example.lengths.grid[media]), strict=True)
     return replace(example, parts={s: cut[s] for s in segments}, media={
         n: v for n, v in example.media.items() if not is_content(n)})
 
 
-def _decoded(medium: Medium, size: Size, picture: np.ndarray | MediaError | None) -> Image.Image:
-    """An image. picture: where it is a frame of a video. Raises MediaError, also for another size
-    than planned."""
+def _decoded(medium: Medium, size: Size, picture: np.ndarray | MediaError | None,
+             audio: AudioGeometry | None) -> Image.Image | np.ndarray:
+    """An image, or a clip (n,) float32 at the rate of `audio`. picture: where it is a frame of a
+    video. Raises MediaError, also for another size than planned."""
     if isinstance(picture, MediaError):
         raise picture
+    if medium.modality != VISION:
+        samples = decode_samples(medium, audio)
+        if len(samples) != size.width:
+            raise _changed(medium, f"{len(samples)} samples at {audio.sample_rate} Hz", size.width)
+        return samples
     image = upright_image(medium) if picture is None else Image.fromarray(picture)
     if image.size != (size.width, size.height):
         there, planned = ("{}x{}".format(*s) for s in (image.size, (size.width, size.height)))
-        raise MediaError(medium.name, f"has {there} pixels, where {planned} were planned: the file "
-                         "has changed; orchmllm data lint reads all headers of an index again")
+        raise _changed(medium, f"{there} pixels", planned)
     return image
+
+
+def _changed(medium: Medium, there: str, planned: object) -> MediaError:
+    return MediaError(medium.name, f"has {there}, where {planned} were planned: the file has "
+                      "changed; orchmllm data lint reads all headers of an index again")

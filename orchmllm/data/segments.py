@@ -3,21 +3,24 @@ media."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from orchmllm.plan.layout import AUDIO, VISION
+
 IN_ONE_ROW = "pixel_attention_mask"  # its families put the media of an example in one row
-IMAGES, VIDEOS = "pixel_values", "pixel_values_videos"
+VIDEOS = "pixel_values_videos"  # the argument that holds videos
 OF_EXAMPLE = "batch_num_images"  # says of an example how many images it has
 _OF_MEDIA = ("pixel_", "image_")  # how the names of tensors begin that hold media or their sizes
 
 
 def is_content(name: str) -> bool:
-    """Whether a tensor of a processor holds pixels, which the encoder alone reads."""
-    return name.startswith("pixel_")
+    """Whether a tensor of a processor holds pixels or frames, which the encoder alone reads."""
+    return name.startswith("pixel_") or name == "input_features"
 
 
 def of_slice(pixels: Tensor, grid: np.ndarray) -> dict[str, Tensor]:
@@ -48,3 +51,25 @@ def parts(tensors: Mapping[str, Tensor], grids: np.ndarray) -> list[dict[str, Te
         for part, piece in zip(out, value.split(counts.tolist(), across), strict=True):
             part[name] = piece
     return out
+
+
+def parts_of_clips(tensors: Mapping[str, Tensor], grids: np.ndarray) -> list[dict[str, Tensor]]:
+    """The same of each of n clips, which have as many windows; of one that is not a window, without
+    padding. grids (n, 3): 1, 1 and the frames of each."""
+    of_clips = {n: v for n, v in tensors.items() if n.startswith(("input_features", "feature_"))}
+    out: list[dict[str, Tensor]] = [{} for _ in grids]
+    for name, value in of_clips.items():
+        frames = np.minimum(grids[:, 2], value.shape[-1]).tolist()
+        for part, piece, count in zip(out, value.tensor_split(len(grids)), frames, strict=True):
+            part[name] = piece[..., :count]
+    return out
+
+
+class Kind(NamedTuple):
+    """content: the argument of the model that holds the media."""
+
+    content: str
+    parts: Callable[[Mapping[str, Tensor], np.ndarray], list[dict[str, Tensor]]]
+
+
+KINDS = {VISION: Kind("pixel_values", parts), AUDIO: Kind("input_features", parts_of_clips)}

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from orchmllm.encoders.items import Cropped, Layout, Masked, Packed, Rows, Slots, Tiles
+from orchmllm.encoders.items import Cropped, Layout, Masked, Packed, Rows, Slots, Tiles, Windows
 from orchmllm.encoders.spec import EQUAL, HARMLESS, Encoder
 from orchmllm.plan.cost import CostModel
 
@@ -241,6 +241,7 @@ def _qwen2_audio(owner: nn.Module, features: Tensor, mask: Tensor) -> Any:
 
 # It has no method: its forward itself calls the tower and the projector.
 _QWEN2_AUDIO = Encoder(
-    "audio", {"audio_tower": Rows("input_features", ("feature_attention_mask",))},
-    outputs=("last_hidden_state",), towers=("audio_tower",), run=_qwen2_audio,
-    passes=("multi_modal_projector",), cast=True)
+    "audio", {"audio_tower": Windows(
+        "input_features", ("feature_attention_mask",), length="feature_attention_mask")},
+    outputs=("last_hidden_state",), rows=partial(_audio_rows, "audio_tower"), padded=True,
+    towers=("audio_tower",), run=_qwen2_audio, passes=("multi_modal_projector",), cast=True)

@@ -128,6 +128,15 @@ class Rows(Layout):
 
 
 @dataclass(frozen=True)
+class Windows(Rows):
+    """Rows whose encoder computes what is outside of the length, too, so that all items cost the
+    same."""
+
+    def lengths(self, meta: np.ndarray) -> tuple[np.ndarray, np.ndarray | None]:
+        return np.ones(len(meta), np.int64), None
+
+
+@dataclass(frozen=True)
 class Packed(Layout):
     """Items one after the other in values (R, ...); counts (n,) or (n, k): item i has
     prod(counts[i]) rows. frames: the first column of counts is a number of frames, and attention

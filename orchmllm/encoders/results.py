@@ -17,10 +17,11 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
 
 from orchmllm.encoders.spec import EQUAL, Encoder
 
-_STACKED, _LISTED, _FLAT = "a row per item", "a list", "flat"
+_STACKED, _LISTED, _FLAT, _PADDED = "a row per item", "a list", "flat", "padded"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -125,8 +126,11 @@ def _rows_of(
         counts = (np.full(n, len(value) // n * int(np.prod(inner, dtype=np.int64)))
                   if encoder.rows == EQUAL or placeholder
                   else np.asarray(encoder.rows(owner, meta), np.int64))
+        if encoder.padded:
+            rows = torch.cat([item[:count] for item, count in zip(value, counts, strict=True)])
+            return rows, _PADDED, counts, ()
         rows = value.reshape(-1, value.shape[-1])
-        if counts.sum() != len(rows):
+        if counts.sum() != len(rows) and not placeholder:
             raise ValueError(f"encoder {encoder.name!r}: {name} has shape {tuple(value.shape)}, "
                              f"expected {int(counts.sum())} rows for {n} items")
         return rows, _FLAT, counts, inner
@@ -147,6 +151,9 @@ def rebuild(encoder: Encoder, like: Features, rows: Tensor, counts: Sequence[int
         if leaf.form == _LISTED:
             # transformers joins the list, and nothing cannot be joined.
             value: Any = list(part.split(list(counts))) if len(counts) else [part]
+        elif leaf.form == _PADDED:
+            items = part.split(list(counts)) or [part]  # nothing cannot be padded
+            value = pad_sequence(items, batch_first=True)
         elif leaf.form == _STACKED:
             value = part.reshape(-1, *leaf.inner, leaf.width)
         else:

@@ -41,7 +41,8 @@ class Encoder:
     item, (n, ..., D), a list with a tensor (rows of the item, D) per item, or, where `rows` is
     given, a flat tensor (R, D).
     rows: rows of features of each item, of (owner, meta (n, columns)); EQUAL: all items have as
-    many. cost: of an item, given its length in the layout (default: the length).
+    many. padded: a field is (n, longest, D), of which only the first rows of each item are read.
+    cost: of an item, given its length in the layout (default: the length).
     towers: submodules that encode, to be checked for dropout and batch normalisation (default:
     the calls that are submodules). options, keywords: arguments of forward, and fixed ones, that
     the call gets by keyword. passes: submodules called on the result, which `run` has applied.
@@ -56,6 +57,7 @@ class Encoder:
     layers: tuple[str | int, ...] = ()
     optional: tuple[str | int, ...] = ()
     rows: Callable[[nn.Module, np.ndarray], np.ndarray] | str | None = None
+    padded: bool = False
     cost: CostModel | Callable[[nn.Module], CostModel] = CostModel(linear=1000, quadratic=0)
     towers: tuple[str, ...] = ()
     options: tuple[str, ...] = ()

@@ -7,11 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from orchmllm.config.checkpoint_shapes import KEYS, OURS
-from orchmllm.config.model import CLIP_MEAN, CLIP_STD, AudioConfig, ModelConfig, VisionConfig
+from orchmllm.config.model import AudioConfig, ModelConfig
 from orchmllm.hf.folder import read_json
 
-CLASSES = {"llm": "Qwen2ForCausalLM", "audio": "WhisperEncoder",
-           "qwen2_vl": "Qwen2VisionTransformerPretrainedModel", "vit": ""}
+CLASSES = {"llm": "Qwen2ForCausalLM", "audio": "WhisperEncoder", "vision": ""}
 WHISPER_POSITIONS = 1500  # 30 s
 # Not computed here, so kept from the folder that training started from.
 KEPT = {"llm": ("bos_token_id", "eos_token_id", "pad_token_id", "max_position_embeddings"),
@@ -20,13 +19,9 @@ KEPT = {"llm": ("bos_token_id", "eos_token_id", "pad_token_id", "max_position_em
 
 def part_json(part: str, model: ModelConfig, dtype: str) -> dict[str, dict]:
     """File name -> contents of a part. dtype: of its weights, as torch calls it."""
-    if part == "vision" and model.vision.family == "vit":
-        shapes = _shapes("vit", model.vision)
-        return {"config.json": {"model_type": OURS, "dtype": dtype, **shapes}}
     if part == "vision":
-        return {"config.json": _written(_tower(model.vision, model.llm.hidden_size),
-                                        CLASSES["qwen2_vl"], dtype),
-                "preprocessor_config.json": _image_processor(model.vision)}
+        shapes = _shapes("vision", model.vision)
+        return {"config.json": {"model_type": OURS, "dtype": dtype, **shapes}}
     kept, _ = started_from(part, model)
     if part == "audio":
         return {"config.json": _written(_whisper(model.audio, kept), CLASSES["audio"], dtype),
@@ -74,19 +69,9 @@ def _written(config: Any, name: str, dtype: str) -> dict:
     return json.loads(config.to_json_string()) | {"architectures": [name], "dtype": dtype}
 
 
-def _shapes(kind: str, section: Any) -> dict[str, Any]:
+def _shapes(part: str, section: Any) -> dict[str, Any]:
     """Keys of config.json, from a section of the recipe."""
-    return {theirs: getattr(section, ours) for ours, theirs in KEYS[kind].items()}
-
-
-def _tower(vision: VisionConfig, width: int) -> Any:
-    from transformers.models.qwen2_vl.configuration_qwen2_vl import Qwen2VLVisionConfig
-
-    shapes = _shapes("qwen2_vl", vision)
-    ratio = shapes.pop("embed_dim * mlp_ratio") // vision.hidden_size
-    return Qwen2VLVisionConfig(
-        **shapes, mlp_ratio=ratio, hidden_size=width, hidden_act="quick_gelu", in_channels=3,
-        temporal_patch_size=vision.temporal_patch_size)
+    return {theirs: getattr(section, ours) for ours, theirs in KEYS[part].items()}
 
 
 def _whisper(audio: AudioConfig, kept: dict[str, Any]) -> Any:
@@ -103,18 +88,3 @@ def _mel_extractor(audio: AudioConfig) -> dict:
     return json.loads(WhisperFeatureExtractor(
         feature_size=geometry.num_mels, sampling_rate=geometry.sample_rate,
         hop_length=geometry.hop_length).to_json_string())
-
-
-def _image_processor(vision: VisionConfig) -> dict:
-    """Qwen2-VL's, with an area limit that allows the largest square that training used."""
-    unit = vision.patch_size * vision.merge_size
-    largest = max(vision.max_side // unit, 1) * unit
-    return {
-        "image_processor_type": "Qwen2VLImageProcessor", "do_convert_rgb": True,
-        "do_resize": True, "do_rescale": True, "do_normalize": True, "resample": 3,
-        "rescale_factor": 1 / 255, "image_mean": list(CLIP_MEAN), "image_std": list(CLIP_STD),
-        "patch_size": vision.patch_size, "merge_size": vision.merge_size,
-        "temporal_patch_size": vision.temporal_patch_size,
-        "min_pixels": unit**2, "max_pixels": largest**2,
-        "size": {"shortest_edge": unit**2, "longest_edge": largest**2},
-    }

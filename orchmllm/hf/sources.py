@@ -3,7 +3,8 @@ checks are made here, on headers alone: before ranks are started and before any 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import hashlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,8 +24,9 @@ from orchmllm.models.families import read_config
 from orchmllm.models.names import PARTS, Named, named
 
 # Where a larger model's folder keeps an encoder; the first that has it counts.
-PREFIXES = {"vision": ("", "visual.", "model.visual."), "audio": ("", "encoder.", "model.encoder.")}
+PREFIXES = {"vision": ("",), "audio": ("", "encoder.", "model.encoder.")}
 POSITIONS = "embed_positions.weight"  # Whisper's, computed here instead of stored
+SAMPLE_BYTES = 4096  # of a tensor, in its fingerprint
 MAX_POSITION_ERROR = 0.01  # sinusoids rounded to bfloat16 are within 0.004
 
 
@@ -72,13 +74,39 @@ def find_sources(model: ModelConfig) -> list[WeightSource]:
     return sources
 
 
+def fingerprint(sources: Sequence[WeightSource]) -> int:
+    """48 bits that differ for other tensors, and for other revisions of a model: of each tensor a
+    sample of its bytes counts."""
+    import torch
+    from safetensors import safe_open
+
+    digest = hashlib.blake2b(digest_size=6)
+    for source in sources:
+        for name, stored in sorted(source.tensors.items()):
+            digest.update(f"{name} {stored.dtype} {stored.shape}".encode())
+            rows = stored.shape[0]
+            count = max(1, SAMPLE_BYTES * rows // max(stored.num_bytes, 1))
+            with safe_open(stored.file, framework="pt") as f:
+                sample = f.get_slice(stored.key)[max(0, rows - count) // 2: (rows + count + 1) // 2]
+            digest.update(sample.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+    return int.from_bytes(digest.digest(), "little")
+
+
 def _whole(model: ModelConfig) -> list[WeightSource]:
     """A whole model of transformers, which transformers reads itself."""
     path = Path(model.folder)
     try:
-        read_config(path)
+        config = read_config(path)
+        for part in ("vision", "audio"):
+            if getattr(model, part).frozen and not hasattr(config, f"{part}_config"):
+                raise ValueError(f"model.{part}.frozen has no effect with a {config.model_type}, "
+                                 "which has no such part: leave it out")
         if not model.pretrained:
             return []
+        if model.lora.rank:
+            from orchmllm.models.adapters import check_adapters  # with torch
+
+            check_adapters(model)
         return [WeightSource("model", path, {  # buffers may be integers, which nobody reads
             name: stored for name, stored in open_folder(path).tensors.items()
             if stored.dtype in ELEMENT_BYTES and stored.shape})]
@@ -97,7 +125,7 @@ def _part(part: str, model: ModelConfig, path: Path) -> WeightSource | list[str]
     try:
         wrong = list(mismatches(part, model, folder))
     except (TypeError, ValueError, AttributeError) as e:
-        return [f"{given}: config.json or preprocessor_config.json is malformed: {e}"]
+        return [f"{given}: config.json is malformed: {e}"]
     if wrong:
         return wrong
     key_of = _layout(part, model, folder)
@@ -128,13 +156,6 @@ def _wanted(part: str, model: ModelConfig, folder: Folder,
         table = key_of("model.embed_tokens.weight")
         wanted = [n._replace(hf=table) if n.name == "llm.hf.lm_head.weight" else n for n in wanted]
         notes = ("tied embeddings: lm_head starts as a copy of embed_tokens and learns apart",)
-    if part == "vision" and model.vision.family == "qwen2_vl":
-        last = folder.tensors.get(key_of("merger.mlp.2.weight"))
-        width = model.llm.hidden_size
-        if last is not None and len(last.shape) == 2 and last.shape[0] != width:
-            wanted = [n for n in wanted if not n.name.startswith("vision.connector.fc2.")]
-            notes = (f"merger.mlp.2 is for an LLM of width {last.shape[0]}, not "
-                     f"model.llm.hidden_size {width}: that layer starts from run.seed",)
     unused = len(set(folder.tensors) - {n.hf for n in wanted})
     return wanted, (*notes, *([f"{unused} of its tensors belong to other parts"] if unused else []))
 
@@ -180,5 +201,5 @@ def _connectors(part: str, model: ModelConfig, path: Path) -> WeightSource | lis
         return [f"model.connectors: {e}"]
     wanted = named(part, model)
     wrong = list(_tensor_problems(given, wanted, tensors,
-                                  "that of an export with the same model.vision.family"))
+                                  "that of an export of the same model"))
     return wrong or WeightSource(part, path, {n.name: tensors[n.hf] for n in wanted})

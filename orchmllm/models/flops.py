@@ -2,9 +2,10 @@
 
 OrchMLLM section 8: "we universally calculate effective GPU FLOPs without paddings". Counted are
 matrix products and attention (causal: half of the square, what a kernel that skips masked blocks
-computes), forward and backward; recomputation is work but never counts as useful. A frozen
-submodule has no gradients of weights; an encoder that is frozen has no backward pass at all, a
-frozen LLM still passes gradients on to the connectors.
+computes), forward and backward; recomputation is work but never counts as useful. The backward
+pass of a product is one towards its weights, if they learn, and one towards its input, if something
+before it learns: a frozen encoder has none, its connector that of its weights, and a frozen LLM
+still passes gradients on to what is before it.
 """
 
 from __future__ import annotations
@@ -21,8 +22,6 @@ from orchmllm.plan.assign import PHASES, PlanSpec
 from orchmllm.plan.cost import CostModel
 from orchmllm.plan.layout import ENCODERS, BatchLayout
 from orchmllm.plan.step import StepPlan
-
-FORWARD_BACKWARD = 3  # the backward pass of a product is two products of the same size
 
 
 @dataclass(frozen=True)
@@ -96,7 +95,7 @@ def phase_work(phase: str, model: ModelConfig, lengths: Lengths,
                checkpointing: str = "none") -> Work:
     """Work of each item. checkpointing: none, selective (no product is repeated) or full."""
     if model.folder:
-        from orchmllm.models.hf import whole_work  # with torch
+        from orchmllm.models.whole_flops import whole_work  # with torch
 
         return whole_work(model, phase, lengths, checkpointing)
     if phase == "llm":
@@ -107,13 +106,10 @@ def phase_work(phase: str, model: ModelConfig, lengths: Lengths,
     else:
         size = config.hidden_size
         front = 6.0 * size * (config.num_mels * lengths.rows + size * lengths.positions)
-    layers = _connector_flops(phase, model)
-    passes = [2, 2]  # towards weights and input; a frozen tower's last norm needs no gradient
-    if config.frozen and getattr(config, "family", "") == "qwen2_vl":
-        passes = [1, 2]
+    connector = _connector_flops(phase, model) * lengths.tokens
+    passes = model.learns("connector") + model.features_learn(phase)
     return _encoder_work(config, lengths, front, _front_backward(phase, config, lengths),
-                         layers.sum() * lengths.tokens, layers @ passes * lengths.tokens,
-                         checkpointing)
+                         connector, passes * connector, checkpointing)
 
 
 def _group(phase: str, config: VisionConfig | AudioConfig) -> int:
@@ -121,16 +117,15 @@ def _group(phase: str, config: VisionConfig | AudioConfig) -> int:
     return config.merge_size**2 if phase == "vision" else config.stack
 
 
-def _connector_flops(phase: str, model: ModelConfig) -> np.ndarray:
-    """(2,) forward FLOP of the connector's two layers for one LLM token."""
+def _connector_flops(phase: str, model: ModelConfig) -> float:
+    """Forward FLOP of the connector for one LLM token."""
     config, width = getattr(model, phase), model.llm.hidden_size
-    hidden = config.connector_hidden(width) if phase == "vision" else width
-    return 2.0 * hidden * np.array([_group(phase, config) * config.hidden_size, width])
+    return 2.0 * width * (_group(phase, config) * config.hidden_size + width)
 
 
 def _patch_flops(config: VisionConfig) -> float:
     """Forward FLOP of one patch's embedding."""
-    return 2.0 * config.geometry.row_size * config.temporal_patch_size * config.hidden_size
+    return 2.0 * config.geometry.row_size * config.hidden_size
 
 
 def _front_backward(phase: str, config: VisionConfig | AudioConfig, lengths: Lengths):
@@ -189,25 +184,22 @@ def step_flops(model: ModelConfig, layout: BatchLayout) -> dict[str, float]:
 
 
 def cost_model(phase: str, model: ModelConfig) -> CostModel:
-    """The cost by which a phase is balanced, of an item by its positions (tokens in the LLM),
-    derived from the forward FLOPs of items of one and two positions. Every product counts three
-    times, for forward and backward, so that activation checkpointing scales all terms alike; a
-    frozen submodule counts the passes that it really makes. Raises ValueError for an unknown
-    phase."""
+    """The cost by which a phase is balanced, of an item by its positions (tokens in the LLM): the
+    FLOP of its forward and backward pass. Raises ValueError for an unknown phase."""
     if phase not in PHASES:
         raise ValueError(f"unknown phase {phase!r}; choose one of {', '.join(PHASES)}")
     config = getattr(model, phase)
-    (first, _), (one, two) = phase_work(
-        phase, model, lengths_of(phase, config, np.array([1, 2]))).forward
-    linear, quadratic = round(FORWARD_BACKWARD * first), round(FORWARD_BACKWARD * (two / 2 - one))
-    if config.frozen and phase == "llm":  # forward and towards the input; attention stays whole
-        linear = linear * 2 // 3
-    elif config.frozen:  # forward alone, but for the connector
-        one = int(_connector_flops(phase, model).sum()) // _group(phase, config)
-        linear = (linear - FORWARD_BACKWARD * one) // FORWARD_BACKWARD + FORWARD_BACKWARD * one
-        quadratic //= FORWARD_BACKWARD
+    linear, quadratic = terms(phase, model, lengths_of(phase, config, np.array([1, 2])))
     return CostModel(linear, quadratic,
                      padded=phase == "audio" and config.mode == "padded")
+
+
+def terms(phase: str, model: ModelConfig, lengths: Lengths) -> tuple[int, int]:
+    """FLOP of a position and of two that attend to each other, forward and backward. lengths: of an
+    item of one position, and of one of two."""
+    one, two = phase_work(phase, model, lengths).useful
+    square = two / 2 - one
+    return round(one - square), round(square)
 
 
 def peak_flops(device_name: str) -> float | None:
@@ -226,7 +218,7 @@ def plan_spec(job: Job) -> PlanSpec:
     """What the planner has to know of the recipe and the cluster."""
     recipe, model = job.recipe, job.recipe.model
     if model.folder:
-        from orchmllm.models.hf import plan_whole  # with torch
+        from orchmllm.models.whole_flops import plan_whole  # with torch
 
         return plan_whole(job)
     return PlanSpec(

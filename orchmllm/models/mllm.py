@@ -31,9 +31,9 @@ class MultimodalModel(nn.Module):
         self.llm = PackedQwen2(config.llm)
         self.clock = PhaseClock()
         self._group = group
-        for name, part in (("vision", self.vision), ("audio", self.audio), ("llm", self.llm)):
-            if getattr(config, name).frozen:
-                _freeze(part)
+        for name, parameter in self.named_parameters():
+            part = "connector" if ".connector." in name else name.split(".")[0]
+            parameter.requires_grad_(config.learns(part))
 
     @property
     def token_embedding(self) -> nn.Parameter:
@@ -64,10 +64,3 @@ class MultimodalModel(nn.Module):
         for phase, rows in features.items():
             x = x.index_copy(0, batch.scatter[phase], rows)
         return x
-
-
-def _freeze(part: nn.Module) -> None:
-    """Fixes a submodule except its connector, which has to learn the way into the LLM."""
-    for name, parameter in part.named_parameters():
-        if not name.startswith("connector."):
-            parameter.requires_grad_(False)

@@ -1,7 +1,7 @@
 """Every parameter by three things: its name here, its name in transformers, and its shape there.
 
-The one table behind loading and exporting. Rows of a tensor are the same rows on both sides (only
-Qwen2-VL's patch embedding has more dimensions there), so a shard of ours is a slice of theirs.
+The one table behind loading and exporting. Rows of a tensor are the same rows on both sides, so a
+shard of ours is a slice of theirs.
 """
 
 from __future__ import annotations
@@ -25,11 +25,10 @@ class Named(NamedTuple):
 
 
 def named(part: str, model: ModelConfig) -> list[Named]:
-    """All parameters of a part that its Hugging Face folder has: `vision` (with its merger in
-    family qwen2_vl), `audio`, `llm`; or `connectors`, the ones that no class of transformers has,
-    under our names."""
+    """All parameters of a part that its Hugging Face folder has: `vision`, `audio`, `llm`; or
+    `connectors`, the ones that no class of transformers has, under our names."""
     if part == "vision":
-        found = _vision(model.vision, model.llm.hidden_size)
+        found = _vision(model.vision)
     elif part == "audio":
         found = _audio(model.audio)
     elif part == "llm":
@@ -45,28 +44,14 @@ def _both(name: str, hf: str, out: int, *sizes: int) -> Iterator[Named]:
     yield Named(f"{name}.bias", f"{hf}.bias", (out,))
 
 
-def _vision(config: VisionConfig, width: int) -> Iterator[Named]:
+def _vision(config: VisionConfig) -> Iterator[Named]:
     size, ffn = config.hidden_size, config.intermediate_size
-    tower = config.family == "qwen2_vl"
-    if tower:
-        yield Named("patch_embed.weight", "patch_embed.proj.weight",
-                    (size, 3, config.temporal_patch_size, config.patch_size, config.patch_size))
-    else:
-        yield from _both("patch_embed", "patch_embed", size, config.geometry.row_size)
+    yield from _both("patch_embed", "patch_embed", size, config.geometry.row_size)
     for k in range(config.num_layers):
-        at = f"blocks.{k}"
-        attention, mlp = (f"{at}.attn", f"{at}.mlp") if tower else (at, at)
-        yield from _both(f"{at}.norm1", f"{at}.norm1", size)
-        yield from _both(f"{at}.qkv", f"{attention}.qkv", 3 * size, size)
-        yield from _both(f"{at}.proj", f"{attention}.proj", size, size)
-        yield from _both(f"{at}.norm2", f"{at}.norm2", size)
-        yield from _both(f"{at}.fc1", f"{mlp}.fc1", ffn, size)
-        yield from _both(f"{at}.fc2", f"{mlp}.fc2", size, ffn)
-    yield from _both("norm", "merger.ln_q" if tower else "norm", size)
-    if tower:
-        group = size * config.merge_size**2
-        yield from _both("connector.fc1", "merger.mlp.0", group, group)
-        yield from _both("connector.fc2", "merger.mlp.2", width, group)
+        for name, *shape in (("norm1", size), ("qkv", 3 * size, size), ("proj", size, size),
+                             ("norm2", size), ("fc1", ffn, size), ("fc2", size, ffn)):
+            yield from _both(f"blocks.{k}.{name}", f"blocks.{k}.{name}", *shape)
+    yield from _both("norm", "norm", size)
 
 
 def _audio(config: AudioConfig) -> Iterator[Named]:
@@ -107,9 +92,8 @@ def _llm(config: LLMConfig) -> Iterator[Named]:
 
 def _connectors(model: ModelConfig) -> Iterator[Named]:
     width = model.llm.hidden_size
-    groups = {"audio": model.audio.hidden_size * model.audio.stack}
-    if model.vision.family == "vit":
-        groups["vision"] = model.vision.hidden_size * model.vision.merge_size**2
+    groups = {"audio": model.audio.hidden_size * model.audio.stack,
+              "vision": model.vision.hidden_size * model.vision.merge_size**2}
     for part, size in groups.items():
         at = f"{part}.connector"
         yield from _both(f"{at}.norm", f"{at}.norm", size)

@@ -66,6 +66,17 @@ def packed(seqlens: SequenceLengths, num_layers: int) -> Iterator[None]:
             f"keep _attn_implementation = {NAME!r})")
 
 
+@contextmanager
+def positions(head: nn.Module, kept: Tensor) -> Iterator[None]:
+    """Within it the head of a model whose forward takes no logits_to_keep computes logits of the
+    positions `kept` (k,) of the row alone."""
+    hook = head.register_forward_pre_hook(lambda head, args: (args[0][:, kept],))
+    try:
+        yield
+    finally:
+        hook.remove()
+
+
 def mask_of_row(
     batch_size: int, q_length: int, kv_length: int,
     mask_function: Callable = causal_mask_function, use_vmap: bool = False,
@@ -119,6 +130,25 @@ def attention_of_row(
                              value.split(lengths, 2), masks.of_examples, strict=True):
         out.append(ALL_ATTENTION_FUNCTIONS["sdpa"](module, q, k, v, mask, scaling=scaling)[0])
     return torch.cat(out, 1), None
+
+
+class _Apart:
+    """What stands between a linear attention layer's class and its forward."""
+
+    def forward(self, hidden_states: Tensor, *, seqlens: SequenceLengths, **kwargs: Any) -> Tensor:
+        """hidden_states (1, R, D). Each example begins with an empty state."""
+        if (row := _running.get()) is not None:
+            row.num_calls += 1
+        kwargs["attention_mask"] = None  # nothing is padded
+        return torch.cat([super(_Apart, self).forward(part, **kwargs)
+                          for part in hidden_states.split(seqlens.lengths, 1)], 1)
+
+
+def keep_apart(mixer: nn.Module) -> None:
+    """Makes a linear attention layer, whose state goes from position to position, compute one
+    example after the other. Its forward then needs `seqlens`."""
+    family = type(mixer)
+    mixer.__class__ = type(family.__name__, (_Apart, family), {})
 
 
 AttentionInterface.register(NAME, attention_of_row)

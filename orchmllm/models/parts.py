@@ -23,19 +23,16 @@ class Connector(nn.Module):
     It is the last part of an encoder phase, so that features travel to their LLM rank already
     downsampled and in the LLM's width.
 
-    in_size: width of one position; the MLP sees group * in_size values and has `hidden` values
-    (default: out_size) between its layers. norm: False leaves out the LayerNorm, for encoders
-    that normalise each position.
+    in_size: width of one position; the MLP sees group * in_size values and has out_size between
+    its layers.
     """
 
-    def __init__(self, in_size: int, group: int, out_size: int, *, hidden: int | None = None,
-                 norm: bool = True) -> None:
+    def __init__(self, in_size: int, group: int, out_size: int) -> None:
         super().__init__()
         self.in_features = group * in_size
-        hidden = hidden or out_size
-        self.norm = nn.LayerNorm(self.in_features) if norm else nn.Identity()
-        self.fc1 = nn.Linear(self.in_features, hidden)
-        self.fc2 = nn.Linear(hidden, out_size)
+        self.norm = nn.LayerNorm(self.in_features)
+        self.fc1 = nn.Linear(self.in_features, out_size)
+        self.fc2 = nn.Linear(out_size, out_size)
 
     def forward(self, x: Tensor) -> Tensor:
         """x: (N * group, in_size), the positions of a group next to each other -> (N, out_size)."""

@@ -4,11 +4,6 @@ a rank are one sequence of rows, and attention stays inside an image.
 Flow: (R, 3 * patch^2) pixels -> patch embedding -> pre-norm blocks with 2-D rotary positions ->
 norm -> connector, which merges merge_size x merge_size patches into one LLM position.
 
-Two families share it. `vit` is ours; `qwen2_vl` is transformers' Qwen2VisionTransformer with the
-same weights: quick GELU, patches of two (equal) frames embedded without bias, CLIP's pixel
-normalisation, and its merger (LayerNorm of each position, MLP of a group's width) as norm and
-connector.
-
 Row order ("merge-group order"): per image and frame, groups in raster order over
 (h / merge_size, w / merge_size), and raster order over (merge_size, merge_size) inside a group, so
 that merging is a reshape.
@@ -22,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from orchmllm.batch import SequenceLengths, on_device
-from orchmllm.config.model import CLIP_MEAN, CLIP_STD, VisionConfig
+from orchmllm.config.model import VisionConfig
 from orchmllm.models.attention import packed_attention
 from orchmllm.models.parts import Connector, check_sizes, init_parameters, rotate
 
@@ -59,22 +54,6 @@ def rotary_2d(positions: Tensor, head_dim: int, dtype: torch.dtype) -> tuple[Ten
     return angle.cos().to(dtype), angle.sin().to(dtype)
 
 
-def quick_gelu(x: Tensor) -> Tensor:
-    """x * sigmoid(1.702 x), of any shape."""
-    return x * torch.sigmoid(1.702 * x)
-
-
-def normalise(pixels: Tensor, family: str) -> Tensor:
-    """Pixels (R, 3 * patch^2) of 0..255, (channel, y, x), floating point -> the family's inputs:
-    [-1, 1], or CLIP's normalisation."""
-    if family == "vit":
-        return pixels / 127.5 - 1.0
-    # By channel, with numbers of Python: a tensor of three means would wait for the device.
-    channels = (pixels / 255.0).unflatten(1, (3, -1)).unbind(1)
-    return torch.cat([(x - mean) / std for x, mean, std
-                      in zip(channels, CLIP_MEAN, CLIP_STD, strict=True)], dim=1)
-
-
 class VisionBlock(nn.Module):
     """Pre-norm transformer block on packed rows."""
 
@@ -88,7 +67,6 @@ class VisionBlock(nn.Module):
         self.norm2 = nn.LayerNorm(size, eps=1e-6)
         self.fc1 = nn.Linear(size, config.intermediate_size)
         self.fc2 = nn.Linear(config.intermediate_size, size)
-        self.activation = F.gelu if config.family == "vit" else quick_gelu
 
     def forward(
         self, x: Tensor, rotary: tuple[Tensor, Tensor], seqlens: SequenceLengths
@@ -98,7 +76,7 @@ class VisionBlock(nn.Module):
         q, k, v = qkv.unflatten(-1, (3, self.num_heads, -1)).unbind(1)  # (R, H, Dh) each
         q, k = rotate(q, *rotary), rotate(k, *rotary)
         x = x + self.proj(packed_attention(q, k, v, seqlens, causal=False).flatten(1))
-        return x + self.fc2(self.activation(self.fc1(self.norm2(x))))
+        return x + self.fc2(F.gelu(self.fc1(self.norm2(x))))
 
 
 class VisionEncoder(nn.Module):
@@ -111,13 +89,10 @@ class VisionEncoder(nn.Module):
         super().__init__()
         check_sizes(config)
         self.config = config
-        own = config.family == "vit"
-        self.patch_embed = nn.Linear(config.geometry.row_size * config.temporal_patch_size,
-                                     config.hidden_size, bias=own)
+        self.patch_embed = nn.Linear(config.geometry.row_size, config.hidden_size)
         self.blocks = nn.ModuleList(VisionBlock(config) for _ in range(config.num_layers))
         self.norm = nn.LayerNorm(config.hidden_size, eps=1e-6)
-        self.connector = Connector(config.hidden_size, config.merge_size**2, out_size,
-                                   hidden=config.connector_hidden(out_size), norm=own)
+        self.connector = Connector(config.hidden_size, config.merge_size**2, out_size)
         init_parameters(self)
 
     def forward(self, pixels: Tensor, grid: np.ndarray, seqlens: SequenceLengths) -> Tensor:
@@ -137,18 +112,10 @@ class VisionEncoder(nn.Module):
         dtype = self.patch_embed.weight.dtype
         if pixels.dtype == torch.uint8:
             # In float32 first: a bfloat16 division would round before the shift by one does.
-            pixels = normalise(pixels.to(torch.promote_types(torch.float32, dtype)),
-                               self.config.family)
-        x = pixels.to(dtype)
-        if self.config.family == "qwen2_vl":  # every frame of a patch is the image
-            frames = self.config.temporal_patch_size
-            x = x.unflatten(1, (3, 1, -1)).expand(-1, -1, frames, -1)  # channel, frame, (y, x)
-            x = x.flatten(1)
-        x = self.patch_embed(x)  # (R, C)
+            pixels = pixels.to(torch.promote_types(torch.float32, dtype)) / 127.5 - 1.0
+        x = self.patch_embed(pixels.to(dtype))  # (R, C)
         head_dim = self.config.hidden_size // self.config.num_heads
-        # Qwen2-VL rotates in float32 whatever its weights are.
-        exact = dtype if self.config.family == "vit" else torch.promote_types(torch.float32, dtype)
-        rotary = rotary_2d(on_device(positions, x.device), head_dim, exact)
+        rotary = rotary_2d(on_device(positions, x.device), head_dim, dtype)
         for block in self.blocks:
             x = block(x, rotary, seqlens)
         return self.connector(self.norm(x))

@@ -120,7 +120,8 @@ def ablate(recipe: Recipe, num_ranks: int, batch_size: int, hardware: Hardware, 
     schemes = variants()
     made = {name: Predicted(recipe, v, layouts, hardware) for name, v in schemes.items()}
     # One choice for all schemes, made for the paper's: what differs is the schemes alone.
-    choice = decide(recipe, made["paper"].memory, joined(made["paper"].loads), budget)
+    choice = decide(recipe, made["paper"].memory, joined(made["paper"].loads), budget, taken=1.0,
+                    by_layer=False)
     rows = {}
     for name, p in made.items():
         times = p.times(choice)

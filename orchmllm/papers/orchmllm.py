@@ -15,8 +15,9 @@ from orchmllm.papers.fact import Fact, Printed
 from orchmllm.plan.assign import PHASES
 from orchmllm.plan.layout import ENCODERS
 from orchmllm.plan.rearrange import sums_of
+from orchmllm.sharding.choice import choose_checkpointing
 from orchmllm.sharding.fits import joined
-from orchmllm.sharding.memory import Choice, choose_checkpointing
+from orchmllm.sharding.memory import Choice
 from orchmllm.tools.predict.dry_run import parameters
 from orchmllm.tools.predict.examples import of_mix
 from orchmllm.tools.predict.hardware import Hardware
@@ -39,8 +40,8 @@ def predicted(model: str, ranks: int, batch: int, scheme: str, seeds: int = SEED
 
 
 def recomputed(made: Predicted) -> Choice:
-    """What a run of these batches recomputes: the least that fits."""
-    return choose_checkpointing(made.memory, joined(made.loads), 1e9 * MEMORY_GB, {})
+    """What a run of these batches recomputes: the least that fits, all layers of a phase alike."""
+    return choose_checkpointing(made.memory, joined(made.loads), 1e9 * MEMORY_GB, by_layer=False)
 
 
 def lines() -> Iterator[Fact]:

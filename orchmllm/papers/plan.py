@@ -99,8 +99,8 @@ def recompute(recipe: Recipe, profiles: dict[str, ModuleProfile], args) -> None:
         print(f"{k.name:<8} {chosen[k.name]:>3} of {k.count} layers keep their activations "
               f"({k.kept_bytes / 1e9:.2f} GB and {k.recompute_ms:.2f} ms each)")
     print(f"saves {saved:.1f} of {sum(k.count * k.recompute_ms for k in kinds):.1f} ms a step in "
-          f"{sum(chosen[k.name] * k.kept_bytes for k in kinds) / 1e9:.1f} of {args.free_gb} GB; a "
-          "recipe chooses by phase: fsdp.activation_checkpointing")
+          f"{sum(chosen[k.name] * k.kept_bytes for k in kinds) / 1e9:.1f} of {args.free_gb} GB; "
+          "in a run fsdp.activation_checkpointing=auto decides")
 
 
 def with_times(profiles: dict[str, ModuleProfile], path: Path) -> dict[str, ModuleProfile]:

@@ -5,7 +5,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import product
+
+import numpy as np
+
+from orchmllm.sharding.choice import cheapest
 
 
 @dataclass(frozen=True)
@@ -20,18 +23,10 @@ class LayerKind:
 
 
 def choose_recompute(kinds: Sequence[LayerKind], *, free_bytes: float) -> dict[str, int]:
-    """name -> layers that keep their activations: the most time saved within free_bytes, exact, by
-    enumeration; the fewest bytes among equals."""
-    *first, last = sorted(kinds, key=lambda k: k.count)  # of the last as many as there is room for
-    found = []
-    for counts in product(*(range(k.count + 1) for k in first)):
-        room = max(free_bytes, 0.0) - sum(
-            n * k.kept_bytes for n, k in zip(counts, first, strict=True))
-        if room >= 0:
-            most = min(last.count, int(room / last.kept_bytes * (1 + 1e-12))) if (
-                last.kept_bytes) else last.count
-            found.append(dict(zip((k.name for k in (*first, last)), (
-                *counts, most * (last.recompute_ms > 0)), strict=True)))
-    best = max(found, key=lambda kept: (sum(kept[k.name] * k.recompute_ms for k in kinds),
-                                        -sum(kept[k.name] * k.kept_bytes for k in kinds)))
-    return {k.name: best[k.name] for k in kinds}
+    """name -> layers that keep their activations: the most time saved within free_bytes, exact; the
+    fewest of those that save nothing."""
+    kept = [np.arange(k.count if k.recompute_ms else 0, -1, -1) for k in kinds]  # fastest first
+    found = cheapest([-n * k.recompute_ms for n, k in zip(kept, kinds, strict=True)],
+                     [n[:, None] * k.kept_bytes for n, k in zip(kept, kinds, strict=True)],
+                     np.array([max(free_bytes, 0.0) * (1 + 1e-12)]))
+    return {k.name: int(n[i]) for k, n, i in zip(kinds, kept, found, strict=True)}

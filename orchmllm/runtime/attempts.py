@@ -9,6 +9,9 @@ keys, `content.` what the data and the tokenizer are, `versions.` and `world.`. 
 differs from the attempt before in the folder, `resumed_from.changed` what differs from the attempt
 that wrote the checkpoint. An attempt without a second line was killed, or ended by another rank.
 
+`init_from`, with the fields of `resumed_from`, is there where the weights of another run's
+checkpoint were read (run.init_from).
+
 A checkpoint holds the first line of the attempt that wrote it (`attempt` in its state.json), and
 that line alone decides whether a run goes on from it (orchmllm.runtime.resumable): so it can be
 copied to another folder, and the file may be gone.
@@ -48,9 +51,9 @@ def flat(value: object, where: str = "") -> dict:
     return {key: leaf for name, part in inner.items() for key, leaf in flat(part, name).items()}
 
 
-def settings_of(job: Job, dataset) -> dict:
-    """Everything that an attempt is compared by, for JSON. Raises OSError for a data file that is
-    gone."""
+def settings_of(job: Job, dataset, weights: int = 0) -> dict:
+    """Everything that an attempt is compared by, for JSON. weights: fingerprint of those that the
+    run starts from. Raises OSError for a data file that is gone."""
     recipe, content = job.recipe, dataset.fingerprint()
     if recipe.data.batching == "capped":
         content |= {"capped_lengths": lengths_digest(dataset),
@@ -59,6 +62,8 @@ def settings_of(job: Job, dataset) -> dict:
     model = asdict(recipe.model)
     if recipe.model.folder:
         model["config_json"] = _architecture(Path(recipe.model.folder))
+    if recipe.model.lora.rank:  # the checkpoint does not hold them
+        model["weights"] = f"{weights:012x}"
     return flat({
         **asdict(recipe), "model": model, "content": content,
         "versions": {"python": platform.python_version(), **versions},

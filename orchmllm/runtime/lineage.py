@@ -24,6 +24,8 @@ from orchmllm.runtime.files import fsync
 
 PREFIXES = ("step_", "aside_step_")
 LEFTOVERS = (".staged_*", ".old_*")
+START_CURE = ("give a run folder, or a step_... folder in its checkpoints; exported weights are "
+              "read by model.pretrained")
 
 
 class Saved(NamedTuple):
@@ -89,6 +91,12 @@ def candidates(saved: Sequence[Saved], start: Saved | None = None,
     if saved and line is None:
         line = Lineage(saved[0].run, saved[0].ancestors)
     return unreadable + [s for s in saved if line.holds(s)]
+
+
+def start_of(folder: Path) -> Saved:
+    """The checkpoint that run.init_from names: the newest of a run folder, or `folder` itself."""
+    saved = candidates(list_saved(folder / "checkpoints"))
+    return saved[0] if saved else read_saved(folder)
 
 
 def line_after(start: Saved, saved: Sequence[Saved], *, branch: bool = False) -> Lineage:

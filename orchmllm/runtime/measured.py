@@ -38,10 +38,15 @@ def thread_times() -> np.ndarray:
     return np.array([time.perf_counter(), time.thread_time(), core_wait_s])
 
 
+def peak_bytes(device: torch.device) -> float:
+    """The most that tensors have taken of a GPU so far; 0 on a CPU, where nobody counts."""
+    return float(torch.cuda.max_memory_allocated(device)) if device.type == "cuda" else 0.0
+
+
 class StepFacts(NamedTuple):
     """What all d ranks reported at the end of a step (StepTimer.gather). loss_sum, update_s,
-    exchange_s, wait_s, remote, local, signal: (d, 1); cpu_s, measured_s: (d, CLOCK_PHASES); norms
-    (d, 1 + parts): of the gradient and of its parts, the same on all ranks."""
+    exchange_s, wait_s, remote, local, signal, peak_bytes: (d, 1); cpu_s, measured_s: (d,
+    CLOCK_PHASES); norms (d, 1 + parts): of the gradient and of its parts, the same on all ranks."""
 
     loss_sum: np.ndarray
     update_s: np.ndarray
@@ -53,6 +58,7 @@ class StepFacts(NamedTuple):
     cpu_s: np.ndarray
     measured_s: np.ndarray
     norms: np.ndarray
+    peak_bytes: np.ndarray
 
     def preprocessed(self) -> dict:
         """Examples that servers read, and that ranks did."""
@@ -82,7 +88,7 @@ class StepTimer:
     """From a rank's clock to what all ranks took; on a GPU the clock gets its events."""
 
     def __init__(self, clock: PhaseClock, device: torch.device) -> None:
-        self._clock = clock
+        self._clock, self._device = clock, device
         if device.type == "cuda":
             clock.use_events(partial(torch.cuda.Event, enable_timing=True))
         self.restart()
@@ -105,7 +111,8 @@ class StepTimer:
             local=[step.preprocessed.local], signal=[signal], cpu_s=cpu_s,
             update_s=[self._update_s if clock.has_events else update_s],
             exchange_s=self._seconds[-1:] if clock.has_events else [clock.wall_s["exchange"]],
-            measured_s=self._seconds if clock.has_events else cpu_s, norms=list(norms))
+            measured_s=self._seconds if clock.has_events else cpu_s, norms=list(norms),
+            peak_bytes=[peak_bytes(self._device)])
         rows = gather([number for numbers in mine for number in numbers])
         return StepFacts(*np.split(rows, np.cumsum([len(n) for n in mine])[:-1], axis=1))
 

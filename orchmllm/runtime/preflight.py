@@ -18,6 +18,7 @@ from orchmllm.data.loading.preprocess_handshake import servers_of
 from orchmllm.data.storage.remote import Storage
 from orchmllm.data.text.tokenizer import ChatTokenizer
 from orchmllm.models.families import read_config
+from orchmllm.runtime.lineage import START_CURE, list_saved, start_of
 
 SPARE_BYTES = 64 << 20  # for logs and the state of a checkpoint
 
@@ -38,6 +39,7 @@ def checks(recipe: Recipe, state_bytes: int) -> list[tuple[str, Callable[[], obj
     recipe."""
     storage = Storage(recipe.data.remote)
     return [("run folder", partial(check_run_folder, recipe, state_bytes)),
+            ("run.init_from", partial(check_start, recipe)),
             ("preprocessing", partial(servers_of, recipe.data)),
             *((f"data {source.path}", partial(check_source, source, storage))
               for source in sources_of(recipe.data)),
@@ -66,6 +68,16 @@ def check_vocabulary(tokenizer: ChatTokenizer, model: ModelConfig) -> None:
         key = f"{model.folder}/config.json: vocab_size" if model.folder else "model.llm.vocab_size"
         raise ValueError(f"{key} is {size}, but the tokenizer has "
                          f"{tokenizer.vocab_size} tokens: raise it")
+
+
+def check_start(recipe: Recipe) -> None:
+    """Raises ValueError if a new run would find no checkpoint at run.init_from. What is in its
+    files is not looked at."""
+    run = recipe.run
+    goes_on = run.resume != "never" and (
+        run.resume != "auto" or bool(list_saved(run.folder / "checkpoints")))
+    if run.init_from and not goes_on and start_of(Path(run.init_from)).sequence < 0:
+        raise ValueError(f"run.init_from: {run.init_from} has no complete checkpoint: {START_CURE}")
 
 
 def check_run_folder(recipe: Recipe, state_bytes: int) -> None:

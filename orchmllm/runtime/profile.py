@@ -13,14 +13,27 @@ import torch
 from orchmllm.batch import Step
 from orchmllm.config.recipe import Recipe
 from orchmllm.plan.assign import PHASES
+from orchmllm.runtime.files import write_text
+
+EXHAUSTED = "recompute.json"
+
+
+def exhausted_before(folder: Path) -> dict:
+    """What a run folder says of memory that ran out (see orchmllm.sharding.run_memory); {} if it
+    did not."""
+    path = folder / EXHAUSTED
+    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
 
 
 class StepProfiler:
-    """rank: this one's. log: shows a line."""
+    """rank: this one's. log: shows a line. exhausted: what to do when memory has run out, in words,
+    and what the next start has to know, for JSON."""
 
-    def __init__(self, recipe: Recipe, rank: int, log: Callable[[str], None]) -> None:
+    def __init__(self, recipe: Recipe, rank: int, log: Callable[[str], None],
+                 exhausted: Callable[[Step], tuple[str, dict]]) -> None:
         config = recipe.profile
         self._folder, self._rank, self._log = recipe.run.folder, rank, log
+        self._exhausted = exhausted
         self._steps = config.steps
         self._window = config.window if rank < config.num_ranks else range(0)
         self._path = self._folder / "profile" / f"steps_{config.steps}_rank{rank}.json"
@@ -36,7 +49,8 @@ class StepProfiler:
         Where memory runs out inside, it leaves step_N_rankR.json in the folder `oom` of the run:
         the step's plan, with this rank's examples and every rank's positions by phase; on a GPU
         also a snapshot of the allocator, step_N_rankR.pickle, for
-        https://pytorch.org/memory_viz. Raises RuntimeError with the file's name in place of the
+        https://pytorch.org/memory_viz; and recompute.json in the run folder, where the next start
+        finds what it has to recompute. Raises RuntimeError with the file's name in place of the
         error."""
         if self._profile is None and step.index in self._window:
             kinds = [torch.profiler.ProfilerActivity.CPU]
@@ -49,14 +63,22 @@ class StepProfiler:
         except (RuntimeError, MemoryError) as e:
             if not out_of_memory(e):
                 raise
+            where, why = _report(step, self._rank, e, self._folder / "oom"), str(e).splitlines()[0]
+            advice, known = self._exhausted(step)
+            if known:
+                self._remember(known)
             raise RuntimeError(
-                f"out of memory ({str(e).splitlines()[0]}); what each rank had to do is in "
-                f"{_report(step, self._rank, e, self._folder / 'oom')}: lower train.batch_size, "
-                "set fsdp.activation_checkpointing, or fsdp.memory_gb to have the recipe checked "
-                "before") from e
+                f"out of memory ({why}); what each rank had to do is in {where}: {advice}, or "
+                "lower train.batch_size; with fsdp.memory_gb the recipe is checked before") from e
         if self._profile is not None and step.index + 1 not in self._window:
             self.close()
             self._log(f"profile of steps {self._steps}: {self._path}")
+
+    def _remember(self, known: dict) -> None:
+        """Several ranks may; they write the same."""
+        path = self._folder / f"{EXHAUSTED}.{self._rank}"
+        write_text(path, json.dumps(known))
+        path.replace(self._folder / EXHAUSTED)
 
     def close(self) -> None:
         """Writes what was recorded; nothing where nothing was."""

@@ -22,6 +22,7 @@ from orchmllm.config.schema import leaves
 CLASSES = {
     "run.dir": "start", "run.resume": "start", "run.allow_data_change": "start",
     "launch.nproc_per_node": "start", "world.ranks": "start", "world.host": "start",
+    "run.init_from": "init",
     "run.seed": "order", "data.num_validation": "order", "data.streaming": "order",
     "data.shuffle_window": "order", "data.batching": "order", "data.max_batch_tokens": "order",
     "data.max_batch_images": "order", "data.sources.repeats": "order", "content": "content",
@@ -33,6 +34,8 @@ CLASSES = {
     "model.audio.pretrained": "said", "model.llm.pretrained": "said",
 }
 CURES = {
+    "init": "a run reads the weights that it starts from once, at its start: use the checkpoint's "
+            "value, or start another run with another run.dir",
     "model": "the checkpoint's tensors are those of another model: use its values (recipe.yaml in "
              "run.dir has them all, also those that were read from a config.json), or start anew "
              "with another run.dir or run.resume=never",
@@ -50,6 +53,7 @@ CURES = {
 }
 DEFAULTS = {leaf.path: list(leaf.default) if leaf.kind is tuple else leaf.default
             for leaf in leaves(Recipe) if leaf.default is not MISSING}
+DEFAULTS["model.vision.family"] = "vit"  # of checkpoints that say it: there was another one once
 
 
 def class_of(key: str) -> str:

@@ -3,6 +3,7 @@ on from one of them."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
@@ -19,22 +20,32 @@ from orchmllm.data.dataset import ConversationDataset
 from orchmllm.plan.assign import PHASES
 from orchmllm.runtime.attempts import read_attempts, recorded, settings_of
 from orchmllm.runtime.checkpoint import Checkpointer, CheckpointError
-from orchmllm.runtime.resumable import check_resumable, describe_changes, differences
+from orchmllm.runtime.initial import fill, mismatch, other_kind
+from orchmllm.runtime.lineage import START_CURE, start_of
+from orchmllm.runtime.profile import exhausted_before
+from orchmllm.runtime.resumable import (
+    check_resumable,
+    class_of,
+    describe_changes,
+    differences,
+)
 from orchmllm.runtime.run_state import VERSION, NonFiniteError, Progress
 
 
 class RunCheckpoints(Checkpointer):
     """The checkpoints of one run, and which of them this attempt goes on from. tensors: gives what
     is saved, and filled from a checkpoint, of any shapes; optimizer: gives the one whose count of
-    steps becomes that of the run; neither is asked by the construction. Construction and every
-    method are collective; see Checkpointer. Raises CheckpointError or ValueError on all ranks if
-    the run cannot go on where the recipe says.
+    steps becomes that of the run; neither is asked by the construction. weights: fingerprint of
+    those that the run starts from. Construction and every method are collective; see Checkpointer.
+    Raises CheckpointError or ValueError on all ranks if the run cannot go on where the recipe says.
 
-    kept_batch: examples a step of the checkpoint, 0 without one."""
+    kept_batch: examples a step of the checkpoint, 0 without one. memory: what the run knows of its
+    memory, at first what the checkpoint says; it is saved as it is then."""
 
     def __init__(self, job: Job, gather: RowGather, dataset: ConversationDataset,
                  optimizer: Callable[[], torch.optim.Optimizer],
-                 tensors: Callable[[], Mapping[str, Tensor]], log: Callable[[str], None]) -> None:
+                 tensors: Callable[[], Mapping[str, Tensor]], log: Callable[[str], None],
+                 weights: int = 0) -> None:
         recipe = job.recipe
         super().__init__(
             recipe.run.folder / "checkpoints", recipe.checkpoint, gather, log=log,
@@ -43,7 +54,8 @@ class RunCheckpoints(Checkpointer):
         self._recipe, self._optimizer, self._tensors = recipe, optimizer, tensors
         self._model = asdict(recipe.model)
         # Of the data as the run has opened it, whatever becomes of the files until a save.
-        settings = self._from_first("of the data", lambda: settings_of(job, dataset))
+        settings = self._from_first("of the data", lambda: settings_of(
+            job, dataset, weights))
         last = self._from_first("of the attempts", lambda: read_attempts(recipe.run.folder)[-1:])
         self._attempt = {
             "attempt": 1 + max((a["attempt"] for a in last), default=0), "resumed_from": None,
@@ -52,16 +64,20 @@ class RunCheckpoints(Checkpointer):
         self._start, self._state = (None, {}) if recipe.run.resume == "never" else (
             self.find(recipe.run.resume))
         self.kept_batch = self._state.get("global_batch_size", 0)
+        self.memory = self._state.get("memory", {}) | self._from_first(
+            "of its memory", lambda: exhausted_before(recipe.run.folder))
         if self._start is not None:
             self._attempt |= self._going_on(self._start, self._state)
+        elif recipe.run.init_from:
+            self._attempt["init_from"] = self._starting_from(Path(recipe.run.init_from))
 
     def save_run(self, progress: Progress) -> None:
         """A checkpoint of the steps done so far; none with checkpoint.every_steps=-1."""
         if self.config.every_steps < 0:
             return
         self.save(progress.step, self._tensors(), {
-            **progress.to_json(), "model": self._model, "attempt": self._attempt,
-            "world_size": self._gather.world_size,
+            **progress.to_json(), "model": self._model, "memory": self.memory,
+            "attempt": self._attempt, "world_size": self._gather.world_size,
             "rng": torch.get_rng_state().tolist()})  # of the CPU: nothing draws per rank
 
     def newest(self) -> Path | None:
@@ -111,14 +127,57 @@ class RunCheckpoints(Checkpointer):
             "checkpoint": str(path), "step": state["step"], "attempt": before["attempt"],
             "changed": changed}}
 
+    def _starting_from(self, folder: Path) -> dict:
+        """What the attempt records of the checkpoint that run.init_from names. Raises
+        CheckpointError if it cannot be used."""
+        path = Path(self._from_first("of run.init_from", lambda: str(start_of(folder).path)))
+        if problem := self._verify(path):
+            raise CheckpointError(f"run.init_from: {path} is no complete checkpoint ({problem}): "
+                                  f"{START_CURE}")
+        state = json.loads(self._from_first(path.name, (path / "state.json").read_text))
+        if problem := other_kind(path, state["model"], self._recipe.model):
+            raise CheckpointError(problem)
+        self._keep_pretrained(state["model"])
+        before, now = state.get("attempt", {"attempt": 0}), self._attempt["settings"]
+        changed = differences(before.get("settings", now), now)
+        return {"checkpoint": str(path), "step": state["step"], "attempt": before["attempt"],
+                "changed": {key: pair for key, pair in changed.items()
+                            if class_of(key) not in ("start", "init")}}
+
+    def _keep_pretrained(self, model: dict) -> None:
+        """`pretrained` may be left empty now, but an export asks for it. model: of the state of a
+        checkpoint."""
+        for part in PHASES:
+            started = model[part].get("pretrained", "")
+            self._model[part]["pretrained"] = self._model[part]["pretrained"] or started
+
+    def _start_anew(self) -> None:
+        """Reads the weights of run.init_from, if the recipe says so."""
+        if "init_from" not in self._attempt:
+            return
+        start = self._attempt["init_from"]
+        path = Path(start["checkpoint"])
+        parameters = {name: tensor for name, tensor in self._tensors().items()
+                      if name.startswith("model.")}
+        if problem := self._from_first(path.name, lambda: mismatch(path, parameters)):
+            raise CheckpointError(problem)
+        self._together(path.name, lambda: fill(path, parameters))
+        self._log(f"starting with the weights of {path}; optimizer, steps and the order of the "
+                  "data start anew")
+        if start["changed"]:
+            self._log(f"changed since those: {describe_changes(start['changed'])}")
+
     def resume(self) -> Progress | None:
-        """Starts where the recipe says; None from scratch. Raises CheckpointError on all ranks."""
+        """Starts where the recipe says; None from scratch, or with the weights of run.init_from.
+        Raises CheckpointError on all ranks."""
         start, path, state = self._recipe.run.resume, self._start, self._state
         if path is None:
+            self._start_anew()
             return None
-        for part in PHASES:  # `pretrained` may be left empty now, but an export asks for it
-            started = state["model"][part].get("pretrained", "")
-            self._model[part]["pretrained"] = self._model[part]["pretrained"] or started
+        self._keep_pretrained(state["model"])
+        if self._recipe.run.init_from:
+            self._log(f"run.init_from={self._recipe.run.init_from} gave the weights at the start "
+                      "of this run, and is not read again")
         progress, was = self._load_run(path, state), state["world_size"]
         ranks = "" if was == self._gather.world_size else (
             f" (saved on {was} ranks, now {self._gather.world_size}; still "

@@ -8,9 +8,26 @@ A frozen layer keeps what its input's gradient needs, and no inputs of products.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
+import numpy as np
+
+from orchmllm.config.fsdp import CHOICES
 from orchmllm.config.model import AudioConfig, LLMConfig, VisionConfig
+
+Counts = Mapping[str, "int | np.ndarray"]  # of CHOICES -> layers; arrays (n, 1) for n cases at once
+
+
+class Stack(NamedTuple):
+    """Bytes per position of all blocks of a phase: what they keep, and what one needs for a moment
+    beside it, at the end of the forward pass and at the start of the backward pass. Numbers, or
+    arrays (n, 1) for n cases."""
+
+    kept: float | np.ndarray
+    forward: float | np.ndarray
+    backward: float | np.ndarray
 
 
 @dataclass(frozen=True)
@@ -23,13 +40,14 @@ class BlockBytes:
     forward: float
     backward: float
 
-    def forward_work(self, choice: str) -> float:
-        """Bytes that one block needs for a moment, beside what it keeps."""
-        return min(self.kept["none"] - self.kept[choice], self.forward)
-
-    def backward_work(self, choice: str) -> float:
-        """Bytes that one block needs for a moment: what is recomputed, and gradients."""
-        return self.kept["none"] - self.kept[choice] + self.backward
+    def stack(self, counts: Counts) -> Stack:
+        """Of so many blocks: the first ones are those of `full`, the last ones those of `none`. At
+        both moments the last block works, and it is one that computes as little as any again."""
+        again = {c: self.kept["none"] - self.kept[c] for c in CHOICES}
+        last = np.where(counts["none"] > 0, again["none"], np.where(
+            counts["selective"] > 0, again["selective"], again["full"]))
+        return Stack(sum(counts[c] * self.kept[c] for c in CHOICES),
+                     np.minimum(last, self.forward), last + self.backward)
 
 
 def block_bytes(phase: str, config: VisionConfig | AudioConfig | LLMConfig, e: int,
@@ -44,8 +62,8 @@ def block_bytes(phase: str, config: VisionConfig | AudioConfig | LLMConfig, e: i
                           e * (2 * ffn + size), 0.0)
     # Input, norm, qkv (v is a view of it), attention; second residual, norm.
     none = (8 + on_cpu) * size + 2 * ffn
-    if phase == "vision":  # rotated q and k; quick GELU's gate
-        none += 2 * size + (config.family != "vit") * ffn
+    if phase == "vision":  # rotated q and k
+        none += 2 * size
     kept = {"none": e * none + stats, "selective": e * (7 * size + ffn) + stats - 16,
             "full": e * size}
     return BlockBytes(kept, e * (2 * ffn + 2 * size), e * (ffn + size))
@@ -73,13 +91,11 @@ def _llm_block(config: LLMConfig, e: int, on_cpu: bool) -> BlockBytes:
 
 def vision_root(config: VisionConfig, width: int, e: int) -> tuple[float, float, float]:
     """What is kept around the blocks: (bytes per patch, 0, per token)."""
-    own = config.family == "vit"
-    # The connector's norm: input and output; of Qwen2-VL the output of the norm before it.
-    group = e * (2 if own else 1) * config.hidden_size
     learns = not config.frozen
-    root = learns * e * (config.geometry.row_size * config.temporal_patch_size
+    root = learns * e * (config.geometry.row_size
                          + config.hidden_size + 2 * config.hidden_size // config.num_heads)
-    return root + group, 0.0, e * 2 * config.connector_hidden(width)
+    # The connector's norm: input and output.
+    return root + e * 2 * config.hidden_size, 0.0, e * 2 * width
 
 
 def audio_root(config: AudioConfig, width: int, e: int) -> tuple[float, float, float]:

@@ -4,7 +4,7 @@ transformers."""
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -18,26 +18,34 @@ from orchmllm.config.model import ModelConfig
 from orchmllm.config.recipe import Recipe
 from orchmllm.encoders.planned import PlannedEncoders
 from orchmllm.hf.sources import WeightSource
-from orchmllm.models.families import read_config
+from orchmllm.models.families import model_class, read_config
 from orchmllm.models.hf import WholeModel
 from orchmllm.models.mllm import MultimodalModel
 from orchmllm.sharding.fsdp import build_model
 from orchmllm.sharding.hf import load_whole
+from orchmllm.sharding.optimizer import describe_learning
 
 
 def build(
     recipe: Recipe, device: torch.device, checkpointing: Mapping[str, str],
     sources: Sequence[WeightSource], gather: RowGather, ranks_per_node: int,
-    group: dist.ProcessGroup | None,
+    group: dist.ProcessGroup | None, log: Callable[[str], None],
 ) -> MultimodalModel | WholeModel:
-    """Collective; gather: of all ranks. group: for what moves in a forward (default: the default
-    group). The rest as in orchmllm.sharding.fsdp.build_model."""
+    """The model. Collective; gather: of all ranks. group: for what moves in a forward (default: the
+    default group). The rest as in orchmllm.sharding.fsdp.build_model."""
     if not recipe.model.folder:
         return build_model(recipe.model, recipe.fsdp, device, recipe.run.seed, checkpointing,
                            sources, ranks_per_node=ranks_per_node, group=group)
+    error = None
     with starting_weights(recipe.model, recipe.run.seed, recipe.run.folder, gather) as folder:
-        model = load_whole(folder, recipe.model, recipe.fsdp, device, checkpointing,
-                           ranks_per_node)
+        try:
+            model = load_whole(folder, recipe.model, recipe.fsdp, device, checkpointing,
+                               ranks_per_node, recipe.run.seed)
+        except Exception as e:  # the others wait
+            error = e
+        agreed(gather, error)
+    if recipe.model.lora.rank:
+        log(describe_learning(model))
     model.encoders = PlannedEncoders(model.hf, group)
     return model
 
@@ -66,11 +74,10 @@ def starting_weights(
 
 
 def _draw(config: Path, seed: int, folder: Path) -> None:
-    from transformers import AutoModelForImageTextToText
-
+    settings = read_config(config)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        AutoModelForImageTextToText.from_config(read_config(config)).save_pretrained(folder)
+        model_class(settings)._from_config(settings).save_pretrained(folder)
 
 
 def agreed(gather: RowGather, error: Exception | None) -> None:

@@ -1,25 +1,25 @@
-"""What fits: the checkpointing that `auto` stands for, and the largest mini-batch."""
+"""What fits: the recomputation that `auto` stands for, and the largest mini-batch."""
 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import numpy as np
 
 from orchmllm.config.job import Job, resolve
 from orchmllm.config.recipe import Recipe
-from orchmllm.data.sampler import make_sampler
-from orchmllm.models.flops import Lengths, padded_phases
-from orchmllm.plan.assign import PHASES, PlanSpec
-from orchmllm.plan.layout import ENCODERS, BatchLayout
-from orchmllm.plan.step import StepPlan, plan_step
-from orchmllm.sharding.memory import Loads, MemoryModel, choose_checkpointing, loads_of
+from orchmllm.models.flops import Lengths
+from orchmllm.plan.assign import PHASES
+from orchmllm.plan.layout import ENCODERS
+from orchmllm.sharding.choice import choose_checkpointing
+from orchmllm.sharding.memory import Loads, MemoryModel
 
 # Of a GPU's memory: 74 of an H100's 85 GB. The rest is for CUDA's context, NCCL's buffers,
 # fragments, and what the prediction misses.
 DEVICE_SHARE = 0.87
+MISSED = 1.04  # tracked peaks are up to so much of the prediction (docs/scale.md)
 
 
 def with_real_batch(recipe: Recipe, num_ranks: int, kept: int = 0) -> Recipe:
@@ -44,11 +44,13 @@ def joined(loads: Sequence[Loads]) -> Loads:
 
 def decide(
     recipe: Recipe, memory: MemoryModel, loads: Loads, budget_bytes: float,
-    allowed_by: str = "fsdp.memory_gb", kept: int = 0
+    allowed_by: str = "fsdp.memory_gb", kept: int = 0, taken: float = MISSED, by_layer: bool = True
 ) -> dict[str, str]:
     """phase -> checkpointing. Raises ValueError if the recipe cannot fit the budget, naming what
     would; without a budget (0) `auto` cannot be decided and everything else is taken as it is.
-    kept: as in with_real_batch."""
+    kept: as in with_real_batch. taken: what a rank may need of the prediction where something is
+    chosen; if then nothing fits that is predicted to fit, all that is open is recomputed.
+    by_layer: see choose_checkpointing."""
     asked = {p: recipe.fsdp.checkpointing(p) for p in PHASES}
     if not budget_bytes:
         if "auto" in asked.values():
@@ -56,10 +58,12 @@ def decide(
                              "set fsdp.memory_gb")
         return asked
     fixed = {p: c for p, c in asked.items() if c != "auto"}
+    full = {p: fixed.get(p, "full") for p in PHASES}
     try:
-        return choose_checkpointing(memory, loads, budget_bytes, fixed)
+        return choose_checkpointing(memory, loads, budget_bytes / taken, fixed, by_layer)
     except ValueError as e:
-        full = {p: fixed.get(p, "full") for p in PHASES}
+        if memory.peak(loads, full) <= budget_bytes:
+            return full
         given, cure = (_in_microbatches if kept else _smaller)(
             recipe, memory, loads, full, budget_bytes, kept)
         if not cure:
@@ -117,56 +121,10 @@ def largest_fitting(peak: Callable[[int], float], budget_bytes: float, high: int
     return bisect_right(range(1, high + 1), budget_bytes, key=peak)
 
 
-def memory_check(
-    job: Job, choice: Mapping[str, str], device_bytes: float,
-    gather: Callable[[list[float]], np.ndarray],
-) -> Callable[[StepPlan], str]:
-    """Plan of a microbatch -> why it does not fit the memory of a rank, by the prediction, "" if it
-    does, or where no budget is known. choice: phase -> checkpointing. device_bytes: of this rank's
-    GPU, 0 on a CPU. gather: (n,) numbers of this rank -> (d, n) of all; the smallest GPU decides.
-    """
-    if job.recipe.model.folder:  # its memory is not predicted
-        return lambda plan: ""
-    memory = MemoryModel.of(job, on_cpu=not device_bytes)
-    budget = float(gather([budget_of(job.recipe, device_bytes)[0]]).min())
+def memory_of(job: Job, on_cpu: bool = False) -> MemoryModel:
+    """Of a rank of a job, also of one that trains a whole model of transformers."""
+    if not job.recipe.model.folder:
+        return MemoryModel.of(job, on_cpu)
+    from orchmllm.sharding.whole_memory import WholeMemory  # with torch
 
-    def check(plan: StepPlan) -> str:
-        if not budget:
-            return ""
-        peak = memory.peak(loads_of(plan, padded_phases(job.recipe.model)), choice)
-        return "" if peak <= budget else (
-            f"a rank is predicted to need {peak / 1e9:.3g} GB of {budget / 1e9:.3g}")
-
-    return check
-
-
-def for_run(recipe: Recipe, dataset, rows: Sequence[int], spec: PlanSpec, num_ranks: int,
-            device_bytes: float, kept: int = 0) -> dict[str, str]:
-    """phase -> checkpointing of a run, from planned batches of its own data: the same on all
-    ranks. dataset, rows: of the run. device_bytes: of the GPU, 0 on a CPU. kept: examples a step of
-    the checkpoint that the run goes on from, 0 without one. Raises ValueError if the recipe cannot
-    fit.
-
-    The run's own sampler draws two global batches of at most 32 ranks: enough for the load of the
-    fullest rank."""
-    # An integer program takes long here, and under a time limit not all ranks find the same.
-    spec = replace(spec, balance=replace(spec.balance, nodewise_solver="search"))
-    budget, why = budget_of(recipe, device_bytes)
-    asked = {p: recipe.fsdp.checkpointing(p) for p in PHASES}
-    if "auto" not in asked.values() and not recipe.fsdp.memory_gb:
-        return asked
-    per_rank = recipe.train.batch_size  # of one mini-batch, with data.batching=capped
-    recipe = with_real_batch(recipe, num_ranks, kept)
-    memory = MemoryModel.of(resolve(recipe, num_ranks, spec.ranks_per_node),
-                            on_cpu=not device_bytes)
-    ranks = min(num_ranks, 32)
-    sampler = make_sampler(dataset, rows, ranks * recipe.train.batch_size, seed=recipe.run.seed,
-                           data=recipe.data, per_rank=per_rank)
-    pad, loads = padded_phases(recipe.model), []
-    for step in range(2):
-        examples = sampler.batch(step)
-        shares = [s.stop - s.start for s in sampler.shares(step, ranks)]
-        layout = (dataset.layouts(examples, shares) if hasattr(dataset, "layouts") else
-                  BatchLayout.concat([dataset.layout(i) for i in examples.tolist()], shares))
-        loads.append(loads_of(plan_step(layout, spec), pad))
-    return decide(recipe, memory, joined(loads), budget, why, kept)
+    return WholeMemory.of(job, on_cpu)

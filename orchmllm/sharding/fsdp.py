@@ -3,7 +3,7 @@
 A step's loss is a sum over all ranks divided by the global number of targets, so the reduction has
 to SUM: gradient divide factor 1, and sums forced because gloo has no pre-multiplied sum.
 
-Order: build (on meta with fsdp.meta_init) -> activation checkpointing per phase -> compile ->
+Order: build (on meta with fsdp.meta_init) -> what blocks recompute -> compile ->
 fully_shard -> memory and weights of this rank's shards.
 """
 
@@ -11,16 +11,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
-    CheckpointImpl,
-    checkpoint_wrapper,
-)
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
@@ -29,16 +23,17 @@ from torch.distributed.fsdp import (
     OffloadPolicy,
 )
 from torch.distributed.tensor import DTensor
-from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 from orchmllm.config.model import ModelConfig
 from orchmllm.config.recipe import FsdpConfig
 from orchmllm.config.train import OPTIMIZER_STATE
 from orchmllm.hf.sources import WeightSource
 from orchmllm.models.mllm import MultimodalModel
+from orchmllm.plan.assign import PHASES
+from orchmllm.sharding.blocks import recompute, stacks
 from orchmllm.sharding.compiled import check_compiles, compile_block
 from orchmllm.sharding.gathers import Unit, ordered, shard_units
-from orchmllm.sharding.init import plain_name, seed_weights
+from orchmllm.sharding.init import seed_weights
 from orchmllm.sharding.pretrained import load_pretrained
 
 
@@ -55,11 +50,6 @@ def make_mesh(shard_size: int, device_type: str) -> DeviceMesh:
         return init_device_mesh(device_type, (world,), mesh_dim_names=("shard",))
     return init_device_mesh(device_type, (world // shard_size, shard_size),
                             mesh_dim_names=("replicate", "shard"))
-
-
-def stacks(model: MultimodalModel) -> dict[str, nn.ModuleList]:
-    """Transformer blocks by phase: the units of sharding, checkpointing and compiling."""
-    return {"vision": model.vision.blocks, "audio": model.audio.blocks, "llm": model.llm.layers}
 
 
 def build_model(model: ModelConfig, config: FsdpConfig, device: torch.device, seed: int,
@@ -88,21 +78,18 @@ def build_model(model: ModelConfig, config: FsdpConfig, device: torch.device, se
 def shard(model: MultimodalModel, config: FsdpConfig, device: torch.device,
           checkpointing: Mapping[str, str] | None = None,
           ranks_per_node: int = 1) -> MultimodalModel:
-    """Applies activation checkpointing, compile and fully_shard in place; collective over all
+    """Applies recomputation, compile and fully_shard in place; collective over all
     ranks. A model on meta stays there.
 
-    checkpointing: phase -> none, selective or full, instead of the recipe's. ranks_per_node: see
-    orchmllm.sharding.gathers. Raises ValueError for `auto`, which
-    orchmllm.sharding.memory.choose_checkpointing has to decide before."""
+    checkpointing: see orchmllm.sharding.blocks.recompute; None: the recipe's. ranks_per_node: see
+    orchmllm.sharding.gathers."""
     on_meta = next(model.parameters()).is_meta
     model.to(device=None if on_meta else device, dtype=getattr(torch, config.param_dtype))
     model.llm.loss_chunk_rows = config.loss_chunk_rows
-    for phase, stack in stacks(model).items():
-        choice = (checkpointing or {}).get(phase) or config.checkpointing(phase)
-        for index in range(len(stack)):
-            stack[index] = _checkpointed(stack[index], choice)
-            if config.compile:
-                compile_block(stack[index])
+    recompute(model, checkpointing or {p: config.checkpointing(p) for p in PHASES})
+    for stack in stacks(model).values() if config.compile else ():
+        for block in stack:
+            compile_block(block)
     shard_all(model, ordered(model, config), config, device, ranks_per_node)
     return model
 
@@ -148,9 +135,11 @@ def evaluating(model: MultimodalModel) -> Iterator[None]:
     model.clock.switch("data")
 
 
-def state_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+def state_tensors(model: nn.Module, optimizer: torch.optim.Optimizer, *, fixed: bool = True
+                  ) -> dict[str, Tensor]:
     """What has to be saved: parameters as model.NAME, the optimizer's state as exp_avg.NAME
-    and so on (zeros where it has not run yet). The tensors are the live ones.
+    and so on (zeros where it has not run yet). The tensors are the live ones. fixed: also
+    parameters that do not learn.
 
     Raises ValueError for a parameter that is gathered, or that learns and is not the optimizer's.
     """
@@ -159,13 +148,13 @@ def state_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[st
     sharded = any(isinstance(p, DTensor) for p in parameters.values())
     out = {}
     for name, p in parameters.items():
-        name = plain_name(name)
         if (p.requires_grad and id(p) not in owned) or isinstance(p, DTensor) != sharded:
             raise ValueError(
                 f"parameter {name} ({p.dtype}, {tuple(p.shape)}) is not the one that the optimizer "
                 "updates: its unit is still gathered after a forward pass; call "
                 "orchmllm.sharding.fsdp.reshard(model) before saving")
-        out[f"model.{name}"] = p.detach()
+        if fixed or p.requires_grad:
+            out[f"model.{name}"] = p.detach()
         if not p.requires_grad:
             continue
         if not optimizer.state.get(p):
@@ -176,29 +165,3 @@ def state_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[st
         for key in OPTIMIZER_STATE:
             out[f"{key}.{name}"] = optimizer.state[p][key].detach()
     return out
-
-
-def _checkpointed(block: nn.Module, choice: str) -> nn.Module:
-    if choice == "none":
-        return block
-    return checkpoint_wrapper(block, checkpoint_impl=CheckpointImpl.NO_REENTRANT,
-                              **checkpoint_options(choice))
-
-
-def checkpoint_options(choice: str) -> dict[str, Any]:
-    """Of torch's checkpoint, for `selective` or `full`. Raises ValueError for `auto`."""
-    if choice not in ("selective", "full"):
-        raise ValueError(f"fsdp.activation_checkpointing {choice!r}: decide before sharding")
-    context = {"context_fn": partial(create_selective_checkpoint_contexts, keep_products)} if (
-        choice == "selective") else {}
-    return {"preserve_rng_state": False, **context}
-
-
-def keep_products(ctx, op, *args, **kwargs) -> CheckpointPolicy:
-    """Keeps what costs FLOPs: outputs of matrix products and of attention kernels."""
-    name = str(op)
-    product = name.startswith(("aten.mm", "aten.addmm", "aten.bmm")) or (
-        "attention" in name or "varlen" in name)
-    backward = "backward" in name
-    return (CheckpointPolicy.MUST_SAVE if product and not backward
-            else CheckpointPolicy.PREFER_RECOMPUTE)

@@ -2,7 +2,7 @@
 backward pass, and not at all where nothing reads them (orchmllm.sharding.units.gathers says how
 often).
 
-The embedding and the blocks of a frozen encoder are not read in the backward pass. The head's
+The embedding and what is frozen of an encoder are not read in the backward pass. The head's
 backward pass follows its forward pass at once, so it stays gathered, as does the model's root,
 which holds one norm.
 """
@@ -59,9 +59,7 @@ def ordered(model: MultimodalModel, config: FsdpConfig) -> tuple[list[Unit], lis
     encoder's own unit (it holds the connector) comes before its blocks."""
     towers = []
     for phase, encoder in (("vision", model.vision), ("audio", model.audio)):
-        reshard, learns = config.reshard(phase), not encoder.config.frozen
-        towers.append([Unit(encoder, reshard)] + [
-            Unit(block, reshard if learns else "full", learns) for block in encoder.blocks])
+        towers.append([of_encoder(m, config.reshard(phase)) for m in (encoder, *encoder.blocks)])
     root, head = Unit(model, "none"), Unit(model.llm.lm_head, "none")
     embed = Unit(model.llm.embed_tokens, "full", backward=False)
     layers = [Unit(layer, config.reshard("llm")) for layer in model.llm.layers]
@@ -70,6 +68,13 @@ def ordered(model: MultimodalModel, config: FsdpConfig) -> tuple[list[Unit], lis
     for own, *blocks in reversed(towers):
         backward += [own, *reversed(blocks)]
     return forward, backward
+
+
+def of_encoder(module: nn.Module, reshard: str) -> Unit:
+    """The unit of an encoder or of one of its blocks, which has no backward pass if nothing in it
+    learns."""
+    learns = any(p.requires_grad for p in module.parameters())
+    return Unit(module, reshard if learns else "full", learns)
 
 
 def _groups(unit: FSDPModule) -> list:

@@ -10,49 +10,58 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
+from transformers.core_model_loading import MergeModulelist, WeightConverter
 
 from orchmllm.config.model import ModelConfig
 from orchmllm.config.recipe import FsdpConfig
-from orchmllm.models.families import read_config
+from orchmllm.models import adapters
+from orchmllm.models.families import model_class, read_config
 from orchmllm.models.hf import WholeModel
-from orchmllm.sharding.fsdp import checkpoint_options, compute_dtype, shard_all
-from orchmllm.sharding.gathers import Unit
+from orchmllm.plan.assign import PHASES
+from orchmllm.plan.layout import ENCODERS
+from orchmllm.sharding.blocks import recompute
+from orchmllm.sharding.fsdp import compute_dtype, shard_all
+from orchmllm.sharding.gathers import Unit, of_encoder
+from orchmllm.sharding.init import seed_adapters
 
 
 def load_whole(
     folder: Path, model: ModelConfig, config: FsdpConfig, device: torch.device,
-    checkpointing: Mapping[str, str], ranks_per_node: int = 1,
+    checkpointing: Mapping[str, str], ranks_per_node: int = 1, seed: int = 0,
 ) -> WholeModel:
     """The sharded model of a folder with its weights, in train mode; collective over all ranks.
-    Raises ValueError if weights are missing or have another shape. checkpointing: phase -> none,
-    selective or full. ranks_per_node: see orchmllm.sharding.gathers."""
-    from transformers import AutoModelForImageTextToText
+    Raises ValueError if weights are missing or have another shape. checkpointing: see
+    orchmllm.sharding.blocks.recompute. ranks_per_node: see orchmllm.sharding.gathers. seed: of
+    adapters."""
     from transformers.distributed import DistributedConfig
     from transformers.utils import logging
 
     logging.disable_progress_bar()  # one of each rank
     made: list[WholeModel] = []
+    fixed: set[str] = set()
+    layers: dict[str, nn.Module] = {}
 
     def distribute(hf: nn.Module) -> None:
         whole = WholeModel(hf, compute_dtype(config))
-        frozen = freeze(whole, model)
-        for phase, stack in whole.blocks().items():
-            if checkpointing[phase] != "none":
-                for block in stack:
-                    block.forward = partial(checkpoint, block.forward, use_reentrant=False,
-                                            **checkpoint_options(checkpointing[phase]))
-        shard_all(whole, ordered(whole, config, frozen), config, device, ranks_per_node)
+        if model.lora.rank:
+            layers.update(adapters.inject(whole, model))
+        freeze(whole, model)
+        fixed.update(name for name, p in hf.named_parameters() if not p.requires_grad)
+        recompute(whole, checkpointing)
+        shard_all(whole, ordered(whole, config), config, device, ranks_per_node)
+        adapters.take_out(hf, layers)
         made.append(whole)
 
     settings = read_config(folder)
-    cls = AutoModelForImageTextToText._model_mapping[type(settings)]
-    with _distributed_by(cls, distribute, None if config.cpu_offload else device):
+    settings._experts_implementation = experts_by(compute_dtype(config))
+    cls = model_class(settings)
+    place = None if config.cpu_offload else device
+    with _distributed_by(cls, distribute, place), _converted_by_rows(place):
         _, told = cls.from_pretrained(
             folder, config=settings, dtype=getattr(torch, config.param_dtype),
             distributed_config=DistributedConfig(fsdp_size=1), local_files_only=True,
@@ -61,28 +70,35 @@ def load_whole(
     if wrong:
         raise ValueError(f"{folder}: {len(wrong)} weights are missing or have another shape "
                          f"({', '.join(map(str, sorted(wrong)[:3]))}): copy the folder completely")
+    adapters.put_back(made[0].hf, layers, torch.device("cpu") if config.cpu_offload else device)
+    seed_adapters(made[0].hf, seed)
     whole = made[0].train()
-    freeze(whole, model)  # what was loaded is made anew
+    for name, parameter in whole.hf.named_parameters():  # what was loaded is made anew
+        parameter.requires_grad_(name not in fixed)
     return whole
 
 
-def freeze(whole: WholeModel, model: ModelConfig) -> set[str]:
-    """Fixes the parts that the recipe says, and returns their names."""
-    frozen = {part for part in ("vision", "llm") if getattr(model, part).frozen}
-    whole.freeze(frozen)
-    return frozen
+def experts_by(dtype: torch.dtype) -> str | None:
+    """What computes the experts of a layer, by transformers' names: one product of the tokens of
+    all experts, which has no float64, or one expert after the other."""
+    return "eager" if dtype == torch.float64 else None
 
 
-def ordered(whole: WholeModel, config: FsdpConfig, frozen: set[str]
-            ) -> tuple[list[Unit], list[Unit]]:
+def freeze(whole: WholeModel, model: ModelConfig) -> None:
+    """Fixes the parts that the recipe says; with adapters, all that they are beside."""
+    whole.freeze([part for part in (*PHASES, "connector") if not model.learns(part)])
+    for name, parameter in whole.hf.named_parameters() if model.lora.rank else ():
+        parameter.requires_grad_(adapters.learns(name, model))
+
+
+def ordered(whole: WholeModel, config: FsdpConfig) -> tuple[list[Unit], list[Unit]]:
     """The units in the order of the forward pass and in that of the backward pass: the blocks,
     and the embedding and the head where they are not one. The root has the rest of the model, a
     tower's own weights too: transformers finds what it records by the names of classes, which
     fully_shard changes."""
     stacks = whole.blocks()
-    learns = "vision" not in frozen
-    tower = [Unit(block, config.reshard("vision") if learns else "full", learns)
-             for block in stacks["vision"]]
+    tower = [of_encoder(block, config.reshard(part)) for part in ENCODERS if part in stacks
+             for block in stacks[part]]
     layers = [Unit(layer, config.reshard("llm")) for layer in stacks["llm"]]
     root = Unit(whole, "none")
     table, head = whole.hf.get_input_embeddings(), whole.hf.get_output_embeddings()
@@ -108,3 +124,37 @@ def _distributed_by(cls: type, distribute: Callable[[nn.Module], None],
         yield
     finally:
         del cls.maybe_distribute_model, cls.prepare_distribute_model
+
+
+class _Rows:
+    """A sharded model, the parameters of which are their rows on this rank."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.model, name)
+
+    def get_parameter(self, name: str) -> torch.Tensor:
+        return self.model.get_parameter(name).to_local()
+
+
+@contextmanager
+def _converted_by_rows(device: torch.device | None) -> Iterator[None]:
+    """Within it from_pretrained converts weights by the sizes of this rank's rows. By itself it
+    compares what it has read with all rows, and so transposes what `save_pretrained` wrote of
+    Qwen3-VL-MoE; and it cannot stack the experts of a rank that has none of them."""
+    convert = WeightConverter.convert
+
+    def by_rows(self: WeightConverter, name: str, model: nn.Module, **keys: Any) -> dict:
+        rows = _Rows(model)
+        if any(isinstance(operation, MergeModulelist) for operation in self.operations) and (
+                not len(own := rows.get_parameter(name))):
+            return {name: torch.empty_like(own, device=device or "cpu")}
+        return convert(self, name, model=rows, **keys)
+
+    WeightConverter.convert = by_rows
+    try:
+        yield
+    finally:
+        WeightConverter.convert = convert

@@ -12,17 +12,13 @@ from collections.abc import Container
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
+from orchmllm.models.adapters import WEIGHTS
 from orchmllm.models.mllm import MultimodalModel
 from orchmllm.models.parts import init_parameters
-
-
-def plain_name(name: str) -> str:
-    """A parameter's name without those of activation checkpointing's wrappers."""
-    return name.replace("_checkpoint_wrapped_module.", "")
 
 
 def seed_weights(model: MultimodalModel, seed: int, skip: Container[str] = ()) -> None:
@@ -30,12 +26,22 @@ def seed_weights(model: MultimodalModel, seed: int, skip: Container[str] = ()) -
     convolution and embedding layers, zero biases, norms' own. model: whole or sharded, with
     memory. skip: plain names of weights that will be read from a file, so need not be drawn."""
     def draw(name: str, weight: Tensor) -> None:
-        name = plain_name(name)
         if name not in skip:
             std = model.llm.head_std if weight is model.llm.lm_head.weight else 0.02
             _draw(weight, std, seed, name)
 
     init_parameters(model, draw)
+
+
+@torch.no_grad()
+def seed_adapters(hf: nn.Module, seed: int) -> None:
+    """Gives all adapters (orchmllm.models.adapters) their initial values, in place: A is drawn
+    evenly from +-1/sqrt(in), as peft draws it, and B is 0."""
+    for name, weight in hf.named_parameters():
+        if name.endswith(WEIGHTS[0]):
+            _draw(weight, weight.shape[1]**-0.5, seed, name, evenly=True)
+        elif name.endswith(WEIGHTS[1]):
+            weight.zero_()
 
 
 def local_rows(parameter: Tensor) -> tuple[Tensor, int]:
@@ -49,8 +55,9 @@ def local_rows(parameter: Tensor) -> tuple[Tensor, int]:
     return parameter.to_local(), offset[0]
 
 
-def _draw(weight: Tensor, std: float, seed: int, name: str) -> None:
-    """This rank's rows of a weight, each from a generator of its own."""
+def _draw(weight: Tensor, scale: float, seed: int, name: str, evenly: bool = False) -> None:
+    """This rank's rows of a weight, each from a generator of its own: N(0, scale^2), or evenly from
+    +-scale."""
     local, first = local_rows(weight)
     width = int(np.prod(weight.shape[1:]))
     key = int.from_bytes(hashlib.blake2b(f"{seed} {name}".encode(), digest_size=8).digest(),
@@ -61,5 +68,8 @@ def _draw(weight: Tensor, std: float, seed: int, name: str) -> None:
         rows = np.empty((len(part), width), np.float32)
         for k in range(len(rows)):
             generator = np.random.Generator(np.random.Philox(key=[key, first + at + k]))
-            generator.standard_normal(out=rows[k], dtype=np.float32)
-        part.copy_(torch.from_numpy(rows).mul_(std).view(part.shape))
+            if evenly:
+                rows[k] = 2 * generator.random(width, np.float32) - 1
+            else:
+                generator.standard_normal(out=rows[k], dtype=np.float32)
+        part.copy_(torch.from_numpy(rows).mul_(scale).view(part.shape))

@@ -14,11 +14,10 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from itertools import product
 
 import numpy as np
 
-from orchmllm.config.fsdp import DTYPE_BYTES
+from orchmllm.config.fsdp import DTYPE_BYTES, layer_counts
 from orchmllm.config.job import Job
 from orchmllm.config.model import ModelConfig
 from orchmllm.config.recipe import CheckpointConfig, FsdpConfig
@@ -28,10 +27,10 @@ from orchmllm.plan.assign import PHASES
 from orchmllm.plan.layout import ENCODERS
 from orchmllm.plan.step import StepPlan
 from orchmllm.sharding import activations
-from orchmllm.sharding.units import Unit, shard_sizes, units
+from orchmllm.sharding.activations import Counts, Stack
+from orchmllm.sharding.units import Unit, by_role, shard_sizes, units
 
-CHOICES = ("none", "selective", "full")  # cheapest to most expensive in time
-Choice = Mapping[str, str]
+Choice = Mapping[str, str]  # phase -> one of CHOICES, or numbers of layers
 
 
 @dataclass(frozen=True)
@@ -110,31 +109,47 @@ class MemoryModel:
             -(-shape[0] // self.shards) * math.prod(shape[1:])
             for unit in units(self.model) for shape in unit.trained + unit.frozen)
 
+    def counts(self, phase: str, choice: str) -> dict[str, int]:
+        """Layers of a phase by CHOICES. Raises ValueError for more than it has."""
+        try:
+            return layer_counts(choice, getattr(self.model, phase).num_layers)
+        except ValueError as e:
+            raise ValueError(f"fsdp.{phase}_checkpointing={choice}: {e}") from e
+
+    def stack(self, phase: str, counts: Counts) -> Stack:
+        """Of the blocks of a phase."""
+        return self._block(phase).stack(counts)
+
     def peaks(self, loads: Loads, choice: Choice) -> dict[str, np.ndarray]:
-        """moment -> (d,) bytes. choice: phase -> none, selective or full."""
+        """moment -> (d,) bytes."""
+        return self.moments(loads, {p: self.stack(p, self.counts(p, choice[p])) for p in PHASES})
+
+    def moments(self, loads: Loads, stacks: Mapping[str, Stack]) -> dict[str, np.ndarray]:
+        """moment -> (d,) bytes, or (n, d) for n cases of a phase. A sum over phases at each."""
         state, grads = self.state_bytes(), self._gradients()
         if self.fsdp.cpu_offload:
             state, grads = dict.fromkeys(state, 0), dict.fromkeys(grads, 0)
         static = state["parameters"] + state["optimizer"] + self._batch(loads)
         again = state["gradients"] * (self.microbatches > 1)
-        kept = {p: self._kept(p, loads, choice[p]) for p in PHASES}
+        kept = {p: stacks[p].kept * loads.phases[p].positions + self._around(p, loads)
+                for p in PHASES}
         features = sum(self._features(p, loads) for p in ENCODERS)
         done = static + float(again)
         out = {}
         for phase in ENCODERS:
             done = done + kept[phase]
             out[f"{phase} forward"] = done + self._gather(phase, False) + np.maximum(
-                self._forward_work(phase, loads, choice[phase]), self._exchange(phase, loads))
+                stacks[phase].forward * loads.phases[phase].positions, self._exchange(phase, loads))
         done = done + features + kept["llm"]
-        out["llm forward"] = done + self._gather("llm", False) + self._forward_work(
-            "llm", loads, choice["llm"])
+        out["llm forward"] = done + self._gather("llm", False) + (
+            stacks["llm"].forward * loads.phases["llm"].positions)
         head = 2.0 * self._units("llm")["head"].size * self.element + self._stays("llm")
         out["loss"] = done + self.loss_bytes(loads) + head
         done = done - features
         made = 0.0
         for phase in reversed(PHASES):
             out[f"{phase} backward"] = done + made + self._waiting(phase) + self._gather(
-                phase, True) + self._backward_work(phase, loads, choice[phase])
+                phase, True) + self._backward_work(phase, loads, stacks[phase])
             made += grads[phase] * (not again)
             done = done - kept[phase]
         late = self._late()
@@ -169,27 +184,24 @@ class MemoryModel:
         return activations.block_bytes(phase, getattr(self.model, phase), self.element,
                                        self.on_cpu)
 
-    def _kept(self, phase: str, loads: Loads, choice: str) -> np.ndarray:
+    def _around(self, phase: str, loads: Loads) -> np.ndarray:
+        """What is kept around the blocks."""
         lengths, e = loads.phases[phase], self.element
         config = getattr(self.model, phase)
-        blocks = config.num_layers * self._block(phase).kept[choice] * lengths.positions
         if phase == "llm":
             last = activations.rms_norm_bytes(config, e, self.on_cpu)
             rotary = 2 * e * config.hidden_size // config.num_heads
-            return blocks + (last + rotary) * lengths.tokens
+            return (last + rotary) * lengths.tokens
         make = getattr(activations, f"{phase}_root")
         row, position, token = make(config, self.model.llm.hidden_size, e)
-        return (blocks + row * lengths.rows + position * lengths.positions
-                + token * lengths.tokens)
+        return self.model.features_learn(phase) * (
+            row * lengths.rows + position * lengths.positions + token * lengths.tokens)
 
-    def _forward_work(self, phase: str, loads: Loads, choice: str) -> np.ndarray:
-        return self._block(phase).forward_work(choice) * loads.phases[phase].positions
-
-    def _backward_work(self, phase: str, loads: Loads, choice: str) -> np.ndarray:
+    def _backward_work(self, phase: str, loads: Loads, stack: Stack) -> np.ndarray:
         """A block's recomputed activations and its gradients: as the weights' gradients are made,
         the activations go, so that half of one is there with all of the other."""
         block = self._units(phase)["block"]
-        moving = self._block(phase).backward_work(choice) * loads.phases[phase].positions
+        moving = stack.backward * loads.phases[phase].positions
         weights = float(self.element * block.trained_size)
         return moving + weights - np.minimum(moving, weights) / 2
 
@@ -216,8 +228,7 @@ class MemoryModel:
         return np.where(tokens > chunk, chunked, plain)
 
     def _units(self, phase: str) -> dict[str, Unit]:
-        """By role."""
-        return {u.role: u for u in units(self.model) if u.phase == phase}
+        return by_role(self.model, phase)
 
     def _gather(self, phase: str, backward: bool) -> float:
         """Gathered parameters, at their worst: the encoder's root unit for the whole phase, the
@@ -229,7 +240,9 @@ class MemoryModel:
         ahead = min(max(self.fsdp.prefetch, 1), max(block.copies - 1, 1))
         root = sum(u.size for u in own.values() if u.role == "root" and not u.stays)
         current = e * (block.size * (1 + ahead) + root)
-        if self.fsdp.reshard(phase) == "none" and block.read_in_backward:
+        if backward and not block.read_in_backward:
+            current = e * root * own["root"].read_in_backward
+        elif self.fsdp.reshard(phase) == "none" and block.read_in_backward:
             current = 0 if backward else block.size * e * ahead
         if backward:
             current += self._reduced * max(
@@ -264,35 +277,18 @@ class MemoryModel:
 
     def extra_time(self, loads: Loads, choice: Choice) -> float:
         """FLOP that the slowest rank of each phase repeats: what `auto` keeps low."""
-        total = 0.0
-        for phase in PHASES:
-            lengths = loads.phases[phase]
-            work = phase_work(phase, self.model, lengths, choice[phase])
-            again = work.recompute + SELECTIVE_SHARE * (choice[phase] == "selective") * work.forward
-            # Attention is that of one item as long as all of the rank's: it has more pairs.
-            share = loads.pairs[phase] / np.maximum(lengths.positions, 1.0)**2
-            total += float((again[0] + share * again[1]).max())
-        return total
+        return sum(float(self.again(p, loads, self.counts(p, choice[p])).max()) for p in PHASES)
+
+    def again(self, phase: str, loads: Loads, counts: Counts) -> np.ndarray:
+        """(d,) FLOP that a phase repeats, or (n, d) for n cases."""
+        lengths = loads.phases[phase]
+        work = phase_work(phase, self.model, lengths, "full")
+        # Attention is that of one item as long as all of the rank's: it has more pairs.
+        share = loads.pairs[phase] / np.maximum(lengths.positions, 1.0)**2
+        full, forward = (x[0] + share * x[1] for x in (work.recompute, work.forward))
+        return (counts["full"] * full + counts["selective"] * SELECTIVE_SHARE * forward) / (
+            getattr(self.model, phase).num_layers)
 
 
 # Norms, activations and rotations of a block take about this share of its forward time.
 SELECTIVE_SHARE = 0.1
-
-
-def choose_checkpointing(memory: MemoryModel, loads: Loads, budget_bytes: float,
-                         fixed: Choice | None = None) -> dict[str, str]:
-    """phase -> the cheapest choice whose predicted peak is within the budget; `fixed` phases stay.
-
-    Raises ValueError if not even full checkpointing fits, with what it would need."""
-    fitting, least, fixed = [], np.inf, fixed or {}
-    for choices in product(*([fixed[p]] if p in fixed else CHOICES for p in PHASES)):
-        choice = dict(zip(PHASES, choices, strict=True))
-        peak = memory.peak(loads, choice)
-        least = min(least, peak)
-        if peak <= budget_bytes:
-            fitting.append(((memory.extra_time(loads, choice), peak), choice))
-    if not fitting:
-        raise ValueError(
-            f"needs {least / 1e9:.1f} GB a rank at least, {(least - budget_bytes) / 1e9:.1f} GB "
-            f"more than the {budget_bytes / 1e9:.1f} GB that are allowed")
-    return min(fitting, key=lambda x: x[0])[1]

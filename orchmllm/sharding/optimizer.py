@@ -15,7 +15,6 @@ from orchmllm.config.recipe import TRAIN_PARTS, TrainConfig
 from orchmllm.models import families
 from orchmllm.models.hf import WholeModel
 from orchmllm.models.mllm import MultimodalModel
-from orchmllm.sharding.init import plain_name
 
 
 def part_of(name: str) -> str:
@@ -31,11 +30,20 @@ def learning_parts(model: MultimodalModel | WholeModel) -> dict[str, list[nn.Par
     parts: dict[str, list[nn.Parameter]] = {part: [] for part in TRAIN_PARTS}
     for name, p in model.named_parameters():
         if p.requires_grad:
-            parts[part_of(plain_name(name))].append(p)
+            parts[part_of(name)].append(p)
     learning = {part: found for part, found in parts.items() if found}
     if not learning:
         raise ValueError("model.*.frozen: every submodule is frozen, nothing would be trained")
     return learning
+
+
+def describe_learning(model: MultimodalModel | WholeModel) -> str:
+    """One line for the log."""
+    counts = {part: sum(p.numel() for p in found)
+              for part, found in learning_parts(model).items()}
+    whole = sum(p.numel() for p in model.parameters())
+    return (f"{sum(counts.values()):,} of {whole:,} parameters learn: "
+            + ", ".join(f"{part} {count:,}" for part, count in counts.items()))
 
 
 class _ShardAdamW(torch.optim.AdamW):
@@ -109,3 +117,11 @@ def learning_rate(step: int, config: TrainConfig) -> float:
     done = min(max(done, 0.0), 1.0)
     left = 1 - done if config.schedule == "wsd" else 0.5 * (1 + math.cos(math.pi * done))
     return config.lr * (config.min_lr_ratio + (1 - config.min_lr_ratio) * left)
+
+
+def set_learning_rate(optimizer: torch.optim.Optimizer, step: int, config: TrainConfig) -> float:
+    """Sets that of a step, of each group its `lr_share`, and returns it."""
+    lr = learning_rate(step, config)
+    for group in optimizer.param_groups:
+        group["lr"] = lr * group["lr_share"]
+    return lr

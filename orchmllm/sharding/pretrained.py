@@ -6,8 +6,7 @@ The folders are checked by orchmllm.hf.sources; orchmllm.hf.export writes them.
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -17,12 +16,11 @@ from torch import Tensor
 
 from orchmllm.comm.errors import AgreedError
 from orchmllm.hf.folder import Stored
-from orchmllm.hf.sources import WeightSource
+from orchmllm.hf.sources import WeightSource, fingerprint
 from orchmllm.models.mllm import MultimodalModel
-from orchmllm.sharding.init import local_rows, plain_name
+from orchmllm.sharding.init import local_rows
 
 BLOCK_BYTES = 1 << 26  # copied (and converted) at a time
-SAMPLE_BYTES = 4096
 
 
 @torch.no_grad()
@@ -31,7 +29,7 @@ def load_pretrained(model: MultimodalModel, sources: Sequence[WeightSource]) -> 
 
     model: whole or sharded (1-D or hybrid), with memory. Not collective: each rank reads alone.
     Raises OSError or ValueError if a file cannot be read any more."""
-    parameters = {plain_name(name): p for name, p in model.named_parameters()}
+    parameters = dict(model.named_parameters())
     by_file: dict[Path, list[tuple[Tensor, Stored]]] = {}
     for source in sources:
         for name, stored in source.tensors.items():
@@ -54,24 +52,12 @@ def _fill(parameter: Tensor, file: safe_open, stored: Stored) -> None:
         rows.copy_(tensor[first + at: first + at + len(rows)].reshape(rows.shape))
 
 
-def fingerprint(sources: Sequence[WeightSource]) -> int:
-    """48 bits that differ for other tensors, and for other revisions of a model: of each tensor a
-    sample of its bytes counts."""
-    digest = hashlib.blake2b(digest_size=6)
-    for source in sources:
-        for name, stored in sorted(source.tensors.items()):
-            digest.update(f"{name} {stored.dtype} {stored.shape}".encode())
-            rows = stored.shape[0]
-            count = max(1, SAMPLE_BYTES * rows // max(stored.num_bytes, 1))
-            with safe_open(stored.file, framework="pt") as f:
-                sample = f.get_slice(stored.key)[max(0, rows - count) // 2: (rows + count + 1) // 2]
-            digest.update(sample.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
-    return int.from_bytes(digest.digest(), "little")
-
-
-def check_same(fingerprints: np.ndarray) -> None:
-    """fingerprints: (d,) of all ranks. Raises AgreedError on all of them if the ranks would shard
-    different weights: nodes may each have a copy of a folder."""
+def agreed_fingerprint(sources: Sequence[WeightSource],
+                       gather: Callable[[Sequence[int]], np.ndarray]) -> int:
+    """The fingerprint. gather: gives (d, n) for n numbers of each rank. Raises AgreedError on all
+    ranks if they would shard different weights: nodes may each have a copy of a folder."""
+    mine = fingerprint(sources)
+    fingerprints = gather([mine])[:, 0]
     values, counts = np.unique(fingerprints, return_counts=True)
     if len(values) > 1:
         odd = np.flatnonzero(fingerprints != values[counts.argmax()]).tolist()
@@ -79,3 +65,4 @@ def check_same(fingerprints: np.ndarray) -> None:
             f"pretrained weights: rank{'s' if len(odd) > 1 else ''} {', '.join(map(str, odd))} "
             f"read{'' if len(odd) > 1 else 's'} other weights than the rest: give every node the "
             "same copy of the folders")
+    return mine

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
+from itertools import groupby
 
 from orchmllm.config.fsdp import DTYPE_BYTES
 from orchmllm.config.model import ModelConfig
@@ -56,9 +57,7 @@ class Unit:
         """And freed before: the head and the LLM's norm come last and first, so they stay."""
         if self.stays:
             return False
-        if self.phase == "llm":
-            return self.role == "block"
-        return self.role == "root" or self.trained_size > 0
+        return self.role == "block" if self.phase == "llm" else self.trained_size > 0
 
     def shard_size(self, shards: int, trained_only: bool = False) -> int:
         """Parameters that the fullest rank holds of one copy: FSDP2 cuts dimension 0, rounded up
@@ -82,48 +81,75 @@ def units(model: ModelConfig) -> list[Unit]:
         return _of_whole(model)
     out = []
     for phase in PARTS:
-        frozen = getattr(model, phase).frozen
         found: dict[str, list[Named]] = {}
         for n in _parameters(phase, model):
             found.setdefault(_unit_name(n.name), []).append(n)
         copies = sum(name.isdigit() for name in found)
         for name, members in found.items():
             if name in ("0", *ROLES):
-                learnt = [_shape(n) for n in members if not frozen or ".connector." in n.name]
-                kept = [_shape(n) for n in members if frozen and ".connector." not in n.name]
+                shapes = {True: [], False: []}  # of those that learn, and of the others
+                for n in members:
+                    part = "connector" if ".connector." in n.name else phase
+                    shapes[model.learns(part)].append(_shape(n))
                 out.append(Unit(phase, "block" if name == "0" else name,
-                                copies if name == "0" else 1, tuple(learnt), tuple(kept)))
+                                copies if name == "0" else 1, *map(tuple, shapes.values())))
     return out
+
+
+def by_role(model: ModelConfig, phase: str) -> dict[str, Unit]:
+    """The units of a phase by role: of blocks that are not alike the largest, as if all were."""
+    found: dict[str, Unit] = {}
+    for unit in units(model):
+        if unit.phase != phase:
+            continue
+        if other := found.get(unit.role):
+            copies = other.copies + unit.copies
+            unit = replace(max(other, unit, key=lambda u: u.size), copies=copies)
+        found[unit.role] = unit
+    return found
 
 
 def _of_whole(model: ModelConfig) -> list[Unit]:
     """The units of orchmllm.sharding.hf.ordered. What its model has not, audio or a head of its
     own, has no parameters."""
+    from orchmllm.models import adapters  # with torch
     from orchmllm.models.families import part_of
-    from orchmllm.models.hf import meta_model  # with torch
+    from orchmllm.models.hf import meta_model
 
     whole = meta_model(model.folder)
     stacks, places = whole.blocks(), {}
     table, head = whole.hf.get_input_embeddings().weight, whole.hf.get_output_embeddings().weight
     if table is not head:
         places |= {id(table): "embed", id(head): "head"}
-    for phase, stack in stacks.items():
-        places |= {id(p): "" for p in stack.parameters()}
-        places |= {id(p): phase for p in stack[0].parameters()}
+    runs: dict[str, list[tuple[str, int]]] = {phase: [] for phase in stacks}
+    for phase, stack in stacks.items():  # some layers have experts
+        for _, group in groupby(stack, lambda block: [p.shape for p in block.parameters()]):
+            alike = list(group)
+            place = f"{phase} {len(runs[phase])}"
+            places |= {id(p): "" for block in alike for p in block.parameters()}
+            places |= {id(p): place for p in alike[0].parameters()}
+            runs[phase].append((place, len(alike)))
     found: dict[str, tuple[list[Shape], list[Shape]]] = {}
-    for name, p in whole.hf.named_parameters():
+    parameters = dict(whole.hf.named_parameters())
+    learnt = dict(adapters.learnt(whole, model)) if model.lora.rank else {}
+    for name, p in parameters.items():
         part = part_of(name)
-        frozen = part != "connector" and getattr(model, part).frozen
+        frozen = name not in learnt if learnt else not model.learns(part)
         place = places.get(id(p), "root")
         found.setdefault(place, ([], []))[frozen].append(tuple(p.shape))
+    for name, shape in learnt.items():
+        beside, adapter, _ = name.partition(".lora_")
+        if adapter and (place := places[id(parameters[f"{beside}.weight"])]):
+            found[place][0].append(shape)
 
     def unit(phase: str, role: str, copies: int = 1, place: str = "none", **options) -> Unit:
         return Unit(phase, role, copies, *map(tuple, found.get(place, ((), ()))), **options)
 
-    return [unit("vision", "root", place="root", stays=True),
-            unit("vision", "block", len(stacks["vision"]), "vision"),
-            unit("audio", "root"), unit("audio", "block"), unit("llm", "embed", place="embed"),
-            unit("llm", "block", len(stacks["llm"]), "llm"), unit("llm", "head", place="head")]
+    blocks = {part: [unit(part, "block", copies, place) for place, copies in runs.get(
+        part, [("none", 1)])] for part in PARTS}
+    return [unit("vision", "root", place="root", stays=True), *blocks["vision"],
+            unit("audio", "root"), *blocks["audio"], unit("llm", "embed", place="embed"),
+            *blocks["llm"], unit("llm", "head", place="head")]
 
 
 def _parameters(phase: str, model: ModelConfig) -> Iterator[Named]:
@@ -145,7 +171,10 @@ def _unit_name(parameter: str) -> str:
 
 
 def checkpoint_bytes(recipe: Recipe) -> int:
-    """Size of a checkpoint: parameters, and the optimizer's state of those that learn."""
-    state = sum(u.copies * (u.size + len(OPTIMIZER_STATE) * u.trained_size)
+    """Size of a checkpoint: parameters, and the optimizer's state of those that learn; with
+    adapters, nothing of the rest."""
+    alone = bool(recipe.model.lora.rank)
+    state = sum(u.copies * ((u.trained_size if alone else u.size)
+                            + len(OPTIMIZER_STATE) * u.trained_size)
                 for u in units(recipe.model))
     return state * DTYPE_BYTES[recipe.fsdp.param_dtype]

@@ -29,7 +29,6 @@ from orchmllm.plan.assign import PlanSpec
 from orchmllm.plan.layout import BatchLayout
 from orchmllm.plan.step import plan_step
 from orchmllm.sharding.fsdp import build_model
-from orchmllm.sharding.init import plain_name
 from orchmllm.tools.doctor.synthetic import SyntheticDataset, recipe
 from scripts.gpu_parts import one_rank, random_inputs
 
@@ -80,7 +79,7 @@ def gradients(device: torch.device, model: ModelConfig, fsdp: FsdpConfig, spec: 
     """Parameter -> its gradient on the device, in float64 on the host."""
     built = build(device, model, fsdp)
     backward(built, device, spec, micro)
-    return {plain_name(name): p.grad.full_tensor().double().cpu()
+    return {name: p.grad.full_tensor().double().cpu()
             for name, p in built.named_parameters()}
 
 

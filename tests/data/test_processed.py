@@ -13,15 +13,17 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from transformers import ProcessorMixin
 
 from orchmllm.batch import IGNORE_INDEX
 from orchmllm.config.recipe import DataConfig
 from orchmllm.data.loading.workers import Workers
 from orchmllm.data.media.medium import MediaError
 from orchmllm.data.processed import ProcessedRows
+from orchmllm.plan.layout import VISION
 from orchmllm.tools.data.build_index import build_index
 from orchmllm.tools.data.preview import preview
-from tests.lib.processors import FAMILIES, OPTIONS, write_processor
+from tests.lib.processors import CLIPS, FAMILIES, OPTIONS, write_processor
 
 TOLD = ("the red row", "What\n\n", "user assistant", "a", "1 of 2\n", "Grüße, 世界 ")
 
@@ -82,8 +84,9 @@ def check(rows: ProcessedRows, processor, talks: list[list[dict]], options: dict
     for i, talk in enumerate(talks):
         measured, example = rows.measure(i), rows.load(i)
         assert rows.problem(i) is None
-        theirs = processor.apply_chat_template(
-            talk, tokenize=True, return_dict=True, return_tensors="pt",
+        # SmolVLM's own asks the part for videos, which is left out, and does the same.
+        theirs = ProcessorMixin.apply_chat_template(
+            processor, talk, tokenize=True, return_dict=True, return_tensors="pt",
             processor_kwargs={"images_kwargs": options} if options else None)
         ids = theirs.pop("input_ids")[0]
         theirs.pop("attention_mask", None)
@@ -127,7 +130,7 @@ def test_headers_pixels_and_transformers_agree(tmp_path, family, monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [name for name in FAMILIES if not name.startswith(CLIPS)])
 def test_every_family_agrees_at_many_sizes(tmp_path, family):
     sizes = [*drawn(220, 1, 2), *drawn(40, 4, 3), [], []]
     talks = write_rows(tmp_path, family, sizes)
@@ -163,8 +166,7 @@ def failing(rows: ProcessedRows, i: int) -> tuple[list[tuple[int, str]], object]
     assert example.lengths.to_payload().tolist() == payload(rows, i)
     assert len(example.input_ids) == example.lengths.num_tokens.sum()
     assert (example.labels == IGNORE_INDEX).all() and len(example.labels) == len(example.input_ids)
-    features = np.isin(
-        example.input_ids, [*rows.processor.token_ids.values()]).sum()
+    features = np.isin(example.input_ids, [*rows.processor.token_ids.values()]).sum()
     assert features == example.lengths.num_tokens[example.lengths.modality == 1].sum()
     with pytest.raises(MediaError):
         rows.load(i)
@@ -248,7 +250,7 @@ def test_an_image_that_fails_keeps_its_planned_length(tmp_path, has_index):
 def test_a_row_that_has_changed_keeps_its_planned_length(tmp_path):
     write_rows(tmp_path, "mistral3", SIZES)
     rows = indexed(tmp_path)
-    good = rows.load(1)
+    good, text = rows.load(1), rows.load(1, segments=[])
     path = tmp_path / "data.jsonl"
     stamp = path.stat().st_mtime_ns
     path.write_bytes(path.read_bytes().replace(b"the row", b"the ROW"))
@@ -256,6 +258,12 @@ def test_a_row_that_has_changed_keeps_its_planned_length(tmp_path):
     [(segment, reason)], example = failing(rows, 1)
     assert segment == 0 and "cannot be used as it was planned" in reason
     assert example.media["pixel_values"].shape == good.media["pixel_values"].shape
+    told = []
+    encoded = rows.load(1, text=False, segments=list(text.arguments),
+                        on_error=lambda _, error: told.append(str(error)))
+    assert told == [reason]  # as on the rank that has the text
+    sizes = [part["image_sizes"] for part in encoded.parts.values()]
+    assert torch.equal(torch.cat(sizes), good.media["image_sizes"])
 
 
 @pytest.mark.parametrize("rope", [{"rope_type": "dynamic", "factor": 2.0}, {
@@ -286,7 +294,7 @@ def test_an_example_ends_at_max_example_tokens(tmp_path):
     edited(tmp_path, 1, messages=talk(images[:1], "a", "the red row")[:3] + talk(images[1:], "a"))
     whole = opened(tmp_path)
     full = [whole.load(i) for i in range(2)]
-    at = [np.flatnonzero(f.input_ids == whole.processor.token_ids[1])[-1] for f in full]
+    at = [np.flatnonzero(f.input_ids == whole.processor.token_ids[VISION])[-1] for f in full]
     rows = opened(tmp_path, max_example_tokens=int(at[0]))
     assert "nothing to learn" in str(rows.problem(0))
     for limit in (len(full[1].input_ids), at[1] + 3, at[1] + 1, at[1], at[1] - 3):
@@ -361,7 +369,10 @@ def test_worker_processes_load_the_same(tmp_path):
 
 
 def test_a_folder_that_cannot_be_used_says_why(tmp_path):
-    from transformers import WhisperFeatureExtractor
+    from transformers import ClapFeatureExtractor, WhisperFeatureExtractor
+
+    extractors = {"qwen2_audio": WhisperFeatureExtractor(feature_size=8),
+                  "clap": ClapFeatureExtractor()}
 
     write_rows(tmp_path, "llava", SIZES[:1])
     path = tmp_path / "chat_template.jinja"
@@ -376,11 +387,12 @@ def test_a_folder_that_cannot_be_used_says_why(tmp_path):
     with pytest.raises(ValueError, match="leave it out"):
         opened(tmp_path, tokenizer="there")
     for kind, reason in (("llama", "llama have no processor"),
-                         ("qwen2_audio", "Qwen2AudioProcessor has no image processor"),
+                         ("qwen2_audio", "does not write <|AUDIO|> for a clip"),
+                         ("clap", "the ClapFeatureExtractor of its processor was not tested"),
                          ("chameleon", "does not say vision_config")):
         (tmp_path / "config.json").write_text(json.dumps({"model_type": kind}))
-        if kind == "qwen2_audio":
-            WhisperFeatureExtractor(feature_size=8).save_pretrained(tmp_path)
+        if kind in extractors:
+            extractors[kind].save_pretrained(tmp_path)
         else:
             (tmp_path / "preprocessor_config.json").unlink(missing_ok=True)
         with pytest.raises(ValueError, match=reason):

@@ -9,8 +9,10 @@ import torch
 
 from orchmllm.data.segments import parts
 from tests.data.test_processed import drawn, opened, write_rows
-from tests.lib.processors import FAMILIES
 
+OF_IMAGES = (
+    "aya_vision", "gemma3", "gemma3_pan_and_scan", "glm4v", "idefics3", "internvl", "llava",
+    "llava_next", "llava_onevision", "mistral3", "qwen2_5_vl", "qwen2_vl", "qwen3_vl")
 FAST = ("llava_onevision", "idefics3")
 
 
@@ -26,7 +28,7 @@ def same(some: dict, others: dict) -> bool:
 
 
 @pytest.mark.parametrize("family", [
-    name if name in FAST else pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES])
+    name if name in FAST else pytest.param(name, marks=pytest.mark.slow) for name in OF_IMAGES])
 def test_a_medium_s_tensors_are_bit_equal_to_its_part_of_the_whole_example(tmp_path, family):
     """Also where the files of the other images are gone."""
     sizes = [*drawn(4, 3, 5), [(40, 60)], [], [(33, 90), (120, 40), (64, 64)]]

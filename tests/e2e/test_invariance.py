@@ -21,7 +21,8 @@ from tests.lib.gradients import (
     worst_difference,
 )
 from tests.lib.ranks import run_ranks
-from tests.lib.synthetic import MODEL, SyntheticDataset, recipe
+from tests.lib.recipes import frozen
+from tests.lib.synthetic import SyntheticDataset, recipe
 
 pytestmark = pytest.mark.dist
 OFF = BalanceConfig(enabled=False)
@@ -54,16 +55,18 @@ ROUTED = {  # four ranks, two nodes
 # Examples 0-3 are the first rank's with three ranks, 0-2 with four.
 UNSUPERVISED = SyntheticDataset(unlabelled=frozenset(range(6)))
 NO_TARGETS = SyntheticDataset(unlabelled=frozenset(range(24)))
-FROZEN = replace(MODEL, vision=replace(MODEL.vision, frozen=True),
-                 audio=replace(MODEL.audio, frozen=True))
 SPECIAL = {
     "a rank without targets": Case(recipe(balance=OFF), dataset=UNSUPERVISED),
     "a rank without targets, balanced": Case(recipe(balance=balanced()), dataset=UNSUPERVISED),
     "no targets at all": Case(recipe(balance=balanced()), dataset=NO_TARGETS),
-    "frozen encoders": Case(recipe(balance=balanced(), model=FROZEN)),
-    "frozen LLM": Case(recipe(balance=balanced(), model=replace(
-        MODEL, llm=replace(MODEL.llm, frozen=True)))),
+    "frozen encoders": Case(recipe(balance=balanced(), model=frozen("vision", "audio"))),
+    "frozen LLM": Case(recipe(balance=balanced(), model=frozen("llm"))),
+    "connectors alone": Case(recipe(balance=balanced(), model=frozen("vision", "audio", "llm"))),
+    "vision alone": Case(recipe(balance=balanced(), model=frozen("audio", "connector", "llm"))),
+    "LLM alone": Case(recipe(balance=balanced(), model=frozen("vision", "audio", "connector"))),
+    "LLM alone, off": Case(recipe(balance=OFF, model=frozen("vision", "audio", "connector"))),
 }
+SLOW_FROZEN = {"connectors alone", "vision alone", "LLM alone, off"}
 
 
 @pytest.fixture(scope="module")
@@ -99,8 +102,9 @@ ON_TWO = {"off", "off/accumulate3", "accumulate3", "checkpointed", "frozen encod
 
 
 @pytest.mark.parametrize("num_ranks, left_out", [  # each policy with either dispatch, fast
-    (1, policies_with("tensors") | policies_with("load") - {"greedy/load"}),
-    (2, policies_with("load")), (4, policies_with("tensors") | ON_TWO),
+    (1, policies_with("tensors") | policies_with("load") - {"greedy/load"} | SLOW_FROZEN),
+    (2, policies_with("load") | SLOW_FROZEN),
+    (4, policies_with("tensors") | ON_TWO | SLOW_FROZEN | {"LLM alone"}),
     *(pytest.param(n, set(), marks=pytest.mark.slow) for n in (3, 4))],
     ids=["1", "2", "4", "3, all", "4, all"])
 def test_gradients_equal_the_plain_loop(num_ranks, left_out, references):

@@ -15,7 +15,6 @@ from orchmllm.config.recipe import Recipe, load_recipe
 from orchmllm.data.sampler import make_sampler
 from orchmllm.models.mllm import MultimodalModel
 from orchmllm.runtime.build import build_dataset
-from orchmllm.sharding.init import plain_name
 from orchmllm.trainer import Trainer
 from tests.lib.commands import TINY
 from tests.lib.gradients import example_loss
@@ -111,7 +110,7 @@ def _state_after(world, run: Recipe, failure: Failure) -> State:
     out = {}
     for name, p in model.named_parameters():
         moments = [state[p][key].full_tensor().numpy() for key in ("exp_avg", "exp_avg_sq")]
-        out[plain_name(name)] = (p.detach().full_tensor().numpy(), *moments,
+        out[name] = (p.detach().full_tensor().numpy(), *moments,
                                  np.asarray(state[p]["step"], float))
     return out if world.rank == 0 else {}
 

@@ -29,6 +29,7 @@ from orchmllm.plan.step import build_plan
 from orchmllm.sharding.fsdp import reshard, shard
 from orchmllm.sharding.optimizer import clip_gradients, learning_parts, make_optimizer
 from tests.lib.accelerator import accelerator
+from tests.lib.recipes import frozen
 from tests.lib.synthetic import SHALLOW, SyntheticDataset, recipe
 
 
@@ -110,9 +111,8 @@ def collectives(num_ranks: int, rank: int, setting: Setting) -> list[Collective]
         with unset_fake_temporarily():
             group = exchange_group(device, 60.0)
             with torch.device("meta"):
-                model = MultimodalModel(replace(SHALLOW, **{p: replace(
-                    getattr(SHALLOW, p), frozen=p in setting.frozen,
-                    num_layers=1 + (p == "llm")) for p in ("vision", "audio", "llm")}), group)
+                model = MultimodalModel(frozen(*setting.frozen, model=replace(
+                    SHALLOW, llm=replace(SHALLOW.llm, num_layers=2))), group)
         model = shard(model, setting.fsdp, device, ranks_per_node=2)
         model.to_empty(device=device)
         optimizer = make_optimizer(model, TrainConfig())

@@ -10,6 +10,8 @@ import torch
 from torch import Tensor, nn
 
 VOCAB, IMAGE, VIDEO, AUDIO, START = 64, 61, 62, 63, 60
+AUDIO_START = 58
+WINDOW = 32  # frames that models encode which fill clips up
 _TEXT = dict(vocab_size=VOCAB, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
              num_attention_heads=4, num_key_value_heads=2, pad_token_id=0, bos_token_id=1,
              eos_token_id=2, max_position_embeddings=512, tie_word_embeddings=False)
@@ -124,6 +126,11 @@ _IDS = dict(image_token_id=IMAGE, video_token_id=VIDEO, vision_start_token_id=ST
             vision_end_token_id=59, tie_word_embeddings=False)
 _QWEN3_VISION = dict(_GRID, hidden_size=32, intermediate_size=48, out_hidden_size=32,
                      num_position_embeddings=64, deepstack_visual_indexes=[0, 1])
+_LINEAR = dict(_mrope([1, 1, 2]), head_dim=8, linear_key_head_dim=8, linear_value_head_dim=8,
+               linear_num_key_heads=2, linear_num_value_heads=4,
+               layer_types=["linear_attention", "full_attention"])
+_LINEAR["rope_parameters"]["partial_rotary_factor"] = 1.0
+_QWEN3_5_VISION = {k: v for k, v in _QWEN3_VISION.items() if k != "deepstack_visual_indexes"}
 _INDEX = dict(image_token_index=IMAGE, image_token_id=IMAGE, video_token_index=VIDEO,
               video_token_id=VIDEO, tie_word_embeddings=False)
 
@@ -148,17 +155,31 @@ ALL = [
            _QWEN_MAKE, "visual"),
     Family("qwen3_vl_moe", _model("Qwen3VLMoeConfig", "Qwen3VLMoeForConditionalGeneration", **_IDS,
            text_config=dict(_mrope([2, 1, 1]), head_dim=8, num_experts=4, num_experts_per_tok=2,
-                            moe_intermediate_size=16, decoder_sparse_step=1),
+                            moe_intermediate_size=12, decoder_sparse_step=1),
            vision_config=_QWEN3_VISION), _QWEN_MAKE, "visual"),
+    Family("qwen3_5", _model("Qwen3_5Config", "Qwen3_5ForConditionalGeneration", **_IDS,
+           text_config=_LINEAR, vision_config=_QWEN3_5_VISION), _QWEN_MAKE, "visual"),
+    Family("qwen3_5_moe", _model("Qwen3_5MoeConfig", "Qwen3_5MoeForConditionalGeneration", **_IDS,
+           text_config=dict(_LINEAR, num_experts=4, num_experts_per_tok=2,
+                            moe_intermediate_size=12, shared_expert_intermediate_size=20),
+           vision_config=_QWEN3_5_VISION), _QWEN_MAKE, "visual"),
     Family("glm4v", _model("Glm4vConfig", "Glm4vForConditionalGeneration", **_IDS,
            image_start_token_id=57, image_end_token_id=58, video_start_token_id=55,
            video_end_token_id=56, text_config=dict(_mrope([1, 1, 2]), partial_rotary_factor=1.0),
            vision_config=dict(_GRID, hidden_size=32, out_hidden_size=32, intermediate_size=48,
                               image_size=16)), _QWEN_MAKE, "visual"),
+    Family("glm4v_moe", _model("Glm4vMoeConfig", "Glm4vMoeForConditionalGeneration", **_IDS,
+           image_start_token_id=57, image_end_token_id=58, video_start_token_id=55,
+           video_end_token_id=56, text_config=dict(
+               _mrope([1, 1, 2]), partial_rotary_factor=1.0, head_dim=8, n_routed_experts=4,
+               num_experts_per_tok=2, moe_intermediate_size=12, n_shared_experts=1, n_group=1,
+               topk_group=1, first_k_dense_replace=1),
+           vision_config=dict(_GRID, hidden_size=32, out_hidden_size=32, intermediate_size=48,
+                              image_size=16)), _QWEN_MAKE, "visual"),
     Family("qwen2_5_omni", _model(
         "Qwen2_5OmniThinkerConfig", "Qwen2_5OmniThinkerForConditionalGeneration",
         audio_token_id=AUDIO, audio_token_index=AUDIO, image_token_index=IMAGE,
-        video_token_index=VIDEO, audio_start_token_id=58, audio_end_token_id=57,
+        video_token_index=VIDEO, audio_start_token_id=AUDIO_START, audio_end_token_id=57,
         text_config=_mrope([1, 1, 2]), **_IDS, vision_config=dict(
             _GRID, hidden_size=32, intermediate_size=48, out_hidden_size=32, window_size=16,
             fullatt_block_indexes=[1]),
@@ -209,10 +230,10 @@ ALL = [
            "AudioFlamingo3ForConditionalGeneration", audio_token_id=AUDIO, text_config=_QWEN2,
            audio_config=dict(hidden_size=32, intermediate_size=48, num_hidden_layers=2,
                              num_attention_heads=2, num_mel_bins=8, max_source_positions=16)),
-           {"audio": _padded_audio("input_features_mask", 32)}, "audio_tower"),
+           {"audio": _padded_audio("input_features_mask", WINDOW)}, "audio_tower"),
     Family("qwen2_audio", _model("Qwen2AudioConfig", "Qwen2AudioForConditionalGeneration",
            audio_token_index=AUDIO, audio_token_id=AUDIO, text_config=_QWEN2,
-           audio_config=_AUDIO_TOWER), {"audio": _padded_audio("feature_attention_mask", 32)},
+           audio_config=_AUDIO_TOWER), {"audio": _padded_audio("feature_attention_mask", WINDOW)},
            "audio_tower"),
 ]
 FAMILIES = {family.name: family for family in ALL}
@@ -267,7 +288,8 @@ def batch(family: Family, model: nn.Module, items: list[Item], seed: int) -> dic
             apart = kind == "video" and family.name.startswith(("qwen3", "glm4v"))
             frames = int(one["video_grid_thw"][0, 0]) if apart else 1
             token = torch.tensor([IMAGE if family.name == "glm4v" else _TOKENS[kind]])
-            part = [torch.tensor([START]), token.repeat(n // frames), text(3)]
+            start = AUDIO_START if kind == "audio" else START
+            part = [torch.tensor([start]), token.repeat(n // frames), text(3)]
             ids += part * frames
             types += [torch.zeros(1), torch.full((n // frames,), _TYPES[kind]),
                       torch.zeros(3)] * frames

@@ -13,9 +13,11 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+import torch
+
 from orchmllm import launch, train
 from orchmllm.config.balance import BalanceConfig
-from orchmllm.config.recipe import CheckpointConfig, LaunchConfig
+from orchmllm.config.recipe import CheckpointConfig, FsdpConfig, LaunchConfig
 from orchmllm.runtime.local_ranks import run_local
 from orchmllm.runtime.run_lock import lock_folder
 from tests.lib.synthetic import SyntheticDataset, recipe
@@ -35,11 +37,14 @@ class Broken(SyntheticDataset):
 
 
 def run_recipe(folder: str, fault: str):
-    base = recipe(balance=BalanceConfig(ranks_per_node=2))
+    memory = FsdpConfig(activation_checkpointing="auto", memory_gb=0.002)
+    base = recipe(balance=BalanceConfig(ranks_per_node=2),
+                  fsdp=memory if "memory" in fault else FsdpConfig())
     return replace(
         base, run=replace(base.run, dir=folder), data=replace(base.data, prefetch=1),
         launch=LaunchConfig(timeout_s=600, stall_timeout_s=500),
-        checkpoint=CheckpointConfig(every_steps=0 if "folder" in fault else -1),
+        checkpoint=CheckpointConfig(
+            every_steps={"folder": 0, "memory": 1}.get(fault.partition(" ")[0], -1)),
         train=replace(base.train, num_steps=8, batch_size=BATCH))
 
 
@@ -88,9 +93,16 @@ def install(trainer, fault: str) -> None:
         trainer.model.vision.forward = forward
 
 
+    if fault == "memory":
+        trainer.model.llm.layers[1].register_forward_pre_hook(lambda *_: exhaust(trainer))
     if fault == "stall after the forward":
         trainer.model.register_forward_hook(
             lambda *_: time.sleep(600 if trainer.progress.step == AT else 0))
+
+
+def exhaust(trainer) -> None:
+    if trainer.progress.step == AT:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB")
 
 
 def fail(_grad):

@@ -11,8 +11,6 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather
 
-from orchmllm.sharding.init import plain_name
-
 
 class Gather(NamedTuple):
     """unit: its name in the model, `root` for the model itself. ranks: of the group."""
@@ -37,6 +35,6 @@ def log_gathers(model: nn.Module) -> list[Gather]:
     log: list[Gather] = []
     for name, module in model.named_modules():
         if isinstance(module, FSDPModule):
-            unit = plain_name(f"{name}.").removesuffix(".").replace("llm.hf.model", "llm")
+            unit = name.replace("llm.hf.model", "llm")
             module.set_custom_all_gather(_Logged(unit.replace("hf.", "") or "root", log))
     return log

@@ -18,7 +18,7 @@ from orchmllm.launch import World
 from orchmllm.models.mllm import MultimodalModel
 from orchmllm.plan.layout import AUDIO, ENCODERS, TEXT, VISION
 from orchmllm.plan.step import build_plan, plan_step
-from orchmllm.sharding.init import plain_name, seed_weights
+from orchmllm.sharding.init import seed_weights
 from orchmllm.trainer import Trainer
 from tests.lib.synthetic import SyntheticDataset
 
@@ -54,7 +54,7 @@ def step_gradients(world: World, case: Case) -> tuple[float, dict[str, np.ndarra
     for name, p in trainer.model.named_parameters():
         if p.requires_grad:
             assert p.grad is not None, f"{name} has no gradient"
-            grads[plain_name(name)] = p.grad.full_tensor().numpy()
+            grads[name] = p.grad.full_tensor().numpy()
     return float(loss), grads
 
 

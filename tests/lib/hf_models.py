@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from orchmllm.batch import SequenceLengths
 from orchmllm.config.model import AudioConfig, LLMConfig, ModelConfig, VisionConfig
+from orchmllm.hf.describe import part_json
 from orchmllm.models.attention import packed_attention
 from orchmllm.models.names import named
 
@@ -20,7 +21,7 @@ FRAMES = 100  # mel frames of the tiny Whisper's window
 
 HF_MODEL = ModelConfig(
     vision=VisionConfig(num_layers=2, hidden_size=24, intermediate_size=72, num_heads=2,
-                        max_side=112, family="qwen2_vl"),
+                        max_side=112),
     # Heads of 16: Whisper scales queries before attention, and 1/4 is exact.
     audio=AudioConfig(num_layers=2, hidden_size=32, intermediate_size=40, num_heads=2, num_mels=8),
     llm=LLMConfig(vocab_size=64, num_layers=2, hidden_size=40, intermediate_size=56, num_heads=4,
@@ -30,30 +31,22 @@ HF_MODEL = ModelConfig(
 
 def write_models(root: Path, model: ModelConfig = HF_MODEL, *, dtype=torch.float32, tied=False,
                  max_shard_size: str = "1GB") -> ModelConfig:
-    """Writes root/{vision,audio,llm} with transformers; returns the model that starts from them.
-    The audio folder is a whole WhisperForConditionalGeneration."""
+    """Writes root/{audio,llm} with transformers and root/vision as an export does; returns the
+    model that starts from them. The audio folder is a whole WhisperForConditionalGeneration."""
     torch.manual_seed(0)
-    for name, hf in (("vision", tower(model)), ("audio", whisper(model.audio)),
-                     ("llm", qwen2(model.llm, tied))):
+    for name, hf in (("audio", whisper(model.audio)), ("llm", qwen2(model.llm, tied))):
         hf.to(dtype).save_pretrained(root / name, max_shard_size=max_shard_size)
+    (root / "vision").mkdir()
+    save_file({n.hf: torch.randn(n.shape, dtype=dtype) * 0.05 for n in named("vision", model)},
+              root / "vision" / "model.safetensors")
+    for name, content in part_json("vision", model, str(dtype).removeprefix("torch.")).items():
+        (root / "vision" / name).write_text(json.dumps(content))
     return from_folders(model, root)
 
 
 def from_folders(model: ModelConfig, root: Path, *parts: str) -> ModelConfig:
     return replace(model, **{part: replace(getattr(model, part), pretrained=str(root / part))
                              for part in parts or ("vision", "audio", "llm")})
-
-
-def tower(model: ModelConfig) -> nn.Module:
-    from transformers.models.qwen2_vl.configuration_qwen2_vl import Qwen2VLVisionConfig
-    from transformers.models.qwen2_vl.modeling_qwen2_vl import (
-        Qwen2VisionTransformerPretrainedModel,
-    )
-
-    v = model.vision
-    return _random(Qwen2VisionTransformerPretrainedModel(Qwen2VLVisionConfig(
-        depth=v.num_layers, embed_dim=v.hidden_size, hidden_size=model.llm.hidden_size,
-        mlp_ratio=v.intermediate_size // v.hidden_size, num_heads=v.num_heads)))
 
 
 def whisper(a: AudioConfig) -> nn.Module:
@@ -102,8 +95,7 @@ def write_checkpoint(folder: Path, model: ModelConfig, shards: int, **state: obj
             row = 0
             for (tensors, places), rows in zip(files, torch.rand(n.shape).chunk(shards),
                                                strict=False):
-                tensors[f"model.{n.name}"] = rows.flatten(1).contiguous() if rows.dim() > 3 else (
-                    rows.contiguous())
+                tensors[f"model.{n.name}"] = rows.contiguous()
                 places[f"model.{n.name}"] = {
                     "saved_offsets": [row] + [0] * (tensors[f"model.{n.name}"].dim() - 1)}
                 row += len(rows)

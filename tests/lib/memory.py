@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-from dataclasses import replace
 
 import numpy as np
 from torch.profiler import ProfilerActivity, profile
@@ -23,7 +22,6 @@ WIDE = ModelConfig(  # activations, not weights, take the memory
     VisionConfig(4, 96, 384, 4, merge_size=2, max_side=224),
     AudioConfig(4, 96, 384, 4, num_mels=80, stack=2), LLMConfig(512, 4, 128, 352, 4, 4))
 
-TOWER = replace(WIDE, vision=replace(WIDE.vision, family="qwen2_vl"))
 
 
 def _peak(trainer: Trainer, step) -> float:

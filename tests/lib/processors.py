@@ -7,6 +7,7 @@ import importlib.util
 import json
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -15,7 +16,8 @@ _PAD = ["<pad>", "<bos>", "<eos>", "<turn>", "<end>"]
 # As published templates do it: a turn is its role, its parts and an end.
 _TEMPLATE = ("{{% for m in messages %}}{{{{ '<turn>' + m['role'] + '\\n' }}}}"
              "{{% if m['content'] is string %}}{{{{ m['content'] }}}}{{% else %}}"
-             "{{% for p in m['content'] %}}{{% if p['type'] == 'image' %}}{image}{video}"
+             "{{% for p in m['content'] %}}{{% if p['type'] == 'image' %}}{image}"
+             "{{% elif p['type'] == 'audio' %}}{audio}{video}"
              "{{% else %}}{{{{ p['text'] }}}}{{% endif %}}{{% endfor %}}{{% endif %}}"
              "{{{{ '<end>\\n' }}}}{{% endfor %}}"
              "{{% if add_generation_prompt %}}{{{{ '<turn>assistant\\n' }}}}{{% endif %}}")
@@ -76,9 +78,9 @@ def _qwen(config: str, processor: str, patch: int) -> Callable:
     return make
 
 
-def _glm4v(t):
+def _glm4v(t, config="Glm4vConfig"):
     images = t.Glm4vImageProcessorPil(size={"shortest_edge": 28**2, "longest_edge": 256 * 14**2})
-    return ("Glm4vConfig", {}, {"image_token": "<|image|>", "video_token": "<|video|>"},
+    return (config, {}, {"image_token": "<|image|>", "video_token": "<|video|>"},
             ("<|begin_of_image|>", "<|end_of_image|>"),
             lambda tok: _of_images(t.Glm4vProcessor, images, tok),
             "<|begin_of_image|><|image|><|end_of_image|>")
@@ -117,10 +119,10 @@ def _llava_next(t):
                 num_additional_image_tokens=1), "<image>\n")
 
 
-def _llava(t):
+def _llava(t, config="LlavaConfig"):
     images = t.CLIPImageProcessorPil(size={"shortest_edge": 28},
                                      crop_size={"height": 28, "width": 28})
-    return ("LlavaConfig", {"vision_config": {"model_type": "clip_vision_model", "patch_size": 7}},
+    return (config, {"vision_config": {"model_type": "clip_vision_model", "patch_size": 7}},
             {"image_token": "<image>"}, (), lambda tok: t.LlavaProcessor(
                 images, tok, patch_size=7, vision_feature_select_strategy="default",
                 num_additional_image_tokens=1), "<image>\n")
@@ -165,6 +167,18 @@ def _idefics3(t):
             lambda tok: t.Idefics3Processor(images, tok, image_seq_len=4), "<image>")
 
 
+def _smolvlm(t):
+    from transformers.models.smolvlm import processing_smolvlm
+
+    if not processing_smolvlm.num2words:  # a package that videos alone need
+        processing_smolvlm.num2words = str
+    images = t.SmolVLMImageProcessorPil(size={"longest_edge": 112},
+                                        max_image_size={"longest_edge": 28})
+    _, keys, named, rows, *_ = _idefics3(t)
+    return ("SmolVLMConfig", keys, named, rows, lambda tok: _of_images(
+        t.SmolVLMProcessor, images, tok, None, image_seq_len=4), "<image>")
+
+
 def _aya_vision(t):
     images = t.GotOcr2ImageProcessorPil(crop_to_patches=True, max_patches=6,
                                         size={"height": 28, "width": 28})
@@ -176,16 +190,62 @@ def _aya_vision(t):
             lambda tok: t.AyaVisionProcessor(images, tok, patch_size=14, img_size=28), "<image>")
 
 
+_AUDIO = {"audio_token": "<|AUDIO|>", "audio_bos_token": "<|audio_bos|>",
+          "audio_eos_token": "<|audio_eos|>"}
+_CLIP = "<|audio_bos|><|AUDIO|><|audio_eos|>"
+
+
+def _hears(t, seconds: int):
+    """A feature extractor with windows of so many seconds."""
+    return t.WhisperFeatureExtractor(feature_size=8, chunk_length=seconds,
+                                     return_attention_mask=True)
+
+
+def _qwen2_audio(seconds: int) -> Callable:
+    return lambda t: ("Qwen2AudioConfig", {}, _AUDIO, (), lambda tok: t.Qwen2AudioProcessor(
+        _hears(t, seconds), tok, chat_template="x"), "", f"Audio: {_CLIP}\n")
+
+
+def _audioflamingo3(seconds: int) -> Callable:
+    return lambda t: ("AudioFlamingo3Config", {}, {"audio_token": "<sound>"}, (),
+                      lambda tok: t.AudioFlamingo3Processor(
+                          _hears(t, seconds), tok, max_audio_len=4 * seconds), "", "<sound>")
+
+
+def _qwen2_5_omni(seconds: int) -> Callable:
+    def make(t):
+        named = {**_AUDIO, "image_token": "<|IMAGE|>", "video_token": "<|VIDEO|>",
+                 "vision_bos_token": "<|vision_bos|>", "vision_eos_token": "<|vision_eos|>"}
+        images = t.Qwen2VLImageProcessorPil(
+            patch_size=14, size={"shortest_edge": 4 * 14**2, "longest_edge": 256 * 14**2})
+        return ("Qwen2_5OmniThinkerConfig", {"vision_config": {"patch_size": 14}}, named, (),
+                lambda tok: _of_images(t.Qwen2_5OmniProcessor, images, _hears(t, seconds), tok),
+                "<|vision_bos|><|IMAGE|><|vision_eos|>", _CLIP)
+    return make
+
+
 FAMILIES: dict[str, Callable] = {
+    "audioflamingo3": _audioflamingo3(1), "qwen2_audio": _qwen2_audio(1),
+    "qwen2_5_omni": _qwen2_5_omni(1),
+    "audioflamingo3_30s": _audioflamingo3(30), "qwen2_audio_30s": _qwen2_audio(30),
+    "qwen2_5_omni_300s": _qwen2_5_omni(300),
     "qwen2_vl": _qwen("Qwen2VLConfig", "Qwen2VLProcessor", 14),
     "qwen2_5_vl": _qwen("Qwen2_5_VLConfig", "Qwen2_5_VLProcessor", 14),
     "qwen3_vl": _qwen("Qwen3VLConfig", "Qwen3VLProcessor", 16),
-    "glm4v": _glm4v, "internvl": _internvl, "llava_onevision": _llava_onevision,
+    "qwen3_vl_moe": _qwen("Qwen3VLMoeConfig", "Qwen3VLProcessor", 16),
+    "qwen3_5": _qwen("Qwen3_5Config", "Qwen3VLProcessor", 16),
+    "qwen3_5_moe": _qwen("Qwen3_5MoeConfig", "Qwen3VLProcessor", 16),
+    "glm4v": _glm4v, "glm4v_moe": partial(_glm4v, config="Glm4vMoeConfig"),
+    "vipllava": partial(_llava, config="VipLlavaConfig"), "smolvlm": _smolvlm,
+    "internvl": _internvl, "llava_onevision": _llava_onevision,
     "llava_next": _llava_next, "llava": _llava, "mistral3": _mistral3, "gemma3": _gemma3,
     "gemma3_pan_and_scan": _gemma3, "idefics3": _idefics3, "aya_vision": _aya_vision,
 }
 
 
+_STARTS = {"audio_start_token_id": "<|audio_bos|>", "audio_end_token_id": "<|audio_eos|>",
+           "vision_start_token_id": "<|vision_bos|>", "vision_end_token_id": "<|vision_eos|>"}
+CLIPS = ("audioflamingo3", "qwen2_5_omni", "qwen2_audio")  # families that take them
 # Whose tokenizer puts <bos> before texts, and whose template writes it, too.
 ADD_BOS = ("gemma3", "gemma3_pan_and_scan", "llava", "mistral3", "llava_onevision")
 WRITE_BOS = ("gemma3", "llava_onevision")
@@ -196,7 +256,7 @@ OPTIONS = {"gemma3_pan_and_scan": {
 
 def video_token(family: str) -> str:
     """What a family has for videos, if they are more to it than images."""
-    return "<|video_pad|>" if family.startswith("qwen") else ""
+    return "<|video_pad|>" if family in ("qwen2_vl", "qwen2_5_vl", "qwen3_vl") else ""
 
 
 def write_video_settings(folder: Path, patch: int, **settings: Any) -> None:
@@ -210,22 +270,26 @@ def write_processor(family: str, folder: Path) -> Path:
     """Writes config.json, the processor and its tokenizer; returns the folder."""
     import transformers
 
-    config, keys, named, more, build, image = FAMILIES[family](transformers)
+    config, keys, named, more, build, image, *audio = FAMILIES[family](transformers)
     tok = tokenizer(named, more, adds_bos=family in ADD_BOS)
     processor = build(tok)
     begin = "{{ bos_token }}" if family in WRITE_BOS else ""
     video = video_token(family) and image.replace("image", "video")
     processor.chat_template = begin + _TEMPLATE.format(
-        image=image, video=video and "{% elif p['type'] == 'video' %}" + video)
+        image=image, audio=(audio or [""])[0],
+        video=video and "{% elif p['type'] == 'video' %}" + video)
     processor.save_pretrained(folder)
-    if video:
-        write_video_settings(folder, processor.image_processor.patch_size)
     feature = named.get("image_token", named.get("context_image_token"))
     if family == "aya_vision":
         feature = "<|IMG_PATCH|>"
+    ids = {f"{name}_id": tok.convert_tokens_to_ids(token) for name, token in named.items()
+           if name == "audio_token"}
     if video:
-        keys = {**keys, "video_token_id": tok.convert_tokens_to_ids(video_token(family))}
-    made = getattr(transformers, config)(
-        **keys, image_token_id=tok.convert_tokens_to_ids(feature))
-    made.save_pretrained(folder)
+        write_video_settings(folder, processor.image_processor.patch_size)
+        ids["video_token_id"] = tok.convert_tokens_to_ids(video_token(family))
+    if feature:
+        ids["image_token_id"] = tok.convert_tokens_to_ids(feature)
+    for name, token in _STARTS.items() if family.startswith("qwen2_5_omni") else ():
+        ids[name] = tok.convert_tokens_to_ids(token)
+    getattr(transformers, config)(**keys, **ids).save_pretrained(folder)
     return folder

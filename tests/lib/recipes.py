@@ -19,9 +19,10 @@ def read(name: str) -> Recipe:
     return load_recipe(RECIPES / f"{name}.yaml")
 
 
-def frozen(*phases: str) -> ModelConfig:
-    """The tiny model with these submodules frozen."""
-    return replace(MODEL, **{p: replace(getattr(MODEL, p), frozen=True) for p in phases})
+def frozen(*parts: str, model: ModelConfig = MODEL) -> ModelConfig:
+    """A model, the tiny one, with these of vision, audio, connector and llm frozen."""
+    return replace(model, connectors_frozen="connector" in parts, **{
+        p: replace(getattr(model, p), frozen=True) for p in parts if p != "connector"})
 
 
 def small_spec(model: ModelConfig) -> PlanSpec:

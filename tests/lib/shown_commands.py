@@ -18,6 +18,7 @@ import yaml
 from orchmllm.cli import dispatch
 from tests.lib.commands import ROOT, TINY, make_demo_data
 from tests.lib.hf_models import HF_MODEL, write_models
+from tests.lib.whole_folders import write_model, write_rows
 
 # In a reader's order: the tasks make the runs that other pages name.
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"),
@@ -118,6 +119,13 @@ def make_folder(folder: Path) -> Path:
     (folder / "tiny.yaml").write_text(yaml.safe_dump({
         "run": {"dir": "runs/tiny"}, "data": {"path": "demo_data"}, "model": parts,
         "train": {"num_steps": 2, "batch_size": 2}}), encoding="utf-8")
+    write_model("llava", folder / "models/whole")
+    write_rows(folder / "models/whole")
+    (folder / "lora.yaml").write_text(yaml.safe_dump({
+        "run": {"dir": "runs/lora"}, "data": {"path": "models/whole/data.jsonl"}, "model": {
+            "pretrained": "models/whole", "lora": {"rank": 4}},
+        "train": {"num_steps": 2, "batch_size": 2}, "launch": {"nproc_per_node": 2}}),
+        encoding="utf-8")
     return folder
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
 import torch
 import torch.nn.functional as F
@@ -16,14 +14,13 @@ from orchmllm.models.llm import PackedQwen2
 from orchmllm.models.vision import VisionEncoder
 
 VISION = VisionConfig(num_layers=2, hidden_size=32, intermediate_size=64, num_heads=2, patch_size=4)
-TOWER = replace(VISION, family="qwen2_vl")
 AUDIO = AudioConfig(
     num_layers=2, hidden_size=32, intermediate_size=64, num_heads=2, num_mels=8, stack=3
 )
 LLM = LLMConfig(vocab_size=97, num_layers=2, hidden_size=32, intermediate_size=48)
 OUT = 24
 RELATIVE = {torch.float64: 1e-10, torch.float32: 1e-5}
-MODULES = ("vision", "tower", "audio", "llm")
+MODULES = ("vision", "audio", "llm")
 
 # Three sequences per module: (grid t, h, w), mel frames (odd and shorter than a stack), tokens.
 GRIDS = np.array([[1, 4, 6], [1, 2, 2], [1, 2, 8]])
@@ -37,7 +34,7 @@ def build(name: str, dtype: torch.dtype = torch.float32) -> nn.Module:
         return PackedQwen2(LLM).to(dtype)
     if name == "audio":
         return AudioEncoder(AUDIO, OUT).to(dtype)
-    return VisionEncoder(TOWER if name == "tower" else VISION, OUT).to(dtype)
+    return VisionEncoder(VISION, OUT).to(dtype)
 
 
 def rows_of(name: str, sequences: list[int]) -> np.ndarray:
@@ -65,7 +62,7 @@ def run(name: str, module: nn.Module, x: torch.Tensor, sequences: list[int]) -> 
     """Features of the encoders, logits of the LLM, for rows x of these sequences."""
     lengths = rows_of(name, sequences)
     seqlens = SequenceLengths.from_lengths(lengths)
-    if name in ("vision", "tower"):
+    if name == "vision":
         return module(x, GRIDS[sequences], seqlens)
     if name == "audio":
         return module(x, seqlens)
@@ -83,7 +80,7 @@ def loss_of(name: str, module: nn.Module, x: torch.Tensor, sequences: list[int])
 
 
 def out_rows(name: str) -> list[int]:
-    if name in ("vision", "tower"):
+    if name == "vision":
         return [int(n) // VISION.merge_size**2 for n in GRIDS.prod(axis=1)]
     if name == "audio":
         return [-(-((n + 1) // 2) // AUDIO.stack) for n in FRAMES.tolist()]

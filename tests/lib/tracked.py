@@ -18,7 +18,7 @@ from orchmllm.models.flops import padded_phases, plan_spec
 from orchmllm.models.mllm import MultimodalModel
 from orchmllm.plan.assign import PHASES
 from orchmllm.plan.layout import ENCODERS
-from orchmllm.plan.step import plan_step
+from orchmllm.plan.step import RankPlan, StepPlan, plan_step
 from orchmllm.sharding.fsdp import shard
 from orchmllm.sharding.memory import MemoryModel, loads_of
 from orchmllm.tools.predict.dry_run import NONE
@@ -28,18 +28,26 @@ from orchmllm.tools.predict.examples import of_mix
 def tracked(recipe: Recipe, num_ranks: int) -> tuple[float, dict[str, float]]:
     """(tracked peak, predicted bytes by moment) of rank 0 in a drawn step without balancing:
     parameters, gradients, activations and exchanges, without the optimizer's moments."""
-    plan = plan_step(of_mix(recipe).draw(num_ranks, recipe.train.batch_size, 0),
-                     replace(plan_spec(resolve(recipe, num_ranks, 8)), balance=NONE))
-    memory = MemoryModel.of(resolve(recipe, num_ranks, 8), on_cpu=True)
+    memory, plan = planned(recipe, num_ranks)
     choice = {p: recipe.fsdp.checkpointing(p) for p in PHASES}
     moments = memory.peaks(loads_of(plan, padded_phases(recipe.model)), choice)
     moments.pop("optimizer")
     moves = memory.state_bytes()["optimizer"]
-    return (_peak(recipe, plan.for_rank(0), num_ranks),
+    return (tracked_peak(recipe, plan.for_rank(0), num_ranks),
             {name: float(values[0]) - moves for name, values in moments.items()})
 
 
-def _peak(recipe: Recipe, plan, num_ranks: int) -> float:
+def planned(recipe: Recipe, num_ranks: int) -> tuple[MemoryModel, StepPlan]:
+    """The memory model of the step that is tracked, and its plan."""
+    job = resolve(recipe, num_ranks, 8)
+    layout = of_mix(recipe).draw(num_ranks, recipe.train.batch_size, 0)
+    return MemoryModel.of(job, on_cpu=True), plan_step(
+        layout, replace(plan_spec(job), balance=NONE))
+
+
+def tracked_peak(recipe: Recipe, plan: RankPlan, num_ranks: int) -> float:
+    """Bytes of rank 0 in a forward and backward pass of its part of a plan, without the optimizer's
+    moments."""
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=num_ranks)
     try:
         with torch.device("meta"):
@@ -59,7 +67,7 @@ def _peak(recipe: Recipe, plan, num_ranks: int) -> float:
         dist.destroy_process_group()
 
 
-def _batch(recipe: Recipe, plan) -> Batch:
+def _batch(recipe: Recipe, plan: RankPlan) -> Batch:
     rows = {m: plan.encode[m].lengths for m in ENCODERS}
     sizes = {m: getattr(recipe.model, m).geometry.row_size for m in ENCODERS}
     kinds = {"vision": torch.uint8, "audio": torch.float32}

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import numpy as np
+import soundfile
 import torch
 from PIL import Image
 from torch import nn
@@ -14,13 +15,18 @@ from tests.lib import encoder_models
 from tests.lib.processors import write_processor
 
 # What the processors of tests.lib.processors cut images into.
-_VISION = {"qwen2_vl": {"patch_size": 14}, "qwen2_5_vl": {"patch_size": 14, "window_size": 56},
-           "qwen3_vl": {"patch_size": 16}, "glm4v": {"patch_size": 14, "image_size": 56},
+_VISION = {"qwen2_5_omni": {"patch_size": 14, "window_size": 56},
+           "qwen2_vl": {"patch_size": 14}, "qwen2_5_vl": {"patch_size": 14, "window_size": 56},
+           **dict.fromkeys(("qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"),
+                           {"patch_size": 16}),
+           **dict.fromkeys(("glm4v", "glm4v_moe"), {"patch_size": 14, "image_size": 56}),
            "internvl": {"patch_size": [7, 7], "image_size": [28, 28]},
            "mistral3": {"patch_size": 7, "image_size": 112}}
 _TOKENS = {"video_token_id": "<|video_pad|>", "vision_start_token_id": "<|vision_start|>",
            "vision_end_token_id": "<|vision_end|>", "image_start_token_id": "<|begin_of_image|>",
            "image_end_token_id": "<|end_of_image|>"}
+_OMNI = {"vision_start_token_id": "<|vision_bos|>", "vision_end_token_id": "<|vision_eos|>",
+         "audio_start_token_id": "<|audio_bos|>", "audio_end_token_id": "<|audio_eos|>"}
 
 
 def write_model(family: str, folder: Path, dtype: torch.dtype = torch.float32) -> nn.Module:
@@ -29,24 +35,30 @@ def write_model(family: str, folder: Path, dtype: torch.dtype = torch.float32) -
 
     write_processor(family, folder)
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
-    image_token = transformers.AutoConfig.from_pretrained(folder).image_token_id
+    written = transformers.AutoConfig.from_pretrained(folder)
     tiny = encoder_models.FAMILIES[family].build()
     config = tiny.config
     text = config.get_text_config()
     text.vocab_size = len(tokenizer)
     text.pad_token_id = text.bos_token_id = text.eos_token_id = None
     text.max_position_embeddings = 4096
-    config.image_token_id = image_token
-    for name in ("image_token_index", "video_token_index"):
-        if hasattr(config, name):
-            setattr(config, name, image_token if "image" in name else len(tokenizer))
-    for name, token in _TOKENS.items():
+    for kind in ("image", "audio"):
+        token = getattr(written, f"{kind}_token_id", None)
+        for name in (f"{kind}_token_id", f"{kind}_token_index"):
+            if hasattr(config, name):
+                setattr(config, name, token)
+    if hasattr(config, "video_token_index"):
+        config.video_token_index = len(tokenizer)
+    for name, token in (_TOKENS | (_OMNI if "omni" in family else {})).items():
         if hasattr(config, name):
             known = token in tokenizer.get_vocab()
             setattr(config, name, tokenizer.convert_tokens_to_ids(token) if known
                     else len(tokenizer))  # that of no token
-    for name, value in _VISION.get(family, {"patch_size": 7, "image_size": 28}).items():
-        setattr(config.vision_config, name, value)
+    if hasattr(config, "vision_config"):
+        for name, value in _VISION.get(family, {"patch_size": 7, "image_size": 28}).items():
+            setattr(config.vision_config, name, value)
+    if hasattr(config, "audio_config"):
+        config.audio_config.max_source_positions = 50  # of a second
     if hasattr(config, "image_grid_pinpoints"):
         config.image_grid_pinpoints = [[a * 28, b * 28] for a in range(1, 4) for b in range(1, 4)]
     torch.manual_seed(0)
@@ -55,21 +67,36 @@ def write_model(family: str, folder: Path, dtype: torch.dtype = torch.float32) -
     return model
 
 
-def write_rows(folder: Path, count: int = 24) -> Path:
-    """data.jsonl with its images: none to three an example."""
+def write_rows(folder: Path, count: int = 24, family: str = "") -> Path:
+    """data.jsonl with its images, or with what the family takes: none to three media an example, at
+    most one clip that audioflamingo3 takes."""
     rng = np.random.default_rng(0)
     path = folder / "data.jsonl"
+    kinds = [kind for kind in encoder_models.FAMILIES[family].make if kind != "video"] if (
+        family) else ["image"]
+    most = 1 if family == "audioflamingo3" else 3
     with open(path, "w", encoding="utf-8") as file:
         for i in range(count):
             parts = []
-            for k in range(int(rng.integers(0, 4)) if i % 4 else 0):
-                size = (*rng.integers(20, 90, 2).tolist(), 3)
-                Image.fromarray(rng.integers(0, 256, size, np.uint8)).save(folder / f"{i}_{k}.png")
-                parts += [{"type": "image", "image": f"{i}_{k}.png"},
-                          {"type": "text", "text": f" picture {k}"}]
+            for k in range(min(most, int(rng.integers(0, 4))) if i % 4 else 0):
+                kind = kinds[k % len(kinds)]
+                name = f"{i}_{k}.{'png' if kind == 'image' else 'wav'}"
+                if kind == "image":
+                    size = (*rng.integers(20, 90, 2).tolist(), 3)
+                    Image.fromarray(rng.integers(0, 256, size, np.uint8)).save(folder / name)
+                else:
+                    seconds = rng.uniform(0.1, 3.0 if most == 1 else 1.0)
+                    write_clip(folder / name, seconds, rng, rate=int(rng.choice([16000, 22050])))
+                parts += [{"type": kind, kind: name}, {"type": "text", "text": f" picture {k}"}]
             parts.append({"type": "text", "text": "What is " + "it? " * int(rng.integers(1, 9))})
             answer = "the red row " * int(rng.integers(1, 6))
             file.write(json.dumps({"messages": [
                 {"role": "user", "content": parts}, {"role": "assistant", "content": answer}]})
                 + "\n")
     return path
+
+
+def write_clip(path: Path, seconds: float, rng: np.random.Generator, rate: int = 16000) -> None:
+    """Noise."""
+    samples = rng.standard_normal(int(seconds * rate)) / 4
+    soundfile.write(path, samples.astype(np.float32), rate, "FLOAT")

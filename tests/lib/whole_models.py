@@ -15,21 +15,29 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from orchmllm.batch import IGNORE_INDEX, ProcessedExample
-from orchmllm.data.segments import parts
+from orchmllm.data.segments import KINDS, is_content
 from orchmllm.models.families import FAMILIES as ADMITTED  # noqa: F401
+from orchmllm.models.families import model_class, read_config
 from orchmllm.plan.geometry import SegmentLengths, text_lengths
+from orchmllm.plan.layout import AUDIO as AUDIO_SEGMENT
 from orchmllm.plan.layout import TEXT as TEXT_SEGMENT
 from orchmllm.plan.layout import VISION, BatchLayout
-from tests.lib.encoder_models import FAMILIES, IMAGE, Family, Item, batch
+from tests.lib.encoder_models import AUDIO, FAMILIES, IMAGE, WINDOW, Family, Item, batch
 
 TEXT = ("input_ids", "attention_mask", "labels", "mm_token_type_ids", "token_type_ids")
 EXACT = 1e-10  # of the largest gradient; float64
 # Stock code that computes a part in float32.
-LOOSE = dict.fromkeys(("aya_vision", "gemma3", "glm4v"), 1e-7)
+LOOSE = dict.fromkeys(
+    ("aya_vision", "gemma3", "glm4v", "glm4v_moe", "qwen3_5", "qwen3_5_moe"), 1e-7)
 
 
 def family_of(name: str) -> Family:
     return FAMILIES[name]
+
+
+def kinds_of(name: str) -> list[str]:
+    """What media the tests give to a family: images, clips or both."""
+    return [kind for kind in FAMILIES[name].make if kind != "video"]
 
 
 def build(name: str) -> nn.Module:
@@ -38,10 +46,15 @@ def build(name: str) -> nn.Module:
 
 
 def stock_of(folder: Path) -> nn.Module:
-    """The model of a folder in one process."""
-    from transformers import AutoModelForImageTextToText
-
-    return AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float64).train()
+    """The model of a folder in one process; what its class fixes does not learn, as
+    from_pretrained would have it."""
+    config = read_config(folder)
+    kind = model_class(config)
+    model = kind.from_pretrained(folder, dtype=torch.float64).train()
+    learns = {name: p.requires_grad for name, p in kind._from_config(config).named_parameters()}
+    for name, p in model.named_parameters():
+        p.requires_grad_(learns[name])
+    return model
 
 
 def sample(name: str, model: nn.Module, items: Sequence[Item], seed: int) -> dict[str, Any]:
@@ -50,27 +63,40 @@ def sample(name: str, model: nn.Module, items: Sequence[Item], seed: int) -> dic
 
 
 def as_example(i: int, inputs: dict[str, Any]) -> ProcessedExample:
-    """The same for the trainer. Each run of tokens of an image is an image."""
+    """The same for the trainer. Each run of tokens of an image or a clip is one."""
     ids = inputs["input_ids"][0]
     media = {k: v for k, v in inputs.items() if k not in TEXT}
-    ends = ((ids[1:] == IMAGE) != (ids[:-1] == IMAGE)).nonzero()[:, 0] + 1
-    runs = ids.tensor_split(ends)
-    shapes = iter(grids(media, sum(int(run[0]) == IMAGE for run in runs)))
+    kinds = ids.where((ids == IMAGE) | (ids == AUDIO), 0)
+    runs = ids.tensor_split((kinds[1:] != kinds[:-1]).nonzero()[:, 0] + 1)
+    shapes = {IMAGE: iter(grids(media, sum(int(run[0]) == IMAGE for run in runs))),
+              AUDIO: iter(frames(media))}
     segments = []
     for run in runs:
-        if int(run[0]) != IMAGE:
+        kind = int(run[0])
+        if kind not in shapes:
             segments.append((TEXT_SEGMENT, text_lengths(len(run))))
             continue
-        t, h, w = grid = next(shapes)
-        segments.append((VISION, SegmentLengths(t * h * w, t * h * w, len(run), grid)))
+        t, h, w = grid = next(shapes[kind])
+        rows = t * h * w
+        positions, modality = (rows, VISION) if kind == IMAGE else ((rows + 1) // 2, AUDIO_SEGMENT)
+        segments.append((modality, SegmentLengths(rows, positions, len(run), grid)))
     lengths = BatchLayout.from_segments(
         i, int((shifted(inputs) != IGNORE_INDEX).sum()), segments)
     return ProcessedExample(i, ids, inputs["labels"][0], media, lengths)
 
 
+def frames(media: dict[str, Tensor]) -> list[tuple[int, int, int]]:
+    """1, 1 and the frames of each clip that are encoded."""
+    if "input_features" not in media:
+        return []
+    if "feature_attention_mask" in media and media["input_features"].shape[-1] != WINDOW:
+        return [(1, 1, int(n)) for n in media["feature_attention_mask"].sum(-1)]
+    return [(1, 1, WINDOW)] * len(media["input_features"])
+
+
 def grids(media: dict[str, Tensor], count: int) -> list[tuple[int, int, int]]:
     """(t, h, w) of each image: t tiles of h x w patches of 4 x 4 pixels."""
-    if not media:
+    if not count:
         return []
     if "image_grid_thw" in media:
         return [tuple(grid) for grid in media["image_grid_thw"].tolist()]
@@ -82,13 +108,15 @@ def grids(media: dict[str, Tensor], count: int) -> list[tuple[int, int, int]]:
 
 def parts_of(example: ProcessedExample, segments: Sequence[int]) -> ProcessedExample:
     """What ProcessedRows.load returns for these segments."""
-    images = np.flatnonzero(example.lengths.modality == VISION).tolist()
-    tensors = {name: value[:, : len(images)] if "pixel_attention_mask" in example.media else value
-               for name, value in example.media.items()}  # a slot may be empty
-    cut = dict(zip(images, parts(tensors, example.lengths.grid[images]), strict=True))
-    return replace(
-        example, media={n: v for n, v in example.media.items() if not n.startswith("pixel_")},
-        parts={s: cut[s] for s in segments}, arguments=dict.fromkeys(images, "pixel_values"))
+    cut, arguments = {}, {}
+    for modality, kind in KINDS.items():
+        media = np.flatnonzero(example.lengths.modality == modality).tolist()
+        tensors = {name: value[:, : len(media)] if "pixel_attention_mask" in example.media else
+                   value for name, value in example.media.items()}  # a slot may be empty
+        cut |= zip(media, kind.parts(tensors, example.lengths.grid[media]), strict=True)
+        arguments |= dict.fromkeys(media, kind.content)
+    return replace(example, media={n: v for n, v in example.media.items() if not is_content(n)},
+                   parts={s: cut[s] for s in segments}, arguments=arguments)
 
 
 def shifted(inputs: dict[str, Any]) -> Tensor:
@@ -129,12 +157,13 @@ class WholeDataset:
     """Example i of a family, with media or without."""
 
     def __init__(self, name: str, model: nn.Module, size: int) -> None:
-        kind = next(iter(FAMILIES[name].make))
+        kinds = kinds_of(name)
         g = torch.Generator().manual_seed(1)
         self.inputs = []
         for i in range(size):
             count = int(torch.randint(0, 4, (), generator=g)) if i % 4 else 0
-            items = [Item(kind, int(n)) for n in torch.randint(0, 6, (count,), generator=g)]
+            items = [Item(kinds[k % len(kinds)], int(n)) for k, n in enumerate(
+                torch.randint(0, 6, (count,), generator=g))]
             self.inputs.append(sample(name, model, items, 50 + i))
 
     def __len__(self) -> int:
@@ -149,6 +178,9 @@ class WholeDataset:
 
     def describe(self, i: int, segment: int) -> dict:
         return {"source": "made", "row": i + 1, "data_file": "made", "file": f"{i}"}
+
+    def name(self, i: int) -> str:
+        return f"made, row {i + 1}"
 
     def layout(self, i: int) -> BatchLayout:
         return self.load(i).lengths

@@ -31,12 +31,14 @@ RUN = recipe()
 RUN = replace(RUN, data=replace(
     RUN.data, path="", sources=(SourceConfig(path="a.jsonl"),), preprocess=("a:1",),
     remote=RemoteConfig(roots=(RemoteRoot(url="s3://a"),))))
-ALLOW = {"model": "another run.dir or run.resume=never",
+ALLOW = {"init": "another run with another run.dir",
+         "model": "another run.dir or run.resume=never",
          "order": "run.allow_data_change=true", "batch": "train.global_batch_size=4"}
 # Another value of every key of a recipe, by what it means for a run that goes on.
 KEYS = {
     "start": {"run.dir": "b", "run.resume": "never", "run.allow_data_change": True,
               "launch.nproc_per_node": 7},
+    "init": {"run.init_from": "other"},
     "order": {"run.seed": 5, "data.num_validation": 3, "data.streaming": True,
               "data.shuffle_window": 9, "data.batching": "capped", "data.max_batch_tokens": 9,
               "data.max_batch_images": 9, "data.sources.repeats": 2},
@@ -48,8 +50,12 @@ KEYS = {
             "audio": "num_layers hidden_size intermediate_size num_heads num_mels stack",
             "llm": "vocab_size num_layers hidden_size intermediate_size num_heads num_kv_heads "
                    "rope_theta rms_norm_eps"}.items() for key in keys.split()},
-        "model.vision.family": "qwen2_vl", "model.audio.mode": "padded",
-        "model.vision.frozen": True, "model.audio.frozen": True, "model.llm.frozen": True,
+        "model.audio.mode": "padded",
+        **dict.fromkeys(("model.connectors_frozen", "model.vision.frozen", "model.audio.frozen",
+                         "model.llm.frozen", "model.lora.use_rslora", "model.lora.connector"),
+                        True),
+        "model.lora.rank": 4, "model.lora.alpha": 32, "model.lora.target_modules": ["q_proj"],
+        "model.lora.dropout": 0.5,
         "fsdp.param_dtype": "bfloat16"},
     "said": {
         **dict.fromkeys((

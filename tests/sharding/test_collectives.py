@@ -17,7 +17,7 @@ from tests.lib.ranks import run_ranks
 
 RESHARD, CHECKPOINTING = ("full", "node", "none"), ("none", "selective", "full")
 DISPATCH, SHARDS = ("load", "tensors", "bytes"), (0, 4, 2)
-FROZEN = ((), ("vision",), ("llm",), ("vision", "audio"))
+FROZEN = ((), ("vision",), ("llm",), ("vision", "audio", "connector"))
 # Any two values of reshard, checkpointing, dispatch and prefetch stand together in a row.
 SETTINGS = [
     Setting(DISPATCH[(a + b) % 3], FROZEN[(a + 2 * b) % 4], FsdpConfig(
@@ -69,6 +69,20 @@ def test_all_ranks_make_the_same_collectives(settings):
         assert made["_reduce_scatter_base_"] == {(shards, f"torch.{setting.fsdp.sum_dtype}")}
         assert {ranks for ranks, _ in made["allreduce_"]} == {shards, 8 // shards} - {1}
         assert {ranks for ranks, _ in made["alltoall_base_"]} == {8}
+
+
+@pytest.mark.slow
+@pytest.mark.dist
+def test_features_without_a_gradient_are_not_sent_back():
+    """In four microbatches with and one without a backward pass. An encoder's connector that learns
+    needs the gradient of its features, and so does the encoder."""
+    back = {("vision", "audio", "llm"): 2, ("vision", "audio", "connector"): 0,
+            ("audio", "connector", "llm"): 1}
+    found = simulated(3, [Setting(frozen=parts) for parts in back])
+    for logs, (parts, times) in zip(found, back.items(), strict=True):
+        assert not difference(logs), parts
+        exchanges = [[c.name for c in log].count("alltoall_base_") for log in logs]
+        assert exchanges == [5 * 2 + 4 * times] * 3, parts
 
 
 @pytest.mark.slow

@@ -21,10 +21,10 @@ from orchmllm.models import attention_op
 from orchmllm.models.attention import packed_attention
 from orchmllm.models.mllm import MultimodalModel
 from orchmllm.models.phase_clock import PhaseClock
-from orchmllm.plan.assign import PhasePolicy
+from orchmllm.plan.assign import PHASES, PhasePolicy
 from orchmllm.runtime.health import HangWatchdog
+from orchmllm.sharding.blocks import recompute, stacks
 from orchmllm.sharding.compiled import check_compiles, compile_block
-from orchmllm.sharding.fsdp import stacks
 from orchmllm.trainer import Trainer
 from tests.lib.ranks import run_ranks
 from tests.lib.synthetic import MODEL, SHALLOW, SyntheticDataset, recipe
@@ -103,6 +103,28 @@ def test_blocks_of_a_phase_share_one_graph(phase, padded):
             for a, b in zip(got, want, strict=True):
                 torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
     assert counters["stats"]["unique_graphs"] == 1 and not counters["graph_break"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("phase", ["vision", "llm"])
+def test_blocks_that_recompute_the_same_share_one_graph(phase):
+    """One that recomputes everything and one that does not, then both the other way round."""
+    torch._dynamo.reset()
+    counters.clear()
+    model, same = (MultimodalModel(MODEL) for _ in range(2))
+    same.load_state_dict(model.state_dict())
+    blocks = stacks(model)[phase]
+    for choice in ("full:1+selective:1", "full", "selective", "full:1+selective:1"):
+        recompute(model, dict.fromkeys(PHASES, choice))
+        if choice == "full:1+selective:1" and not counters["stats"]["unique_graphs"]:
+            for block in blocks:
+                compile_block(block, backend="aot_eager")
+        for lengths in ([4, 4], [7, 2, 1, 3], [1]):
+            for i, pair in enumerate(zip(blocks, stacks(same)[phase], strict=True)):
+                got, want = (run_block(b, i == 0, phase, lengths, False) for b in pair)
+                for a, b in zip(got, want, strict=True):
+                    torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+    assert counters["stats"]["unique_graphs"] == 2 and not counters["graph_break"]
 
 
 def test_what_cannot_be_compiled_is_refused_by_name():

@@ -4,12 +4,16 @@ that reads them, in the order of that pass, and bit-equal gradients."""
 from __future__ import annotations
 
 from dataclasses import replace
+from unittest.mock import patch
 
 import numpy as np
 import pytest
+import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 
+from orchmllm.comm import exchange
+from orchmllm.comm.exchange import all_to_all
 from orchmllm.config.balance import BalanceConfig
 from orchmllm.config.job import check_world, resolve
 from orchmllm.config.recipe import FsdpConfig
@@ -46,18 +50,29 @@ CASES = {
     "frozen vision": (case(frozen("vision")), without("vision.blocks")),
     "frozen encoders": (case(frozen("vision", "audio"), prefetch=2),
                         without("vision.blocks", "audio.blocks")),
+    "frozen connectors": (case(frozen("vision", "audio", "connector"), prefetch=2), LAYERS[::-1]),
+    "frozen LLM, connectors and audio, kept": (
+        case(frozen("llm", "connector", "audio"), audio_reshard="none", prefetch=1),
+        without("audio")),
     "frozen encoders kept": (case(frozen("vision", "audio"), reshard_after_forward=False), []),
     "frozen LLM": (case(frozen("llm"), prefetch=8), BACKWARD),
 }
 
 
-def logged(world, one: Case) -> tuple[list[Gather], dict | None, int]:
-    """(the step's all-gathers, rank 0's gradients, process groups of this rank)."""
-    logs = []
-    _, grads = step_gradients(world, replace(
-        one, mutate=lambda trainer: logs.append(log_gathers(trainer.model))))
+def logged(world, one: Case) -> tuple[list[Gather], dict | None, int, list[bool]]:
+    """(the step's all-gathers, rank 0's gradients, process groups of this rank, of each exchange of
+    rows whether it is in the backward pass)."""
+    logs, exchanges = [], []
+
+    def logged_all_to_all(*args):
+        exchanges.append(torch._C._current_graph_task_id() != -1)
+        return all_to_all(*args)
+
+    with patch.object(exchange, "all_to_all", logged_all_to_all):
+        _, grads = step_gradients(world, replace(
+            one, mutate=lambda trainer: logs.append(log_gathers(trainer.model))))
     groups = len(dist.distributed_c10d._world.pg_map)
-    return logs[0], grads if world.rank == 0 else None, groups
+    return logs[0], grads if world.rank == 0 else None, groups, exchanges
 
 
 def plain(world, one: Case) -> dict | None:
@@ -80,7 +95,7 @@ def equal(got: dict, want: dict) -> bool:
     return got.keys() == want.keys() and all(np.array_equal(got[n], want[n]) for n in want)
 
 
-SOME = ["two ahead, checkpointing, two microbatches", "LLM kept", "frozen encoders"]
+SOME = ["two ahead, checkpointing, two microbatches", "LLM kept", "frozen connectors"]
 
 
 @pytest.mark.dist
@@ -97,7 +112,10 @@ def test_a_step_gathers_what_it_reads_and_nothing_twice(names):
                 part = log[at: at + per_microbatch]
                 assert [g.unit for g in part if not g.backward] == FORWARD, name
                 assert [g.unit for g in part if g.backward] == backward, name
-        assert equal(results[0][name][1], results[0][name][3]), name
+        for *_, exchanges, _ in (rank[name] for rank in results):
+            sent_back = map(one.recipe.model.features_learn, ("vision", "audio"))
+            assert exchanges and any(exchanges) == any(sent_back), name
+        assert equal(results[0][name][1], results[0][name][-1]), name
 
 
 def in_nodes(world) -> list[tuple]:
@@ -108,7 +126,7 @@ def in_nodes(world) -> list[tuple]:
         one = case(prefetch=1, vision_reshard=part, llm_reshard=part)
         one = replace(one, recipe=replace(one.recipe, balance=BalanceConfig(ranks_per_node=2)))
         before = len(dist.distributed_c10d._world.pg_map)
-        log, grads, after = logged(world, one)
+        log, grads, after, _ = logged(world, one)
         out.append((log, grads, after - before))
     return out
 

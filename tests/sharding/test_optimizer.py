@@ -10,7 +10,6 @@ import torch
 
 from orchmllm.config.recipe import DataConfig, FsdpConfig, TrainConfig
 from orchmllm.models.mllm import MultimodalModel
-from orchmllm.sharding.init import plain_name
 from orchmllm.sharding.optimizer import (
     clip_gradients,
     learning_parts,
@@ -61,7 +60,7 @@ def norms(world, case: Case, max_norm: float) -> tuple:
     _, grads = step_gradients(world, replace(case, mutate=made.append))
     trainer, = made
     told = clip_gradients(trainer.parts, max_norm, trainer.device)
-    after = {plain_name(n): p.grad.full_tensor().numpy()
+    after = {n: p.grad.full_tensor().numpy()
              for n, p in trainer.model.named_parameters() if p.requires_grad}
     return told.tolist(), list(trainer.parts), grads, after
 

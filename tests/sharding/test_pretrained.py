@@ -26,7 +26,7 @@ from orchmllm.models.mllm import MultimodalModel
 from orchmllm.models.names import PARTS, named
 from orchmllm.runtime.resumable import check_resumable
 from orchmllm.sharding.fsdp import build_model
-from orchmllm.sharding.init import plain_name, seed_weights
+from orchmllm.sharding.init import seed_weights
 from orchmllm.trainer import Trainer
 from tests.lib.commands import ROOT
 from tests.lib.hf_models import HF_MODEL, edit_config, from_folders, write_models
@@ -56,10 +56,9 @@ def stored(root: Path, model: ModelConfig = HF_MODEL, prefix=PREFIX) -> dict[str
     return out
 
 
-@pytest.mark.parametrize("model", [HF_MODEL, MODEL], ids=["qwen2_vl", "vit"])
-def test_the_table_has_every_parameter_once(model):
-    parameters = dict(MultimodalModel(model).named_parameters())
-    found = [n for part in (*PARTS, "connectors") for n in named(part, model)]
+def test_the_table_has_every_parameter_once():
+    parameters = dict(MultimodalModel(HF_MODEL).named_parameters())
+    found = [n for part in (*PARTS, "connectors") for n in named(part, HF_MODEL)]
     assert sorted(n.name for n in found) == sorted(parameters)
     for n in found:
         ours = tuple(parameters[n.name].shape)
@@ -68,7 +67,7 @@ def test_the_table_has_every_parameter_once(model):
 
 def _loaded(world, model: ModelConfig, fsdp: FsdpConfig) -> dict[str, np.ndarray] | None:
     built = build_model(model, fsdp, CPU, seed=3, sources=find_sources(model))
-    full = {plain_name(n): p.detach().full_tensor().numpy() for n, p in built.named_parameters()}
+    full = {n: p.detach().full_tensor().numpy() for n, p in built.named_parameters()}
     return full if world.rank == 0 else None
 
 
@@ -96,35 +95,24 @@ def load_here(model: ModelConfig) -> tuple[dict[str, torch.Tensor], list[str]]:
 
 
 @pytest.mark.dist
-def test_half_precision_shards_tied_embeddings_and_another_width(tmp_path):
-    """bfloat16 files in several shards; a tied head starts from the embeddings; a merger for
-    another LLM loads but for its last layer."""
+def test_half_precision_shards_and_tied_embeddings(tmp_path):
+    """bfloat16 files in several shards; a tied head starts from the embeddings."""
     write_models(tmp_path, dtype=torch.bfloat16, tied=True, max_shard_size="20KB")
     assert len(list((tmp_path / "llm").glob("model-*.safetensors"))) > 2
-    wide = replace(HF_MODEL, llm=replace(HF_MODEL.llm, hidden_size=48, num_heads=4))
-    write_models(tmp_path / "wide", wide)
-    model = from_folders(HF_MODEL, tmp_path, "audio", "llm")
-    model = from_folders(model, tmp_path / "wide", "vision")
-    got, lines = load_here(model)
+    got, lines = load_here(from_folders(HF_MODEL, tmp_path, "audio", "llm"))
     tensors = {k: v for f in (tmp_path / "llm").glob("*.safetensors")
                for k, v in load_file(f).items()}
     assert "lm_head.weight" not in tensors
     table = tensors["model.embed_tokens.weight"].float()
     assert torch.equal(got["llm.hf.lm_head.weight"], table)
     assert torch.equal(got["llm.hf.model.embed_tokens.weight"], table)
-    merger = load_file(tmp_path / "wide" / "vision" / "model.safetensors")
-    assert torch.equal(got["vision.connector.fc1.weight"], merger["merger.mlp.0.weight"])
-    assert got["vision.connector.fc2.weight"].std() < 0.03  # drawn: N(0, 0.02^2)
-    assert "merger.mlp.2 is for an LLM of width 48, not model.llm.hidden_size 40" in lines[0]
-    assert "tied embeddings: lm_head starts as a copy of embed_tokens" in lines[2]
+    assert "tied embeddings: lm_head starts as a copy of embed_tokens" in lines[1]
 
 
 @pytest.mark.parametrize("part, prefix", [
-    ("audio", ""), ("audio", "encoder."), ("vision", "visual."), ("vision", "model.visual."),
-    ("llm", None)])
+    ("audio", ""), ("audio", "encoder."), ("llm", None)])
 def test_names_of_other_classes(folders, tmp_path, part, prefix):
-    """An encoder saved alone or within WhisperModel, towers within Qwen2-VL models (old and new
-    names, configuration in vision_config), Qwen2Model without a head (tied)."""
+    """An encoder saved alone or within WhisperModel, Qwen2Model without a head (tied)."""
     shutil.copytree(folders / part, tmp_path / part)
     file = tmp_path / part / "model.safetensors"
     tensors = load_file(file)
@@ -134,10 +122,6 @@ def test_names_of_other_classes(folders, tmp_path, part, prefix):
     else:
         renamed = {prefix + k.removeprefix(PREFIX[part]): v for k, v in tensors.items()
                    if k.startswith(PREFIX[part])}
-    if part == "vision":
-        config = json.loads((tmp_path / part / "config.json").read_text())
-        (tmp_path / part / "config.json").write_text(json.dumps(
-            {"model_type": "qwen2_vl", "vision_config": config}))
     save_file(renamed, file)
     (source,) = find_sources(from_folders(HF_MODEL, tmp_path, part))
     assert set(source.tensors) == {n.name for n in named(part, HF_MODEL)}
@@ -150,7 +134,7 @@ def break_missing(root):
 def break_shapes(root):
     edit_config(root / "llm", num_hidden_layers=24, vocab_size=100, rms_norm_eps=1e-5)
     edit_config(root / "audio", num_mel_bins=128)
-    edit_config(root / "vision", mlp_ratio=4)
+    edit_config(root / "vision", intermediate_size=96)
 
 
 def break_class(root):
@@ -162,8 +146,6 @@ def break_unsupported(root):
     edit_config(root / "llm", use_sliding_window=True, rope_parameters={
         "rope_theta": 20_000.0, "rope_type": "yarn", "factor": 4.0})
     edit_config(root / "audio", activation_function="relu")
-    (root / "vision" / "preprocessor_config.json").write_text(
-        json.dumps({"image_mean": [0.5, 0.5, 0.5]}))
 
 
 def break_pickle(root):
@@ -194,8 +176,8 @@ def break_quantised(root):
 
 
 def break_config(root):
-    edit_config(root / "vision", mlp_ratio="four")
-    (root / "llm" / "config.json").write_text("[]")
+    edit_config(root / "llm", rope_parameters=["default"])
+    (root / "audio" / "config.json").write_text("[]")
 
 
 def break_positions(root):
@@ -217,12 +199,10 @@ BROKEN = {
     break_class: ["model.llm.pretrained = 'ROOT/llm': config.json has model_type 'llama', expected "
                   "'qwen2'; other models train in a loop of your own or in a Trainer, with "
                   "BalancedDataLoader or balance_trainer, and balance_encoders ",
-                  "config.json has model_type 'qwen2_5_vl', expected 'qwen2_vl' or "
-                  "'qwen2_vl_vision'"],
+                  "config.json has model_type 'qwen2_5_vl', expected 'orchmllm_vit'; other "],
     break_unsupported: ["config.json has use_sliding_window True; only False can be computed",
                         "config.json has rope_type 'yarn'; only 'default' can be computed",
-                        "config.json has activation_function 'relu'; only 'gelu'",
-                        "preprocessor_config.json has image_mean [0.5, 0.5, 0.5]; only CLIP's"],
+                        "config.json has activation_function 'relu'; only 'gelu'"],
     break_pickle: ["the weights are pickles (pytorch_model.bin), which can execute code and are "
                    "never read: convert to safetensors"],
     break_tensors: ["lacks model.norm.weight: give the folder of a whole model",
@@ -231,9 +211,8 @@ BROKEN = {
     break_index: ["model.safetensors.index.json: '../audio/model.safetensors' is not a file name"],
     break_quantised: ["model.norm.weight is I8, but only F64, F32, F16, BF16 can be used: give "
                       "weights that are not quantised"],
-    break_config: ["model.vision.pretrained = 'ROOT/vision': config.json or "
-                   "preprocessor_config.json is malformed: ",
-                   "model.llm.pretrained = 'ROOT/llm': config.json is not a JSON object"],
+    break_config: ["model.llm.pretrained = 'ROOT/llm': config.json is malformed: ",
+                   "model.audio.pretrained = 'ROOT/audio': config.json is not a JSON object"],
     break_positions: ["embed_positions.weight differs from Whisper's sinusoids by 0.5: learnt "
                       "positions cannot be used"],
 }
@@ -248,21 +227,6 @@ def test_what_is_said_about_a_folder_that_cannot_be_used(folders, tmp_path, brea
         find_sources(from_folders(HF_MODEL, root))
     for part in BROKEN[break_it]:
         assert part.replace("ROOT", str(root)) in str(error.value)
-
-
-def test_the_other_family_of_vision_encoders_is_named(folders):
-    model = from_folders(MODEL, folders, "vision")
-    with pytest.raises(PretrainedError, match="set model.vision.family=qwen2_vl"):
-        find_sources(model)
-
-
-def test_a_whole_model_of_another_kind_as_llm_is_not_cured_by_a_family(folders, tmp_path):
-    root = tmp_path / "hf"
-    shutil.copytree(folders, root)
-    edit_config(root / "llm", model_type="qwen2_vl")
-    with pytest.raises(PretrainedError, match="expected 'qwen2'; other models train in") as error:
-        find_sources(from_folders(HF_MODEL, root))
-    assert "model.vision.family" not in str(error.value)
 
 
 def test_the_command_line_says_it_before_ranks_are_started(folders, tmp_path):
@@ -293,7 +257,6 @@ def test_shapes_that_the_recipe_leaves_out_are_those_of_the_checkpoint(folders, 
     assert not find_problems(loaded.recipe.model)
     said = explain(loaded).splitlines()
     assert any(re.match(r" +num_kv_heads: 2 +# config.json$", line) for line in said)
-    assert any(re.match(r" +family: qwen2_vl +# config.json$", line) for line in said)
     given = load_recipe(path, ["model.llm.num_layers=7"]).model  # the recipe's own value wins
     assert given.llm.num_layers == 7
     with pytest.raises(PretrainedError, match="num_layers: recipe 7, checkpoint 2"):
@@ -330,33 +293,28 @@ def test_a_run_goes_on_without_the_folder_and_from_older_checkpoints(folders):
     changed = check_resumable(started, of(HF_MODEL), 2)
     assert changed == {f"model.{part}.pretrained": [started[f"model.{part}.pretrained"], ""]
                        for part in PARTS}
-    later = ("model.vision.family", "model.connectors", *changed)
+    later = ("model.connectors", *changed)
     older = {key: value for key, value in of(MODEL).items() if key not in later}
-    assert check_resumable(older, of(MODEL), 2) == {}
-    tower = replace(MODEL, vision=replace(MODEL.vision, family="qwen2_vl"))
-    with pytest.raises(ValueError, match="model.vision.family is 'qwen2_vl', the checkpoint has "):
-        check_resumable(older, of(tower), 2)
+    assert check_resumable(older | {"model.vision.family": "vit"}, of(MODEL), 2) == {}
+    with pytest.raises(ValueError, match="model.vision.family is 'vit', the checkpoint has 'qwen"):
+        check_resumable(older | {"model.vision.family": "qwen2_vl"}, of(MODEL), 2)
 
 
 def test_the_ready_recipe_fits_the_published_configurations(tmp_path):
-    """The keys that matter of Qwen2-7B-Instruct's, Qwen2-VL-7B-Instruct's and Whisper large-v3's
-    config.json, in the spelling of transformers 4."""
+    """The keys that matter of Qwen2-7B-Instruct's and Whisper large-v3's config.json, in the
+    spelling of transformers 4."""
     configs = {
         "llm": {"model_type": "qwen2", "hidden_act": "silu", "hidden_size": 3584,
                 "intermediate_size": 18944, "num_attention_heads": 28, "num_hidden_layers": 28,
                 "num_key_value_heads": 4, "rms_norm_eps": 1e-06, "rope_theta": 1000000.0,
                 "sliding_window": 131072, "use_sliding_window": False, "vocab_size": 152064,
                 "tie_word_embeddings": False},
-        "vision": {"model_type": "qwen2_vl", "rope_scaling": {"type": "mrope"}, "vision_config": {
-            "depth": 32, "embed_dim": 1280, "mlp_ratio": 4, "num_heads": 16, "in_chans": 3,
-            "hidden_size": 3584, "patch_size": 14, "spatial_merge_size": 2,
-            "temporal_patch_size": 2}},
         "audio": {"model_type": "whisper", "activation_function": "gelu", "d_model": 1280,
                   "encoder_attention_heads": 20, "encoder_ffn_dim": 5120, "encoder_layers": 32,
                   "num_mel_bins": 128, "scale_embedding": False},
     }
     model = load_recipe(ROOT / "recipes" / "pretrained_7b.yaml").model
-    assert all(getattr(model, part).pretrained for part in PARTS)
+    assert {part for part in PARTS if getattr(model, part).pretrained} == {*configs}
     for part, config in configs.items():
         assert list(mismatches(part, model, Folder(tmp_path, config, {}))) == []
 

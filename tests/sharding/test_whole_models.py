@@ -3,14 +3,21 @@ stock transformers in one process."""
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
+from itertools import combinations
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 from torch.distributed.tensor import DTensor
 
+from orchmllm import balance_encoders
+from orchmllm.comm import exchange
+from orchmllm.comm.exchange import all_to_all
 from orchmllm.config.model import ModelConfig
 from orchmllm.config.recipe import (
     CheckpointConfig,
@@ -21,11 +28,14 @@ from orchmllm.config.recipe import (
     TrainConfig,
 )
 from orchmllm.models.families import part_of
+from orchmllm.plan.assign import PHASES
+from orchmllm.plan.layout import ENCODERS
 from orchmllm.sharding.hf import load_whole
 from orchmllm.tools.export.export import export
 from orchmllm.trainer import Trainer
 from tests.lib import whole_models as models
 from tests.lib.ranks import run_ranks
+from tests.lib.recipes import frozen as froze
 from tests.lib.training import train
 from tests.lib.whole_models import Item
 
@@ -49,22 +59,31 @@ def saved(name: str, folder: Path, tied: bool = False) -> torch.nn.Module:
 def loaded(world, folder: Path, name: str, tied: bool, shard_size: int, choice: str) -> None:
     """Parameters, buffers and ties are those of one process, and so are the gradients."""
     torch.manual_seed(0)
-    stock = type(models.build(name)).from_pretrained(folder, dtype=torch.float64).train()
+    stock = type(models.build(name)).from_pretrained(
+        folder, dtype=torch.float64, experts_implementation="eager").train()
     config = FsdpConfig(param_dtype="float64", shard_size=shard_size)
     whole = load_whole(folder, ModelConfig(), config, torch.device("cpu"),
-                       {"vision": choice, "llm": choice})
+                       dict.fromkeys(PHASES, choice))
     wanted, found = dict(stock.named_parameters()), dict(whole.hf.named_parameters())
     assert found.keys() == wanted.keys()
     assert all(isinstance(p, DTensor) and torch.equal(p.full_tensor(), wanted[n])
                for n, p in found.items())
     buffers = dict(whole.hf.named_buffers())
     assert all(torch.equal(b, buffers[n]) for n, b in stock.named_buffers())
-    assert (whole.hf.lm_head.weight is whole.token_embedding) is tied
+    is_tied = stock.lm_head.weight is stock.get_input_embeddings().weight  # where the class can be
+    assert (whole.hf.lm_head.weight is whole.token_embedding) is is_tied
+    assert not is_tied or tied
+    built = dict(models.build(name).named_parameters())
+    for n in wanted.keys() & built.keys():  # from_pretrained lets fixed positions learn
+        assert found[n].requires_grad == built[n].requires_grad
+        wanted[n].requires_grad_(built[n].requires_grad)
     size = sum(p.numel() for p in wanted.values())
     shards = shard_size or world.world_size
     assert sum(p.to_local().numel() for p in found.values()) <= 1.2 * size / shards
-    inputs = [[models.sample(name, stock, [Item("image", r + 1)], r), models.sample(
-        name, stock, [Item("image", 2), Item("image", 5)], 9 + r)] for r in range(world.world_size)]
+    kinds = models.kinds_of(name)
+    inputs = [[models.sample(name, stock, [Item(kinds[0], r + 1)], r), models.sample(
+        name, stock, [Item(kinds[-1], 2), Item(kinds[0], 5)], 9 + r)]
+        for r in range(world.world_size)]
     mine = [models.as_example(i, one) for i, one in enumerate(inputs[world.rank])]
     whole(whole.join(mine)).backward()
     _, gradients = models.stock(stock, [one for each in inputs for one in each])
@@ -77,13 +96,26 @@ def loaded(world, folder: Path, name: str, tied: bool, shard_size: int, choice: 
 @pytest.mark.parametrize("name", models.ADMITTED)
 def test_loaded_shards_are_the_model_and_compute_its_gradients(name, tmp_path):
     saved(name, tmp_path, tied=True)
-    run_ranks(loaded, 2, tmp_path, name, True, 0, "full")
+    run_ranks(loaded, 2, tmp_path, name, True, 0, "full:1")
+
+
+@pytest.mark.slow
+def test_the_thinker_is_read_from_the_folder_of_an_omni_model(tmp_path):
+    """Whose weights have other names, and which has more of them."""
+    saved("qwen2_5_omni", tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    named = {f"thinker.{name.removeprefix('thinker.')}": t for name, t in tensors.items()}
+    save_file({**named, "talker.codec_head.weight": torch.zeros(2, 2)},
+              tmp_path / "model.safetensors", metadata={"format": "pt"})
+    thinker = models.build("qwen2_5_omni").config.to_dict()
+    transformers.Qwen2_5OmniConfig(thinker_config=thinker).save_pretrained(tmp_path)
+    run_ranks(loaded, 2, tmp_path, "qwen2_5_omni", False, 0, "none")
 
 
 def refused(world, folder: Path, told: str) -> None:
     with pytest.raises(ValueError, match=told):
         load_whole(folder, ModelConfig(), FsdpConfig(), torch.device("cpu"),
-                   {"vision": "none", "llm": "none"})
+                   dict.fromkeys(PHASES, "none"))
 
 
 def test_weights_that_are_missing_are_an_error(tmp_path):
@@ -96,7 +128,7 @@ def test_weights_that_are_missing_are_an_error(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ranks, shard_size, choice", [(1, 0, "none"), (4, 2, "selective")])
+@pytest.mark.parametrize("ranks, shard_size, choice", [(1, 0, "full"), (4, 2, "selective:1")])
 def test_the_same_on_one_rank_and_on_two_groups_of_two(ranks, shard_size, choice, tmp_path):
     saved("llava_next", tmp_path)
     run_ranks(loaded, ranks, tmp_path, "llava_next", False, shard_size, choice)
@@ -148,24 +180,26 @@ def test_a_run_is_the_same_balanced_unbalanced_and_resumed_on_other_ranks(name, 
     assert losses(balanced)[0, "loss"] == pytest.approx(by_stock, rel=exact)
     assert losses(balanced) == pytest.approx(losses(unbalanced), rel=exact)
     assert losses(balanced) == pytest.approx(losses(resumed), rel=exact)
-    moved = [[row["phases"]["vision"]["moved_bytes"] for row in rows if "phases" in row]
-             for rows in (balanced, unbalanced)]
+    moved = [[sum(row["phases"][phase]["moved_bytes"] for phase in ENCODERS)
+              for row in rows if "phases" in row] for rows in (balanced, unbalanced)]
     assert moved[0][2] == 0 < sum(moved[0])  # the third step is measured as it was sampled
     assert not any(moved[1])
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("key", ["pretrained", "config"])
-def test_an_export_before_learning_is_the_folder_it_started_from(key, tmp_path):
+@pytest.mark.parametrize("name, key", [
+    ("qwen3_vl", "config"), ("qwen2_audio", "config"),
+    *((name, "pretrained") for name in models.ADMITTED)])
+def test_an_export_before_learning_is_the_folder_it_started_from(name, key, tmp_path):
     """Name by name, tied weights too; weights drawn from run.seed are the same on other numbers of
     ranks."""
-    saved("qwen3_vl", tmp_path / "model", tied=True)
+    saved(name, tmp_path / "model", tied=True)
     first = load_file(tmp_path / "model" / "model.safetensors")
     exported = []
     for ranks in (2, 1)[: 1 + (key == "config")]:
         run = recipe(tmp_path / f"run{ranks}", ModelConfig(**{key: str(tmp_path / "model")}), 1,
                      lr=1e-300)
-        run_ranks(trained, ranks, run, "qwen3_vl")
+        run_ranks(trained, ranks, run, name)
         assert not (tmp_path / f"run{ranks}" / "initial_weights").exists()
         export(tmp_path / f"run{ranks}" / "checkpoints" / "step_00000001", tmp_path / f"{ranks}")
         exported.append(load_file(tmp_path / f"{ranks}" / "model.safetensors"))
@@ -207,6 +241,68 @@ def test_a_frozen_part_stays_and_its_connector_learns(part, rates, tmp_path):
     assert parts == ({"connector"} if part == "vision" else {"vision", "connector"})
 
 
+def without_some(world, folder: Path, name: str, settings: list[tuple[str, ...]], shard_size: int
+                 ) -> dict[tuple[str, ...], list[bool]]:
+    """By what is frozen, of each exchange of rows whether it is in the backward pass. The first
+    rank has no media, and gradients of what learns are those of stock transformers."""
+    stock = models.build(name)
+    inputs = [[models.sample(name, stock, [Item("image", n) for n in range(3 * (r > 0))], r + k)
+               for k in range(2)] for r in range(world.world_size)]
+    _, wanted = models.stock(stock, [one for each in inputs for one in each])
+    found: dict[tuple[str, ...], list[bool]] = {}
+
+    def logged(*args):
+        found[parts].append(torch._C._current_graph_task_id() != -1)
+        return all_to_all(*args)
+
+    for parts in settings:
+        found[parts] = []
+        whole = load_whole(
+            folder, froze(*parts, model=ModelConfig()), FsdpConfig(
+                param_dtype="float64", shard_size=shard_size), torch.device("cpu"),
+            {"vision": "full", "llm": "none"})
+        balance_encoders(whole.hf, proof=False)
+        row = whole.join([models.as_example(i, one) for i, one in enumerate(inputs[world.rank])])
+        with patch.object(exchange, "all_to_all", logged):
+            whole(row).backward()
+        learns = {n: p for n, p in whole.hf.named_parameters() if p.requires_grad}
+        assert {part_of(n) for n in learns} == {"vision", "connector", "llm"} - {*parts}
+        got = {n: torch.zeros_like(wanted[n]) if p.grad is None else p.grad.full_tensor()
+               for n, p in learns.items()}
+        assert models.difference(got, {n: wanted[n] for n in learns}) <= 1e-9, parts
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks, shard_size", [(2, 0), (3, 0), (4, 2)])
+@pytest.mark.parametrize("name", ["qwen3_vl", "internvl"])
+def test_what_is_frozen_sends_nothing_back_and_changes_no_other_gradient(
+        name, ranks, shard_size, tmp_path):
+    saved(name, tmp_path)
+    every = ("vision", "connector", "llm")
+    settings = [parts for n in range(3) for parts in combinations(every, n)]
+    for found in run_ranks(without_some, ranks, tmp_path, name, settings, shard_size):
+        for parts, exchanges in found.items():
+            assert exchanges and any(exchanges) == (not {"vision", "connector"} <= {*parts}), parts
+
+
+@pytest.mark.slow
+def test_a_run_recomputes_as_many_layers_as_it_has_to(tmp_path):
+    """By the memory of its blocks on meta; losses are those without recomputation."""
+    saved("llava", tmp_path / "model")
+    run = recipe(tmp_path / "none", ModelConfig(pretrained=str(tmp_path / "model")), 3)
+    wanted, _ = run_ranks(trained, 2, run, "llava")[0]
+    auto = replace(run.fsdp, activation_checkpointing="auto", memory_gb=0.004)
+    run = replace(run, run=replace(run.run, dir=str(tmp_path / "auto")), fsdp=auto)
+    rows, _ = run_ranks(trained, 2, run, "llava")[0]
+    state = json.loads((tmp_path / "auto/checkpoints/step_00000003/state.json").read_text())
+    choice = state["memory"]["choice"]
+    assert set(choice.values()) - {"none", "full"} and choice["audio"] == "none"
+    for row, want in zip(rows, wanted, strict=True):
+        assert row.get("loss") == want.get("loss")
+        assert row.get("grad_norm") == want.get("grad_norm")
+
+
 class TextAlone(models.WholeDataset):
     """No example has media."""
 
@@ -222,6 +318,6 @@ def without_media(world, run: Recipe, name: str) -> list[float]:
 @pytest.mark.slow
 def test_steps_without_media_pass_where_the_text_model_is_frozen(tmp_path):
     saved("qwen3_vl", tmp_path / "model")
-    model = ModelConfig(pretrained=str(tmp_path / "model"))
-    run = recipe(tmp_path / "run", replace(model, llm=replace(model.llm, frozen=True)), 2)
+    model = froze("llm", "connector", model=ModelConfig(pretrained=str(tmp_path / "model")))
+    run = recipe(tmp_path / "run", model, 2)
     assert run_ranks(without_media, 2, run, "qwen3_vl")[0] == [0.0, 0.0]

@@ -137,8 +137,13 @@ def _reflected(samples: np.ndarray, first: int, end: int, length: int) -> np.nda
 
 
 def decode_audio(medium: Medium, geometry: AudioGeometry) -> Tensor:
-    """(rows, num_mels) float32 log-mel frames of the mean over channels, resampled to
-    geometry.sample_rate. Raises MediaError, also for NaN or infinite samples."""
+    """(rows, num_mels) float32 log-mel frames of what `decode_samples` gives. Raises MediaError."""
+    return torch.from_numpy(log_mel(decode_samples(medium, geometry), geometry))
+
+
+def decode_samples(medium: Medium, geometry: AudioGeometry) -> np.ndarray:
+    """(n,) float32 mean over channels, resampled to geometry.sample_rate. Raises MediaError, also
+    for NaN or infinite samples."""
     import soxr
 
     with open_clip(medium) as (num_samples, rate, read):
@@ -158,7 +163,7 @@ def decode_audio(medium: Medium, geometry: AudioGeometry) -> Tensor:
                 at += len(part)
     if done != num_samples:
         raise MediaError(medium.name, f"truncated: {done} of {num_samples} samples")
-    return torch.from_numpy(log_mel(mono, geometry))
+    return mono
 
 
 class SegmentReader:

@@ -1,34 +1,50 @@
-"""Image processors of transformers that are told the sizes of images and read no pixels, or only
-those of some: which shapes their results have is decided by their own code."""
+"""Processors of transformers that are told the sizes of images and clips and read no pixels and
+samples, or only those of some: which shapes their results have is decided by their own code."""
 
 from __future__ import annotations
 
 import copy
 from types import FunctionType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from PIL import Image
+from transformers import WhisperFeatureExtractor
 from transformers import image_processing_backends as backends
 from transformers.image_processing_backends import PilBackend
 
+from orchmllm.data.media.kinds import VIDEO
 from orchmllm.data.media.medium import Sampled
+from orchmllm.plan.layout import AUDIO, VISION
 
 
 class Size(NamedTuple):
-    """Of an image or a video in pixels as displayed. sampled: the frames of a video."""
+    """Of an image or a video in pixels as displayed; of a clip 0 and its samples, at the rate of
+    the processor. sampled: the frames of a video."""
 
     height: int
     width: int
     sampled: Sampled | None = None
 
 
-def black(size: Size) -> Image.Image:
-    return Image.new("RGB", (size.width, size.height))
+def blank(size: Size) -> Image.Image | np.ndarray:
+    """A black image, or a silent clip."""
+    height, width, _ = size
+    return Image.new("RGB", (width, height)) if height else np.zeros(width, np.float32)
+
+
+def kind_of(medium: Any) -> int:
+    """Modality of what a processor is given: an image, a clip, or the size of a video."""
+    if isinstance(medium, Size):
+        return VIDEO
+    return AUDIO if getattr(medium, "ndim", 0) == 1 else VISION
 
 
 def sized(height: int, width: int) -> np.ndarray:
-    """(height, width, 3) uint8: an image of this size that takes no memory."""
+    """(height, width, 3) uint8: an image of this size that takes no memory. Without a height a
+    clip (width,) of samples that are not known, NaN."""
+    if not height:
+        return np.broadcast_to(np.float32(np.nan), width)
     return np.broadcast_to(np.zeros((), np.uint8), (height, width, 3))
 
 
@@ -89,4 +105,24 @@ def _with_steps(image_processor: PilBackend, steps: type) -> PilBackend:
     out = copy.copy(image_processor)
     family = type(image_processor)
     out.__class__ = type(family.__name__, (family, steps), {})
+    return out
+
+
+class _Heard(WhisperFeatureExtractor):
+    """One clip after the other, so that what becomes of a clip does not depend on the others."""
+
+    def _torch_extract_fbank_features(self, waveform: np.ndarray, device: str = "cpu"
+                                      ) -> np.ndarray:
+        count, samples = waveform.shape
+        out = np.zeros((count, self.feature_size, samples // self.hop_length), np.float32)
+        for k in np.flatnonzero(~np.isnan(waveform[:, 0])):
+            out[k] = super()._torch_extract_fbank_features(waveform[k], device)
+        return out
+
+
+def of_clips(extractor: WhisperFeatureExtractor) -> WhisperFeatureExtractor:
+    """A copy of the part for clips that also takes what `sized` gives, of which it makes zeros of
+    the shape that a clip of this length has."""
+    out = copy.copy(extractor)
+    out.__class__ = _Heard
     return out

@@ -97,19 +97,6 @@ class Videos:
     def identity(self) -> list:
         return [] if self.processor is None else [self.processor.to_dict()]
 
-    def items(self, turns: Conversation) -> list[list[list[Medium]]]:
-        """See orchmllm.data.text.processor.Processor."""
-        out: list[list[list[Medium]]] = []
-        for medium in media_of(turns):
-            number = 0 if medium.sampled is None else medium.sampled.number
-            if number % self.merged:
-                out[-1][-1].append(medium)
-            elif number:
-                out[-1].append([medium])
-            else:
-                out.append([[medium]])
-        return out
-
     def arguments(self, sizes: Sequence[Size], options: Mapping[str, Any]) -> dict[str, Any]:
         """What the whole processor is called with for videos of these sizes."""
         if not sizes:
@@ -141,6 +128,24 @@ class Videos:
         """Of each video (1, h, w) for each of its items. out: the processor's tensors."""
         for t, h, w in np.asarray(out.get("video_grid_thw", ())).tolist():
             yield ((1, h, w),) * t
+
+
+def items_of(turns: Conversation, videos: Videos | None) -> list[list[list[Medium]]]:
+    """Of each medium of a conversation the items of the encoder that it becomes, each of them an
+    image, a clip, or frames of a video. videos: of the model; None: it takes each frame as an
+    image."""
+    if videos is None:
+        return [[[medium._replace(sampled=None)]] for medium in media_of(turns)]
+    out: list[list[list[Medium]]] = []
+    for medium in media_of(turns):
+        number = 0 if medium.sampled is None else medium.sampled.number
+        if number % videos.merged:
+            out[-1][-1].append(medium)
+        elif number:
+            out[-1].append([medium])
+        else:
+            out.append([[medium]])
+    return out
 
 
 def with_videos(turns: Conversation) -> Conversation:

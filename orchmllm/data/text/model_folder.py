@@ -11,22 +11,30 @@ import numpy as np
 
 def load_processor(folder: Path) -> tuple[Any, Any]:
     """(The processor of a folder, without its part for videos, which would need torchvision; the
-    model's configuration). Raises ValueError."""
-    from transformers import PROCESSOR_MAPPING, AutoConfig
+    model's configuration, of an omni model that of its thinker). Raises ValueError."""
+    from transformers import CONFIG_MAPPING, PROCESSOR_MAPPING, AutoConfig, WhisperFeatureExtractor
     from transformers.image_processing_backends import PilBackend
 
     keys = dict(trust_remote_code=False, local_files_only=True)
     try:
         config = AutoConfig.from_pretrained(folder, **keys)
-        if type(config) not in PROCESSOR_MAPPING:
+        config = getattr(config, "thinker_config", config)
+        whole = CONFIG_MAPPING[config.model_type.removesuffix("_thinker")]
+        if whole not in PROCESSOR_MAPPING:
             raise ValueError(f"models of the type {config.model_type} have no processor")
-        processor = of_images(PROCESSOR_MAPPING[type(config)]).from_pretrained(
+        processor = of_images(PROCESSOR_MAPPING[whole]).from_pretrained(
             folder, backend="pil", **keys)
     except (OSError, ValueError, TypeError, ImportError, AttributeError) as error:
         raise ValueError(f"{folder}: its processor cannot be read: {error}") from error
-    if not isinstance(getattr(processor, "image_processor", None), PilBackend):
+    images, clips = (getattr(processor, name, None)
+                     for name in ("image_processor", "feature_extractor"))
+    if not isinstance(images, PilBackend) and (images is not None or clips is None):
         raise ValueError(f"{folder}: {type(processor).__name__} has no image processor that "
                          "resizes by Pillow, which has the same pixels everywhere")
+    if clips is not None and (not isinstance(clips, WhisperFeatureExtractor) or clips.dither):
+        raise ValueError(f"{folder}: the {type(clips).__name__} of its processor was not tested "
+                         "or adds noise: choose a model with a WhisperFeatureExtractor whose "
+                         "dither is 0")
     return processor, config
 
 
@@ -36,6 +44,11 @@ def of_images(kind: type) -> type:
         @classmethod
         def get_attributes(cls) -> list[str]:
             return [name for name in super().get_attributes() if name != "video_processor"]
+
+        @classmethod
+        def from_args_and_dict(cls, args: Any, processor_dict: dict, **keys: Any) -> Any:
+            # Some classes have no default for it.
+            return super().from_args_and_dict(args, processor_dict, video_processor=None, **keys)
 
     OfImages.__name__ = kind.__name__  # which transformers compares
     return OfImages

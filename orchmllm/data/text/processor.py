@@ -1,5 +1,5 @@
 """The processor of a model of transformers: what it makes of a conversation's text, images and
-videos.
+clips.
 
 It expands the placeholder of every medium itself and makes the tensors. Which tokens are learnt is
 told by the project's own rendering of the chat template: the ids of both have to be the same.
@@ -13,40 +13,26 @@ from collections.abc import Mapping, Sequence
 from functools import cached_property, lru_cache
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from PIL import Image
 from torch import Tensor
 
-from orchmllm.data.formats.conversation import Conversation, Turn, media_of
+from orchmllm.data.formats.conversation import Turn, media_of
 from orchmllm.data.formats.scanned import digest
 from orchmllm.data.media.kinds import VIDEO
 from orchmllm.data.media.medium import Medium, RowError
-from orchmllm.data.media.shapes import Size, of_shapes, of_some, sized
+from orchmllm.data.media.shapes import Size, kind_of, of_clips, of_shapes, of_some, sized
 from orchmllm.data.media.video_processor import PROCESSORS, Videos, with_videos
+from orchmllm.data.text.clips import Clips
 from orchmllm.data.text.model_folder import image_grids, load_processor, most_tokens
-from orchmllm.data.text.spans import PART, Span, Text, before
+from orchmllm.data.text.spans import Expanded, Span, Text, Tokens, before
 from orchmllm.data.text.tokenizer import ChatTokenizer
-from orchmllm.plan.geometry import SegmentLengths, text_lengths
-from orchmllm.plan.layout import TEXT, VISION
+from orchmllm.plan.geometry import AudioGeometry, SegmentLengths, text_lengths
+from orchmllm.plan.layout import AUDIO, TEXT, VISION
 
-
-class Expanded(NamedTuple):
-    """What the media of an example become. texts: in place of the placeholder of each; grids:
-    (t, h, w) of the encoder's items of each: t tiles of h x w patches. An image is one item."""
-
-    texts: tuple[str, ...]
-    grids: tuple[tuple[tuple[int, int, int], ...], ...]
-
-
-class Tokens(NamedTuple):
-    """An example's sequence. ids (n,) int32, learnt (n,) bool; segments: (modality, lengths) in
-    reading order."""
-
-    ids: np.ndarray
-    learnt: np.ndarray
-    segments: list[tuple[int, SegmentLengths]]
+_KINDS = {VISION: "images", AUDIO: "clips", VIDEO: "videos"}
 
 
 class Processor:
@@ -66,24 +52,38 @@ class Processor:
             self.videos = Videos(self.folder, config.model_type)
             self._processor.video_processor = self.videos.processor
         self._shapes = copy.copy(self._processor)
-        self._shapes.image_processor = of_shapes(self._processor.image_processor)
         self._some = copy.copy(self._processor)
-        self._some.image_processor = of_some(self._processor.image_processor)
+        self._marks: dict[int, str] = {}
+        self.token_ids: dict[int, int] = {}
+        self._clips: Clips | None = None
+        self._have_grids, self.patch = False, 0
         try:
-            self.patch = int(np.max(config.vision_config.patch_size))
-            self.token_ids = {VISION: int(config.image_token_id)}
-            if self.videos is not None:
-                self.token_ids[VIDEO] = int(config.video_token_id)
+            if hasattr(self._processor, "image_processor"):
+                images = self._processor.image_processor
+                self._shapes.image_processor = of_shapes(images)
+                self._some.image_processor = of_some(images)
+                self._have_grids = "image_grid_thw" in images.model_input_names
+                self.patch = int(np.max(config.vision_config.patch_size))
+                self._marks[VISION] = self._processor.image_token
+                self.token_ids[VISION] = int(config.image_token_id)
+            if hasattr(self._processor, "feature_extractor"):
+                clips = of_clips(self._processor.feature_extractor)
+                self._shapes.feature_extractor = self._some.feature_extractor = clips
+                self._clips = Clips(self._processor, config)
+                self._marks[AUDIO] = self._processor.audio_token
+                self.token_ids[AUDIO] = int(config.audio_token_id)
         except AttributeError as error:
             raise ValueError(f"{folder}: its config.json does not say {error.name}, so it is no "
-                             "model of images that is known here") from error
+                             "model of images or clips that is known here") from error
+        self._is_omni = len(self._marks) > 1
+        if self.videos is not None:
+            self._marks[VIDEO] = self._processor.video_token
+            self.token_ids[VIDEO] = int(config.video_token_id)
         self._features = {modality: self._processor.tokenizer.convert_ids_to_tokens(token)
                           for modality, token in self.token_ids.items()}
-        for modality, token in self._features.items():
-            if token is None:
-                raise ValueError(f"{folder}: its tokenizer does not have the token "
-                                 f"{self.token_ids[modality]}, which config.json names for the "
-                                 f"features of {PART[modality]}s")
+        if self.videos is not None and self._features[VIDEO] is None:
+            raise ValueError(f"{folder}: its tokenizer does not have the token "
+                             f"{self.token_ids[VIDEO]}, which config.json names for videos")
         self._most_tokens = most_tokens(config)
         template = self._processor.chat_template
         if isinstance(template, dict):
@@ -91,18 +91,21 @@ class Processor:
         if not template:
             raise ValueError(f"{folder}: it has no chat template: put the chat_template.jinja of "
                              "the model's instruct version into it")
-        self._marks = {VISION: self._processor.image_token}
-        if self.videos is not None:
-            self._marks[VIDEO] = self._processor.video_token
         self.tokenizer = ChatTokenizer(self.folder, template, self._marks)
         self.expanded = lru_cache(maxsize=1024)(self._expanded)
-        talk = [Turn("user", (Medium(VISION, ""), "Who is it?"), False),
-                Turn("assistant", ("Anna.",), True)]
+        media = tuple(Medium(m, "") for m in self._marks if m != VIDEO)
+        talk = [Turn("user", (*media, "Who is it?"), False), Turn("assistant", ("Anna.",), True)]
+        sizes = {VISION: Size(224, 336), AUDIO: Size(0, self.audio and self.audio.sample_rate)}
         try:
-            self.tokens(self.rendered(talk), [Size(224, 336)])
+            self.tokens(self.rendered(talk), [sizes[m.modality] for m in media])
         except RowError as error:
-            raise ValueError(f"{folder}: its processor cannot be used for an image, a question and "
+            raise ValueError(f"{folder}: its processor cannot be used for a medium, a question and "
                              f"an answer: {error}") from error
+
+    @property
+    def audio(self) -> AudioGeometry | None:
+        """The rate at which clips are read; None where the model takes none."""
+        return self._clips and self._clips.geometry
 
     def __reduce__(self):
         return Processor, (self.folder, self.options)  # worker processes open the files themselves
@@ -115,28 +118,23 @@ class Processor:
         import tokenizers
         import transformers
 
-        return digest([self._processor.to_dict(), self.tokenizer.digest, self.options, self.patch,
+        return digest([self._processor.to_dict(), self.tokenizer.digest, self.options,
+                       self.patch, self._clips and self._clips.identity,
+                       self.videos and self.videos.identity,
                        sorted(self.token_ids.items()), self._most_tokens,
-                       *([] if self.videos is None else self.videos.identity),
                        *(package.__version__ for package in (transformers, tokenizers, PIL))])
 
     def rendered(self, turns: Sequence[Turn]) -> list[Span]:
         """A conversation as the template writes it; a video is one medium where the model has
         tokens for it. Raises RowError."""
         media = media_of(turns)
-        if any(medium.modality != VISION for medium in media):
-            raise RowError("the model takes images alone: leave rows with clips out")
+        for other in {medium.modality for medium in media} - self._marks.keys():
+            kind, *_ = (_KINDS[modality] for modality in self._marks)
+            raise RowError(f"the model takes {kind} alone: leave rows with {_KINDS[other]} out")
         if self.videos is None or not any(medium.sampled for medium in media):
             return self.tokenizer.spans(turns)
         self.videos.check(self.tokenizer.writes(VIDEO))
         return self.tokenizer.spans(with_videos(turns))
-
-    def items(self, turns: Conversation) -> list[list[list[Medium]]]:
-        """Of each image or video of a conversation the items of the encoder that it becomes, each
-        of them an image, or frames."""
-        if self.videos is not None:
-            return self.videos.items(turns)
-        return [[[medium._replace(sampled=None)]] for medium in media_of(turns)]
 
     @staticmethod
     def resized(width: int, height: int) -> tuple[int, int]:
@@ -157,19 +155,18 @@ class Processor:
              ) -> tuple[Tokens, dict[str, Tensor]]:
         """(The sequence of a rendered conversation and its media, the processor's other tensors by
         argument name). media: images of Pillow, as arrays small ones can be read with another side
-        for the channels, or as `sized` makes them, whose pixels are not wanted; and Sizes of
-        videos, whose tensor is on the meta device: see Videos.pixels. limit: see `tokens`; no
-        medium crosses it. Raises RowError."""
+        for the channels; clips (n,) float32; or as `sized` makes them, whose content is not wanted;
+        and Sizes of videos, whose tensor is on the meta device: see Videos.pixels. limit: see
+        `tokens`; no medium crosses it. Raises RowError."""
         text = "".join(self._marks[span.modality] if isinstance(span, Medium) else span.text
                        for span in spans)
         has_pixels = any(isinstance(medium, Image.Image) for medium in media)
-        processor = self._some if has_pixels else self._shapes
-        out, expanded = self._run(processor, text, media, "pt")
+        out, expanded = self._run(self._some if has_pixels else self._shapes, text, media, "pt")
         tokens, _ = self._tokens(spans, expanded, limit)
         ids = out.pop("input_ids")
         if ids[0, : len(tokens.ids)].tolist() != tokens.ids.tolist():
             raise RowError("the processor makes other tokens of its media than of their sizes")
-        return tokens, {name: value[:, : len(tokens.ids)] if value.shape == ids.shape else value
+        return tokens, {name: value[:, : len(tokens.ids)] if name.endswith("type_ids") else value
                         for name, value in out.items()}
 
     def arguments_like(self, ids: Tensor, media: list, **options: Any) -> dict[str, Tensor]:
@@ -177,33 +174,36 @@ class Processor:
         call, for images and videos alike."""
         out, _ = self._run(self._processor, self._written(media) or "no media", media, "pt",
                            options)
-        shape = out.pop("input_ids").shape
-        kinds = sum(kind * (ids == token).long()[None]
-                    for kind, token in enumerate(self.token_ids.values(), 1))
-        return {name: kinds if value.shape == shape else value for name, value in out.items()}
+        del out["input_ids"]
+        kinds = sum(kind * (ids == self.token_ids.get(modality, -1)).long()[None]
+                    for kind, modality in enumerate((VISION, VIDEO), 1))
+        return {name: kinds if name.endswith("type_ids") else value for name, value in out.items()}
+
+    def _written(self, media: list) -> str:
+        return "\n".join(self._marks[kind_of(medium)] for medium in media)
 
     def _expanded(self, sizes: tuple[Size, ...]) -> Expanded:
-        """What images of these sizes become, which are all images of an example: processors treat
+        """What media of these sizes become, which are all media of an example: processors treat
         several in another way than one. Raises RowError."""
         if not sizes:
             return Expanded((), ())
         media = [size if size.sampled else sized(*size[:2]) for size in sizes]
-        # What is on the meta device cannot become an array.
-        tensors = None if any(size.sampled for size in sizes) else "np"
+        tensors = "np" if VISION in self._marks else "pt"  # audioflamingo3's knows no other
+        if any(size.sampled for size in sizes):
+            tensors = None  # what is on the meta device cannot become an array
         return self._run(self._shapes, self._written(media), media, tensors)[1]
-
-    def _written(self, media: list) -> str:
-        """What a template would write for these media alone."""
-        return "\n".join(self._marks[VIDEO if isinstance(m, Size) else VISION] for m in media)
 
     def _run(self, processor: Any, text: str, media: list, tensors: str | None,
              options: Mapping[str, Any] = MappingProxyType({})) -> tuple[dict[str, Any], Expanded]:
-        """(The arguments that a processor makes of one text and its media, what the media become).
-        options: of its call for images and videos. Raises RowError."""
-        is_video = [isinstance(medium, Size) for medium in media]
-        images, videos = ([m for m, video in zip(media, is_video, strict=True) if video == wanted]
-                          for wanted in (False, True))
-        given = {} if self.videos is None else self.videos.arguments(videos, options)
+        """(The arguments that a processor makes of one text and its media, what the media
+        become). options: of its call for images and videos. Raises RowError."""
+        kinds = [kind_of(medium) for medium in media]
+        images, clips, videos = ([m for m, kind in zip(media, kinds, strict=True) if kind == wanted]
+                                 for wanted in (VISION, AUDIO, VIDEO))
+        given = {"audio": clips, "audio_kwargs": {"sampling_rate": self.audio.sample_rate}
+                 } if clips else {}
+        if videos:
+            given |= self.videos.arguments(videos, options)
         try:
             # Nested as apply_chat_template does it: some processors tell examples by the lists.
             out = processor(text=[text], images=[images] if images else None,
@@ -218,12 +218,13 @@ class Processor:
         out.pop("attention_mask", None)
         offsets = out.pop("text_replacement_offsets", [])
         texts = tuple(o["replacement"] for row in offsets for o in row)
-        features = [text.count(self._features[VISION])
-                    for text, video in zip(texts, is_video, strict=False) if not video]
-        grids = iter(image_grids(processor, out, features, self.patch) if images else ())
-        of_videos = Videos.grids(out)
-        return dict(out), Expanded(texts, tuple(
-            next(of_videos) if video else (next(grids),) for video in is_video))
+        shown, heard = ([t for t, kind in zip(texts, kinds, strict=True) if kind == wanted]
+                        for wanted in (VISION, AUDIO))
+        features = [text.count(self._features[VISION]) for text in shown]
+        grids = {VISION: zip(image_grids(processor, out, features, self.patch) if images else ()),
+                 AUDIO: zip(self._clips.grids(out, clips, heard) if clips else ()),
+                 VIDEO: Videos.grids(out)}
+        return dict(out), Expanded(texts, tuple(next(grids[kind]) for kind in kinds))
 
     def _tokens(self, spans: Sequence[Span], expanded: Expanded, limit: int
                 ) -> tuple[Tokens | None, int]:
@@ -232,36 +233,44 @@ class Processor:
         texts = iter(expanded.texts)
         spans = [Text(next(texts), False) if isinstance(s, Medium) else s for s in spans]
         ids, learnt = self._encoded(spans)
-        num_items = np.array([len(grids) for grids in expanded.grids], np.int64)
         counted = {modality: np.array([text.count(token) for text in expanded.texts], np.int64)
                    for modality, token in self._features.items()}
         for modality, count in counted.items():
             if (ids == self.token_ids[modality]).sum() != count.sum():
                 raise RowError(f"its text contains the token {self._features[modality]}, which "
-                               f"stands for {PART[modality]}s")
+                               f"stands for {_KINDS[modality]}")
         features = sum(counted.values())
         at = np.flatnonzero(np.isin(ids, [*self.token_ids.values()]))
         ends = np.cumsum(features)
-        fit = int((at[ends - 1] < (limit or len(ids))).sum())
+        begins, last = at[ends - features], at[ends - 1]
+        # The token behind a medium belongs to it where the model looks for it.
+        fit = int((last + self._is_omni < (limit or len(ids))).sum())
         if fit < len(features):
             return None, fit
-        touching = at[(ends - features)[1:]] == at[ends[:-1] - 1] + 1
-        features = np.repeat(features // num_items, num_items)
-        first = at[np.cumsum(features) - features]
-        if "image_grid_thw" in self._processor.model_input_names and touching.any():
-            raise RowError("two images have no token between them, so the model cannot tell them "
+        if self._have_grids and (begins[1:] == last[:-1] + 1).any():
+            raise RowError("two media have no token between them, so the model cannot tell them "
                            "apart: write text between them")
         ids, learnt = ids[: limit or None], learnt[: limit or None]
+        if self._is_omni:
+            ids, learnt = self._clips.bracketed(ids, learnt, begins)
         if self._most_tokens and len(ids) > self._most_tokens:
             raise RowError(f"it has {len(ids)} tokens, but after {self._most_tokens} this model's "
                            "rotary positions change for other examples of the batch, too: set "
                            f"data.max_example_tokens to {self._most_tokens} or less")
+        num_items = np.array([len(grids) for grids in expanded.grids], np.int64)
+        kinds = np.repeat(np.stack([*counted.values()]).argmax(0) if len(num_items) else [],
+                          num_items)
+        features = np.repeat(features // np.maximum(num_items, 1), num_items)
+        first = at[np.cumsum(features) - features]
         starts = np.append(first, len(ids))  # text runs from the end of an image's features
         counts = np.diff(starts, prepend=0) - np.append(0, features)
         segments = [(TEXT, text_lengths(int(counts[0])))]
         grids = [grid for of_medium in expanded.grids for grid in of_medium]
-        for (t, h, w), tokens, count in zip(grids, features, counts[1:], strict=True):
-            segments += [(VISION, SegmentLengths(t * h * w, t * h * w, int(tokens), (t, h, w))),
+        for k, (t, h, w), tokens, count in zip(kinds, grids, features, counts[1:], strict=True):
+            rows = t * h * w
+            modality = AUDIO if [*counted][int(k)] == AUDIO else VISION
+            positions = (rows + 1) // 2 if modality == AUDIO else rows  # a convolution of stride 2
+            segments += [(modality, SegmentLengths(rows, positions, int(tokens), (t, h, w))),
                          (TEXT, text_lengths(int(count)))]
         return Tokens(ids, learnt, [s for s in segments if s[1].num_tokens]), fit
 
@@ -271,7 +280,7 @@ class Processor:
         return begin is None or not text.startswith(begin)
 
     def _encoded(self, spans: Sequence[Text]) -> tuple[np.ndarray, np.ndarray]:
-        """(ids, learnt) of a conversation whose images are text, with the special tokens that the
+        """(ids, learnt) of a conversation whose media are text, with the special tokens that the
         processor's tokenizer adds around it. Raises RowError where it has other ids between."""
         ids, learnt = self.tokenizer.encode_spans(spans)
         text = "".join(span.text for span in spans)

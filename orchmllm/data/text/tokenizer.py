@@ -19,10 +19,11 @@ from typing import NamedTuple
 import numpy as np
 
 from orchmllm.data.formats.conversation import DOCUMENT, Turn
+from orchmllm.data.media.kinds import VIDEO
 from orchmllm.data.media.medium import Medium, RowError
 from orchmllm.data.text.spans import PART, PLACEHOLDERS, Placeholder, Span, Text
 from orchmllm.data.text.templates import ChatTemplate, read_json, read_template
-from orchmllm.plan.layout import TEXT, VISION
+from orchmllm.plan.layout import AUDIO, TEXT, VISION
 
 IM_START, IM_END, END_OF_TEXT = "<|im_start|>", "<|im_end|>", "<|endoftext|>"
 _MARK = "\ufdd0"  # begins and ends what stands for another token; a noncharacter
@@ -85,9 +86,10 @@ class ChatTokenizer:
         self._chat = self.template and ChatTemplate(
             *self.template, special, [t.content for t in added.values()], str(path),
             {m: (Placeholder(t),) for m, t in media.items()} if media else PLACEHOLDERS)
-        if media and not self.writes(VISION):
-            raise ValueError(f"{path}: the chat template does not write {media[VISION]} for an "
-                             "image")
+        for modality, token in (media or {}).items():
+            if modality != VIDEO and not self.writes(modality):
+                kind = {VISION: "an image", AUDIO: "a clip"}[modality]
+                raise ValueError(f"{path}: the chat template does not write {token} for {kind}")
         self._stand_ins, self._ids = self._add_stand_ins(added)
         self._of_template = lru_cache(maxsize=4096)(
             lambda text: self._special.sub(lambda m: self._stand_ins[m[0]], text))

@@ -12,12 +12,12 @@ import numpy as np
 from orchmllm.config.job import resolve
 from orchmllm.config.recipe import Recipe
 from orchmllm.data.formats.open import DataSource
-from orchmllm.data.index import LengthIndex
+from orchmllm.data.index import LengthIndex, usable_rows
 from orchmllm.models.flops import plan_spec
 from orchmllm.plan.layout import MODALITIES, BatchLayout
 from orchmllm.plan.rearrange import sums_of
 from orchmllm.plan.step import PHASES, imbalance, plan_step
-from orchmllm.tools.predict.examples import drawn_by_a_run, usable_rows
+from orchmllm.tools.predict.examples import drawn_by_a_run
 
 NUM_BATCHES = 20  # global batches that the prediction averages over
 MAX_SAMPLED = 200_000  # examples that a prediction plans at most: minutes on a large world
@@ -46,12 +46,10 @@ class Lengths:
 
 def read_lengths(names: Sequence[str], indexes: Sequence[LengthIndex]) -> Lengths:
     """Joins the indexes; unusable rows are left out."""
-    layouts = [usable_rows(index) for index in indexes]
-    every = BatchLayout.concat(layouts)
-    source = np.repeat(np.arange(len(layouts)), [layout.num_examples for layout in layouts])
+    every = usable_rows(indexes)
     tokens, counts = ({m: sums_of((every.modality == code) * values, every.segments_per_example)
                        for m, code in MODALITIES.items()} for values in (every.num_tokens, 1))
-    return Lengths(list(names), source, tokens, counts)
+    return Lengths(list(names), every.rank_of_example, tokens, counts)
 
 
 def lengths_table(lengths: Lengths) -> str:

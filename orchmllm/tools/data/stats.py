@@ -11,7 +11,9 @@ from pathlib import Path
 from orchmllm.config.recipe import DataConfig, Recipe, TrainConfig
 from orchmllm.data.formats.open import DataSource, beside, index_path
 from orchmllm.data.index import LengthIndex
+from orchmllm.models.flops import plan_spec
 from orchmllm.sharding.fits import with_real_batch
+from orchmllm.sharding.longest import Room, heaviest, table
 from orchmllm.tools.data.composition import (
     NUM_BATCHES,
     global_batches,
@@ -21,6 +23,9 @@ from orchmllm.tools.data.composition import (
     read_lengths,
 )
 from orchmllm.tools.pictures import CURE, can_draw
+from orchmllm.tools.predict.examples import of_indexes
+from orchmllm.tools.predict.hardware import cluster
+from orchmllm.tools.predict.step_time import memory_of
 from orchmllm.tools.predict.workload import MODELS, sample_layout
 
 
@@ -61,12 +66,18 @@ def show(recipe: Recipe, args: argparse.Namespace, sources: Sequence[DataSource]
     print("\nLLM tokens per example that has the modality (share: of all tokens of the source)")
     print(lengths_table(lengths))
     ranks = args.ranks or recipe.launch.nproc_per_node or 8
-    batches = global_batches(sources, indexes, recipe, ranks)
+    batches = list(global_batches(sources, indexes, recipe, ranks))
     share = with_real_batch(recipe, ranks).train.batch_size
     count = share // recipe.train.batch_size  # with capped mini-batches
     _gain(predict(batches, recipe), ranks,
           f"{share} examples" if recipe.data.batching == "sample" else
           f"{count} mini-batches" if count > 1 else "1 mini-batch")
+    job, hardware = cluster().job(recipe, ranks)
+    room = Room.of(job, hardware.sheet.memory_bytes, memory_of(job, hardware))
+    room = replace(room, why=f"{room.why}; assumed GPU: {hardware.name}")
+    own = of_indexes(recipe, sources, indexes)
+    found = heaviest(batches, plan_spec(job).costs, own.rows(), room.fits)
+    print("", *table(found, room, own.place), *room.misfits(own.rows(), own.place), sep="\n")
     if not can_draw():
         print(f"no plot: {CURE}")
         return

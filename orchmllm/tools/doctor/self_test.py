@@ -24,7 +24,6 @@ from orchmllm.config.balance import BalanceConfig
 from orchmllm.config.recipe import CheckpointConfig, FsdpConfig, LaunchConfig, Recipe
 from orchmllm.launch import World, device_of
 from orchmllm.plan.assign import PHASES, PhasePolicy
-from orchmllm.sharding.init import plain_name
 from orchmllm.tools.doctor.synthetic import SyntheticDataset, recipe
 from orchmllm.train import run_rank
 from orchmllm.trainer import Trainer
@@ -147,7 +146,7 @@ def step_gradients(world: World, how: Recipe, in_order: bool = False,
         def keep(*_: object) -> None:
             for name, p in trainer.model.named_parameters():
                 if p.grad is not None:
-                    found[plain_name(name)] = p.grad.full_tensor().double().cpu()
+                    found[name] = p.grad.full_tensor().double().cpu()
 
         trainer.optimizer.register_step_pre_hook(keep)
         loader = trainer.loader() if not in_order else in_order_loader(trainer)

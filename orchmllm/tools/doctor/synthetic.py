@@ -68,6 +68,9 @@ class SyntheticDataset:
     def describe(self, i: int, segment: int) -> dict:
         return {"source": "synthetic", "row": i + 1, "data_file": "synthetic", "file": f"{i}"}
 
+    def name(self, i: int) -> str:
+        return f"synthetic, row {i + 1}"
+
     def layout(self, i: int) -> BatchLayout:
         targets = int((self.load(i, segments=()).labels != IGNORE_INDEX).sum())
         return BatchLayout.from_segments(i, targets, list(self._segments(i)))

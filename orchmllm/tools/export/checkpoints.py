@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from orchmllm.config.model import ModelConfig
+from orchmllm.config.model import LoraConfig, ModelConfig
 from orchmllm.data.formats.open import beside
 from orchmllm.models.names import PARTS
 
@@ -28,9 +28,15 @@ def model_of(state: dict) -> ModelConfig:
     kinds = {part: type(getattr(ModelConfig(), part)) for part in PARTS}
     try:
         model = state["model"]
+        if model["vision"].pop("family", "vit") != "vit":
+            raise ValueError("the checkpoint has the vision tower of Qwen2-VL as model.vision, "
+                             "which only versions before knew: export it with the version that "
+                             "trained it")
+        lora = model.get("lora", {})
         return ModelConfig(
             **{p: kind(**model[p]) for p, kind in kinds.items()},
-            **{name: model[name] for name in ("pretrained", "config") if name in model})
+            **{name: model[name] for name in ("pretrained", "config") if name in model},
+            lora=LoraConfig(**{**lora, "target_modules": tuple(lora.get("target_modules", ()))}))
     except (KeyError, TypeError) as e:
         raise ValueError("state.json is not that of a checkpoint of a run, or of a newer version "
                          f"of orchmllm: {e}") from None

@@ -4,11 +4,12 @@
     orchmllm export runs/x/checkpoints/step_00001000 --out exported
 
 exported/llm is a Qwen2 model, exported/tokenizer its tokenizer, exported/audio a Whisper encoder,
-exported/vision the vision tower of Qwen2-VL (or our own encoder, which has no class in
-transformers); connectors.safetensors has the layers between, orchmllm.json says what is what.
-`orchmllm generate exported` answers with all of it. A run starts from it with
-model.llm.pretrained=exported/llm and so on: docs/weights.md. Of a run with model.pretrained or
-model.config, exported is the model and its processor, for transformers' from_pretrained.
+exported/vision our own encoder, which has no class in transformers; connectors.safetensors has the
+layers between, orchmllm.json says what is what. `orchmllm generate exported` answers with all of
+it. A run starts from it with model.llm.pretrained=exported/llm and so on: docs/weights.md. Of a run
+with model.pretrained or model.config, exported is the model and its processor, for transformers'
+from_pretrained; with model.lora it is an adapter folder, for peft's PeftModel.from_pretrained:
+docs/models.md.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ def check_out(out: Path, overwrite: bool) -> None:
 def main(argv: list[str]) -> int:
     parser = command_parser("export", __doc__, (
         ("--overwrite", False, "replace an earlier export"),
+        ("--merged", False, "of a run with model.lora: the whole model, adapters merged into it"),
         ("--max-file-gb", 5.0, "larger models are split into files of at most so many 1e9 bytes"),
         ("--tokenizer", Path, "tokenizer.json or its folder (default: that of the run)"),
         ("--no-verify", False, "do not compare the checkpoint's files with its manifest")))
@@ -52,5 +54,6 @@ def main(argv: list[str]) -> int:
         parser.error("FOLDER is missing: name the run.dir of a run, or a checkpoint")
     check_out(args.out, args.overwrite)
     export(args.named or args.checkpoint, args.out, dtype=args.dtype, tokenizer=args.tokenizer,
-           max_file_bytes=int(args.max_file_gb * 1e9), verify=not args.no_verify)
+           max_file_bytes=int(args.max_file_gb * 1e9), verify=not args.no_verify,
+           merged=args.merged)
     return 0

@@ -16,6 +16,7 @@ from orchmllm.hf import tensors as hf_tensors
 from orchmllm.hf.folder import read_json
 from orchmllm.hf.sources import POSITIONS
 from orchmllm.models.names import PARTS, named
+from orchmllm.tools.export.adapters import write_adapters, write_merged
 from orchmllm.tools.export.checkpoints import checkpoint_in, is_other, model_of, tokenizer_of
 from orchmllm.tools.export.whole import write_whole
 
@@ -24,11 +25,12 @@ NOTE = "orchmllm.json"
 
 
 def export(checkpoint: Path, out: Path, *, dtype: str = "", max_file_bytes: int = 5 * 10**9,
-           tokenizer: Path | None = None, verify: bool = True,
+           tokenizer: Path | None = None, verify: bool = True, merged: bool = False,
            log: Callable[[str], None] = print) -> dict:
     """Writes the folders and returns the contents of orchmllm.json. checkpoint: its folder, or that
     of a run, whose newest one is taken. dtype: float32, bfloat16, ...; empty: as saved. tokenizer:
-    instead of the run's. Raises ValueError or OSError; `out` is then what it was."""
+    instead of the run's. merged: adapters become part of the weights. Raises ValueError or
+    OSError; `out` is then what it was."""
     from orchmllm.runtime.checkpoint import problem_of
 
     checkpoint = checkpoint_in(checkpoint)
@@ -40,6 +42,8 @@ def export(checkpoint: Path, out: Path, *, dtype: str = "", max_file_bytes: int 
                                         "not compared with its manifest"))
     model, saved = model_of(state), hf_tensors.read_sharded(checkpoint)
     short = hf_tensors.DTYPES[dtype] if dtype else ""
+    if merged and not model.lora.rank:
+        raise ValueError(f"--merged: {checkpoint} has no adapters (model.lora): leave it out")
     if not model.folder:
         tensors = {part: _tensors(part, model, saved, short) for part in (*PARTS, "connectors")}
     staged, old = (out.parent / f".{what}_{out.name}" for what in ("staged", "old"))
@@ -48,26 +52,37 @@ def export(checkpoint: Path, out: Path, *, dtype: str = "", max_file_bytes: int 
     staged.mkdir(parents=True)
     try:
         note = {"version": VERSION, "step": state["step"], "model": state["model"]}
-        if model.folder:
-            note["parts"] = {"model": write_whole(
+        if merged:
+            note["parts"] = {"model": write_merged(
+                model, state["attempt"]["settings"]["model.weights"], saved, short, max_file_bytes,
+                staged, log)}
+        elif model.folder:
+            note["parts"] = {"model": write_adapters(
+                model, saved, short, staged, log) if model.lora.rank else write_whole(
                 Path(model.folder), saved, short, max_file_bytes, staged, log)}
         else:
             note["parts"] = _write(model, tensors, max_file_bytes, staged, log)
             note["tokenizer"] = _write_tokenizer(state, tokenizer, staged, log)
         (staged / NOTE).write_text(json.dumps(note, indent=1), encoding="utf-8")
-        if out.exists():
-            out.rename(old)
-        try:
-            staged.rename(out)
-        except OSError:
-            if old.exists():
-                old.rename(out)
-            raise
+        _publish(staged, out, old)
     finally:
         shutil.rmtree(staged, ignore_errors=True)
     shutil.rmtree(old, ignore_errors=True)
     log(f"written: {out}")
     return note
+
+
+def _publish(staged: Path, out: Path, old: Path) -> None:
+    """Renames `out` to `old`, if it is there, and `staged` to `out`. Raises OSError; `out` is then
+    what it was."""
+    if out.exists():
+        out.rename(old)
+    try:
+        staged.rename(out)
+    except OSError:
+        if old.exists():
+            old.rename(out)
+        raise
 
 
 def _tensors(part: str, model: ModelConfig, saved: dict[str, hf_tensors.FileTensor],
@@ -98,11 +113,10 @@ def _write(model: ModelConfig, tensors: dict[str, list[hf_tensors.FileTensor]],
         for name, contents in part_json(part, model, dtype).items():
             (folder / part / name).write_text(json.dumps(contents, indent=1), encoding="utf-8")
         files = hf_tensors.write_folder(folder / part, tensors[part], max_file_bytes)
-        name = CLASSES[model.vision.family if part == "vision" else part]
+        name = CLASSES[part]
         note[part] = {"class": f"transformers.{name}" if name else None,
                       "tensors": len(tensors[part]), "files": files}
-        what = name or ("orchmllm.models.vision.VisionEncoder (model.vision.family vit has no "
-                        "class in transformers)")
+        what = name or "orchmllm.models.vision.VisionEncoder (no class in transformers)"
         log(_line(f"{part}/", tensors[part], files, what))
     hf_tensors.write_file(folder / "connectors.safetensors", tensors["connectors"])
     log(_line("connectors.safetensors", tensors["connectors"], 1, "names of orchmllm"))

@@ -6,13 +6,47 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from orchmllm.hf.folder import INDEX
-from orchmllm.hf.tensors import TORCH_DTYPES, FileTensor, renamed
-from orchmllm.models.families import read_config
+from orchmllm.hf.tensors import TORCH_DTYPES, FileTensor, read_sharded, renamed
+from orchmllm.models.families import model_class, read_config
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from transformers import PreTrainedModel
 
 PROCESSOR_FILES = ("*.json", "*.jinja", "*.txt", "*.model")  # tokenizer and templates, too
 OWN = ("config.json", INDEX)  # that transformers writes anew
+
+
+def of_checkpoint(saved: dict[str, FileTensor], name: str, shape: tuple[int, ...], dtype: str,
+                  source: Path) -> FileTensor:
+    """A parameter of a checkpoint of the model of `source`. Raises ValueError where it is of
+    another."""
+    if f"model.hf.{name}" not in saved:
+        raise ValueError(f"the checkpoint lacks {name}: it is of another model than that of "
+                         f"{source}")
+    return renamed(saved[f"model.hf.{name}"], name, shape, dtype)
+
+
+def copy_processor(source: Path, folder: Path) -> None:
+    """Everything of a model's folder but weights and configuration."""
+    names = {path.name for pattern in PROCESSOR_FILES for path in source.glob(pattern)}
+    for name in sorted(names.difference(OWN)):
+        shutil.copyfile(source / name, folder / name)
+
+
+def save_model(model: PreTrainedModel, learnt: int, source: Path, max_file_bytes: int,
+               folder: Path, log: Callable[[str], None]) -> dict:
+    """Writes a model with the processor of `source`, and returns its part of orchmllm.json. learnt:
+    number of tensors that are from the checkpoint."""
+    model.save_pretrained(folder, max_shard_size=max_file_bytes)
+    copy_processor(source, folder)
+    files = len(list(folder.glob("*.safetensors")))
+    log(f"{type(model).__name__}: {learnt} tensors in {files} file{'s' * (files > 1)}, with the "
+        f"processor of {source}")
+    return {"class": f"transformers.{type(model).__name__}", "tensors": learnt, "files": files}
 
 
 def write_whole(source: Path, saved: dict[str, FileTensor], dtype: str, max_file_bytes: int,
@@ -21,29 +55,39 @@ def write_whole(source: Path, saved: dict[str, FileTensor], dtype: str, max_file
     started from. dtype: as safetensors names it, "" as saved. The whole model is in memory. Raises
     ValueError where the source is gone, or the checkpoint is of another model."""
     import torch
-    from transformers import AutoModelForImageTextToText
     from transformers.utils import logging
 
     logging.disable_progress_bar()
+    config = read_config(source)
     with torch.device("meta"):
-        model = AutoModelForImageTextToText.from_config(read_config(source))
-    tensors = {}
+        model = model_class(config)._from_config(config)
+    tensors = _buffers(model, source)
     for name, parameter in model.named_parameters():
-        if f"model.hf.{name}" not in saved:
-            raise ValueError(f"the checkpoint lacks {name}: it is of another model than that of "
-                             f"{source}")
-        stored = saved[f"model.hf.{name}"]
-        tensors[name] = renamed(stored, name, tuple(parameter.shape), dtype).load()
-        written = TORCH_DTYPES[dtype or stored.dtype]
+        stored = of_checkpoint(saved, name, tuple(parameter.shape), dtype, source)
+        tensors[name], written = stored.load(), TORCH_DTYPES[stored.dtype]
     model.load_state_dict(tensors, strict=False, assign=True)
     model.tie_weights()
     model.config.dtype = written
-    model.save_pretrained(folder, max_shard_size=max_file_bytes)
-    names = {path.name for pattern in PROCESSOR_FILES for path in source.glob(pattern)}
-    for name in sorted(names.difference(OWN)):
-        shutil.copyfile(source / name, folder / name)
-    files = len(list(folder.glob("*.safetensors")))
-    log(f"{type(model).__name__}: {len(tensors)} tensors in {files} file{'s' * (files > 1)}, with "
-        f"the processor of {source}")
-    return {"class": f"transformers.{type(model).__name__}", "tensors": len(tensors),
-            "files": files}
+    return save_model(model, len(tensors), source, max_file_bytes, folder, log)
+
+
+def _buffers(model: PreTrainedModel, source: Path) -> dict[str, Tensor]:
+    """What belongs to a model and is not learnt, such as what GLM-4.5V adds to the scores of its
+    experts: as the run found it, in the folder or drawn."""
+    import torch
+    from transformers import PreTrainedModel
+
+    found, part = {}, {}
+    for path, module in model.named_modules():
+        if isinstance(module, PreTrainedModel):
+            part |= dict.fromkeys(module.modules(), module)  # the innermost one comes last
+        for name, buffer in module.named_buffers(recurse=False):
+            if name not in module._non_persistent_buffers_set:
+                module.register_buffer(name, torch.empty_like(buffer, device="cpu"))
+                found[f"{path}.{name}"] = module
+    for module in found.values():
+        part[module]._init_weights(module)  # of parameters nothing: they have no memory yet
+    if not found or not any(source.glob("*.safetensors")):
+        return {}
+    stored = read_sharded(source)
+    return {name: stored[name].load() for name in found if name in stored}

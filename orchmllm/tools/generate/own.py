@@ -35,6 +35,7 @@ from orchmllm.sharding.pretrained import load_pretrained
 from orchmllm.tools.export.checkpoints import checkpoint_in, is_other, model_of, tokenizer_of
 from orchmllm.tools.export.export import NOTE
 from orchmllm.tools.generate.sampling import device, sampling
+from orchmllm.tools.generate.whole import ADAPTERS
 
 
 class Trained(NamedTuple):
@@ -48,15 +49,15 @@ class Trained(NamedTuple):
 
 
 def is_own(folder: Path) -> bool:
-    """Whether a folder is a run, a checkpoint or an export. Raises ValueError for one that is
-    neither that nor a model of transformers."""
+    """Whether a folder is a run, a checkpoint or an export of this project's own parts. Raises
+    ValueError for one that is neither that nor a model of transformers, or adapters for one."""
+    if (folder / "config.json").is_file() or (folder / ADAPTERS).is_file():
+        return False
     if (folder / NOTE).is_file() or (folder / "state.json").is_file() or (
             folder / "checkpoints").is_dir():
         return True
-    if not (folder / "config.json").is_file():
-        raise ValueError(f"{folder} is no run.dir with checkpoints, no checkpoint, no export and "
-                         "no model of transformers (config.json): give one of these folders")
-    return False
+    raise ValueError(f"{folder} is no run.dir with checkpoints, no checkpoint, no export and no "
+                     "model of transformers (config.json): give one of these folders")
 
 
 def open_trained(folder: Path, tokenizer: Path | None, log: Callable[[str], None]) -> Trained:
@@ -74,6 +75,9 @@ def open_trained(folder: Path, tokenizer: Path | None, log: Callable[[str], None
     checkpoint = checkpoint_in(folder)
     log(f"checkpoint {checkpoint}")
     state, saved = read_json(checkpoint / "state.json"), read_sharded(checkpoint)
+    if model_of(state).folder:
+        raise ValueError(f"{checkpoint} is of a model of transformers: write it to a folder with "
+                         "orchmllm export, and give that folder")
     first = next(t for key, t in saved.items() if key.startswith("model."))
     if tokenizer is not None and is_other(tokenizer, state):
         log(f"warning: --tokenizer {tokenizer} differs from the one of the training: the same text "

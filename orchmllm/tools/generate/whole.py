@@ -1,4 +1,5 @@
-"""Answers of a model of transformers, from a folder of save_pretrained with its processor."""
+"""Answers of a model of transformers, from a folder of save_pretrained with its processor, or from
+peft's adapters for one."""
 
 from __future__ import annotations
 
@@ -7,9 +8,14 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
+from torch import nn
 
+from orchmllm.hf.folder import read_json
+from orchmllm.models.adapters import need_peft
 from orchmllm.plan.layout import VISION
 from orchmllm.tools.generate.sampling import device, sampling
+
+ADAPTERS = "adapter_config.json"  # peft's
 
 
 @torch.no_grad()
@@ -25,8 +31,14 @@ def answer_whole(args: argparse.Namespace, log: Callable[[str], None]) -> str:
     from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 
     local = {"local_files_only": True, "trust_remote_code": False}
-    config = AutoConfig.from_pretrained(args.folder, **local)
+    adapters, folder = args.folder / ADAPTERS, args.folder
+    if adapters.is_file():
+        folder = read_json(adapters)["base_model_name_or_path"]
+    config = AutoConfig.from_pretrained(folder, **local)
     takes_images = type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+    if hasattr(config, "audio_config") and not takes_images:
+        raise ValueError(f"{args.folder} is a {config.model_type}, to which this command gives no "
+                         "clips: use its class and its processor in transformers")
     if any(m.modality != VISION for m in args.media) or (args.media and not takes_images):
         raise ValueError(f"{args.folder} is a {config.model_type}: only "
                          + ("images and text are" if takes_images else "text is")
@@ -36,7 +48,7 @@ def answer_whole(args: argparse.Namespace, log: Callable[[str], None]) -> str:
             raise ValueError(f"--image {medium.path}: no such file")
     try:
         reader = (AutoProcessor if takes_images else AutoTokenizer).from_pretrained(
-            args.tokenizer or args.folder, **local)
+            args.tokenizer or folder, **local)
     except ImportError as error:  # of a package that the processor needs
         raise ValueError(f"{args.folder}: {' '.join(str(error).split())}") from error
     if not reader.chat_template:
@@ -48,8 +60,11 @@ def answer_whole(args: argparse.Namespace, log: Callable[[str], None]) -> str:
         [{"role": "user", "content": content}], add_generation_prompt=True, tokenize=True,
         return_dict=True, return_tensors="pt").to(device())
     kind = AutoModelForImageTextToText if takes_images else AutoModelForCausalLM
-    model = kind.from_pretrained(args.folder, dtype=getattr(torch, args.dtype) if args.dtype
-                                 else "auto", **local).to(device()).eval()
+    model = kind.from_pretrained(folder, dtype=getattr(torch, args.dtype) if args.dtype
+                                 else "auto", **local)
+    if adapters.is_file():
+        model = with_adapters(model, args.folder)
+    model.to(device()).eval()
     before = given["input_ids"].shape[1]
     ids = model.generate(**given, **sampling(args))[0, before:].tolist()
     ends = model.generation_config.eos_token_id
@@ -57,3 +72,11 @@ def answer_whole(args: argparse.Namespace, log: Callable[[str], None]) -> str:
     log(f"{before} tokens before the answer, {len(ids)} in it"
         + ("" if ended else f": cut off at --max-tokens {args.max_tokens}"))
     return reader.decode(ids, skip_special_tokens=True)
+
+
+def with_adapters(model: nn.Module, folder: Path) -> nn.Module:
+    """By peft. Raises ValueError without it."""
+    need_peft()
+    from peft import PeftModel
+
+    return PeftModel.from_pretrained(model, folder)

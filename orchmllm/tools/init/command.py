@@ -73,16 +73,15 @@ def write_demo(folder: Path, out: Path) -> None:
 
 def parts_of(models: list[Path]) -> dict[str, Path]:
     """part of the model -> folder. Raises ValueError for one that no part can start from."""
-    parts = {kind: "vision" if kind in ("vit", "qwen2_vl") else kind for kind in MODEL_TYPES}
     found: dict[str, Path] = {}
     for folder in models:
         try:
             type_ = read_json(folder / "config.json").get("model_type")
         except ValueError as error:
             raise ValueError(f"--model {folder}: {error}") from error
-        part = next((parts[kind] for kind, types in MODEL_TYPES.items() if type_ in types), None)
+        part = next((kind for kind, types in MODEL_TYPES.items() if type_ in types), None)
         if part is None or part in found:
-            known = "; ".join(f"{parts[kind]}: {', '.join(types)}"
+            known = "; ".join(f"{kind}: {', '.join(types)}"
                               for kind, types in MODEL_TYPES.items())
             raise ValueError(f"--model {folder}: its model_type {type_!r} " + (
                 f"is of model.{part} again" if part else "is of no part of the model")

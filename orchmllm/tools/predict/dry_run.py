@@ -28,7 +28,8 @@ from orchmllm.models.names import named
 from orchmllm.plan.assign import PHASES, PhasePolicy, PlanSpec
 from orchmllm.plan.layout import ENCODERS, BatchLayout
 from orchmllm.plan.step import StepPlan, imbalance, plan_step
-from orchmllm.sharding.fits import budget_of, decide, joined, with_real_batch
+from orchmllm.sharding.fits import decide, joined, with_real_batch
+from orchmllm.sharding.longest import Room, heaviest, table
 from orchmllm.sharding.memory import Loads, MemoryModel, loads_of
 from orchmllm.sharding.units import units
 from orchmllm.tools.predict.examples import Examples, of_mix
@@ -59,6 +60,8 @@ def not_modelled(recipe: Recipe, examples: Examples) -> list[str]:
         left.append("the exchange of stored media in the background (balance.dispatch: bytes)")
     if recipe.model.folder:
         left.append("windows of attention, which count as if there were none")
+    if recipe.model.lora.rank:
+        left.append("what adapters (model.lora) compute and keep themselves")
     return left
 
 
@@ -72,17 +75,13 @@ def dry_run(recipe: Recipe, num_ranks: int, hardware: Hardware, steps: int = 20,
     check_world(job)
     spec, memory = plan_spec(job), memory_of(job, hardware)
     recipe = with_real_batch(recipe, num_ranks)
-    budget, allowed_by = budget_of(recipe, hardware.sheet.memory_bytes)
     train = recipe.train
     examples = examples or of_mix(recipe, without=without)
     drawn = functools.partial(examples.draw, num_ranks)
     first = plan_step(drawn(train.batch_size, recipe.run.seed), spec)
-    try:
-        choice = decide(recipe, memory, loads_of(first, padded_phases(recipe.model)), budget,
-                        allowed_by)
-    except ValueError as e:
-        raise ValueError(f"{e} (a GPU of {hardware.sheet.memory_bytes / 1e9:.0f} GB is assumed: "
-                         f"{hardware.name})") from e
+    room = Room.of(job, hardware.sheet.memory_bytes, memory)
+    choice = _checkpointing(recipe, first, room, hardware, examples)
+    room = replace(room, choice=choice)
     count = num_ranks * train.batch_size * train.accumulation_steps
     held = train.batch_size
     if examples.capped:
@@ -97,18 +96,37 @@ def dry_run(recipe: Recipe, num_ranks: int, hardware: Hardware, steps: int = 20,
         "hardware": asdict(hardware), "dtype": memory.fsdp.forward_dtype,
         "without": sorted(without), "folder": recipe.model.folder,
         "balanced": recipe.balance.enabled,
-        "checkpointing": choice, "memory_budget_bytes": budget, "allowed_by": allowed_by,
+        "checkpointing": choice, "memory_budget_bytes": room.budget, "allowed_by": room.why,
         "parameters": parameters(recipe.model), "state_bytes": memory.state_bytes(),
         "save_bytes": memory.save_bytes(recipe.checkpoint),
         "writers_per_node": min(job.ranks_per_node, job.shard_size),
     }
     report |= _workload(recipe, drawn, spec, memory, choice, hardware, steps,
                         job.global_batch_size / count)
+    batches = [drawn(train.batch_size, recipe.run.seed + k) for k in range(min(steps, 4))]
+    found = heaviest(batches, spec.costs, examples.rows(), room.fits)
+    report["long_examples"] = [asdict(item) for item in found]
+    report["long_lines"] = table(found, room, examples.place) + room.misfits(
+        examples.rows(), examples.place)
     report["exchange"] = exchange_report(first, job.shard_size)
-    report["fits"] = report["memory"]["balanced"]["peak_bytes"] <= budget
+    report["fits"] = report["memory"]["balanced"]["peak_bytes"] <= room.budget
     report["elapsed_s"] = time.perf_counter() - started
     report["peak_rss_bytes"] = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return report
+
+
+def _checkpointing(recipe: Recipe, plan: StepPlan, room: Room, hardware: Hardware,
+                   examples: Examples) -> dict[str, str]:
+    """phase -> checkpointing. Raises ValueError if a plan does not fit, naming the rows that can
+    not."""
+    try:
+        return decide(recipe, room.memory, loads_of(plan, padded_phases(recipe.model)),
+                      room.budget, room.why)
+    except ValueError as e:
+        assumed = (f"{e} (a GPU of {hardware.sheet.memory_bytes / 1e9:.0f} GB is assumed: "
+                   f"{hardware.name})")
+        named = room.misfits(examples.rows(), examples.place)
+        raise ValueError("\n".join([assumed, *named])) from e
 
 
 def parameters(model: ModelConfig) -> dict[str, int]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Annotated
@@ -21,7 +21,7 @@ from orchmllm.data.formats.open import (
     open_tokenizer,
     sources_of,
 )
-from orchmllm.data.index import LengthIndex, joined_layouts, open_index
+from orchmllm.data.index import LengthIndex, joined_layouts, open_index, usable_rows
 from orchmllm.data.lengths import LengthReader
 from orchmllm.data.sampler import make_sampler
 from orchmllm.data.storage.remote import Storage
@@ -33,12 +33,15 @@ from orchmllm.tools.predict.workload import SAMPLE_RATE, Headers, batch_layout, 
 class Examples:
     """What global batches are drawn from. what: in words. draw(num_ranks, batch_size, seed): a
     global batch in equal shares. epoch: examples of an epoch, 0 if nobody knows. capped: the draws
-    are capped mini-batches, one a rank where batch_size is the recipe's train.batch_size."""
+    are capped mini-batches, one a rank where batch_size is the recipe's train.batch_size. rows():
+    all that may be drawn, None if that is not known; place(dataset index): where one is."""
 
     what: str
     draw: Callable[[int, int, int], BatchLayout]
     epoch: int = 0
     capped: bool = False
+    rows: Callable[[], BatchLayout | None] = lambda: None
+    place: Callable[[int], str] = lambda i: ""
 
 
 def _cut(layout: BatchLayout, limit: int) -> BatchLayout:
@@ -56,7 +59,7 @@ def of_mix(recipe: Recipe, mix: str = "natural", without: Collection[str] = (),
            why: str = "") -> Examples:
     """A mix of orchmllm.tools.predict.workload. why: said behind its name."""
     if recipe.model.folder:
-        without = {"audio"}  # no family has any
+        without = {"audio"}  # those of whole models are never drawn
     media = [name for p, name in (("vision", "images"), ("audio", "audio")) if p not in without]
     kinds = f"{', '.join(media)} and text" if media else "text"
 
@@ -122,17 +125,17 @@ def of_indexes(recipe: Recipe, sources: Sequence[DataSource],
     repeated = sizes @ np.array([s.config.repeats for s in sources])
     trained = 1 - recipe.data.num_validation / sizes.sum()
     capped = recipe.data.batching == "capped"
+    bounds = np.cumsum([0, *map(len, indexes)])
+
+    def place(i: int) -> str:
+        source = int(np.searchsorted(bounds, i, side="right")) - 1
+        return "{}, row {}".format(*sources[source].store.place(i - int(bounds[source])))
+
     return Examples(
         f"the recipe's own, {sizes.sum()} rows by the length index of its data"
         + (", in its capped mini-batches" if capped else ""),
         lambda num_ranks, batch_size, seed: draw(num_ranks, num_ranks * batch_size, seed),
-        max(round(repeated * trained), 0), capped)
-
-
-def usable_rows(index: LengthIndex) -> BatchLayout:
-    """All usable rows of an index, on one rank."""
-    usable = np.setdiff1d(np.arange(len(index)), list(index.problems))
-    return index.layout(usable, usable)
+        max(round(repeated * trained), 0), capped, partial(usable_rows, indexes), place)
 
 
 Size = Annotated[int, Field(ge=1, lt=2**31)]
@@ -183,7 +186,8 @@ def of_file(recipe: Recipe, path: Path) -> Examples:
         chosen = np.random.default_rng(seed).choice(len(lines), count, replace=count > len(lines))
         return pool.taken(chosen, np.full(num_ranks, batch_size))
 
-    return Examples(f"{len(lines)} examples of {path}", draw, len(lines))
+    return Examples(f"{len(lines)} examples of {path}", draw, len(lines), False, lambda: pool,
+                    lambda i: f"{path}, line {i + 1}")
 
 
 def examples_of(recipe: Recipe, mix: str = "", path: Path | None = None,

@@ -9,20 +9,22 @@ are timed as a whole.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import product
 
 import numpy as np
 
-from orchmllm.config.fsdp import RESHARD
+from orchmllm.config.fsdp import CHOICES, RESHARD
 from orchmllm.config.job import check_world, resolve
 from orchmllm.config.recipe import Recipe
 from orchmllm.models.flops import padded_phases, plan_spec
 from orchmllm.plan.assign import PHASES
 from orchmllm.plan.balance import CapError
 from orchmllm.plan.step import plan_step
-from orchmllm.sharding.fits import budget_of, decide, joined, with_real_batch
-from orchmllm.sharding.memory import CHOICES, Loads, MemoryModel, loads_of
+from orchmllm.sharding.choice import choose_checkpointing
+from orchmllm.sharding.fits import MISSED, budget_of, decide, joined, with_real_batch
+from orchmllm.sharding.memory import Loads, MemoryModel, loads_of
 from orchmllm.tools.predict.examples import Examples
 from orchmllm.tools.predict.hardware import Hardware
 from orchmllm.tools.predict.step_time import (
@@ -37,6 +39,7 @@ from orchmllm.tools.predict.step_time import (
 
 KEEPS = RESHARD[::-1]  # none, node, full: from most memory to least, as CHOICES
 EXACT = 30  # of those that fit, timed as a whole
+LAYERED = 5  # of these, tried with choices by layer, too
 
 
 @dataclass(frozen=True)
@@ -240,7 +243,17 @@ class Search:
                 f"nothing fits {self.num_ranks} GPUs of {self.budget / 1e9:.1f} GB "
                 f"({self.allowed_by}): give more GPUs, a smaller batch or model, or a "
                 "larger balance.*.max_rank_tokens where the recipe sets one")
-        return sorted(map(self.found, fitting), key=lambda f: -f.tokens_per_s)
+        found = sorted(map(self.found, fitting), key=lambda f: -f.tokens_per_s)
+        return sorted([*found, *self._by_layer(found)], key=lambda f: -f.tokens_per_s)
+
+    def _by_layer(self, found: list[Found]) -> Iterator[Found]:
+        """The first of them with other numbers of layers that recompute, as `auto` chooses them."""
+        for setting in dict.fromkeys(replace(f.setting, checkpointing=()) for f in found[:LAYERED]):
+            _, loads = self.drawn(setting.batch_size, setting.shard_size)
+            with suppress(ValueError):  # nothing fits with what `auto` keeps free
+                choice = choose_checkpointing(self.memory(replace(
+                    setting, checkpointing=("full",) * 3)), loads, self.budget / MISSED)
+                yield self.found(replace(setting, checkpointing=tuple(choice[p] for p in PHASES)))
 
 
 def _choice(setting: Setting) -> Mapping[str, str]:

@@ -14,7 +14,7 @@ from math import gcd, log2
 
 import numpy as np
 
-from orchmllm.config.fsdp import DTYPE_BYTES
+from orchmllm.config.fsdp import DTYPE_BYTES, layer_counts
 from orchmllm.config.job import Job
 from orchmllm.config.model import ModelConfig
 from orchmllm.models.flops import (
@@ -25,9 +25,11 @@ from orchmllm.models.flops import (
     phase_work,
 )
 from orchmllm.plan.assign import PHASES
+from orchmllm.plan.layout import ENCODERS
 from orchmllm.plan.step import StepPlan
+from orchmllm.sharding import fits
 from orchmllm.sharding.memory import SELECTIVE_SHARE, MemoryModel
-from orchmllm.sharding.units import Unit, units
+from orchmllm.sharding.units import Unit, by_role
 from orchmllm.tools.predict.hardware import Hardware
 from orchmllm.tools.predict.transfers import Move, moves_of
 
@@ -36,15 +38,11 @@ UPDATE_PASSES = 10  # reads and writes of a parameter's size: norm, clipping and
 
 def memory_of(job: Job, hardware: Hardware) -> MemoryModel:
     """The memory of a job's ranks. Raises ValueError for a whole model with measured shares."""
-    model = job.recipe.model
-    if not model.folder:
-        return MemoryModel.of(job)
-    if hardware.measured:
+    folder = job.recipe.model.folder
+    if folder and hardware.measured:
         raise ValueError(f"--measured: the shares are those of this project's own blocks, and "
-                         f"{model.folder} is a model of transformers: say --efficiency")
-    from orchmllm.tools.predict.whole import WholeMemory  # with torch
-
-    return WholeMemory.of(job)
+                         f"{folder} is a model of transformers: say --efficiency")
+    return fits.memory_of(job)
 
 
 @dataclass(frozen=True)
@@ -114,20 +112,23 @@ def work_of(plan: StepPlan, model: ModelConfig, pad: frozenset[str] = frozenset(
         parts["forward"], parts["backward"], parts["recompute"],
         head=2.0 * model.llm.hidden_size * model.llm.vocab_size * with_logits, useful=useful,
         layers={p: getattr(model, p).num_layers for p in PHASES}, tokens=float(tokens.sum()),
-        num_ranks=d, moves=tuple(moves_of(plan, all_gather)))
+        num_ranks=d, moves=tuple(moves_of(plan, all_gather, [
+            phase for phase in ENCODERS if model.features_learn(phase)])))
 
 
 def rank_seconds(work: PlanWork, phase: str, hardware: Hardware, choice: str,
                  dtype: str = "bfloat16") -> tuple[np.ndarray, np.ndarray]:
-    """(d,) seconds of computing, forward and backward (with what is recomputed)."""
+    """(d,) seconds of computing, forward and backward (with what is recomputed). choice: see
+    orchmllm.config.fsdp.layer_counts."""
     rate = hardware.peak(dtype) * np.array(hardware.efficiencies(phase))
     fixed = hardware.fixed_s(phase, work.layers[phase])
     forward, backward, again = (x[phase] / rate[:, None] for x in (
         work.forward, work.backward, work.again))
-    if choice == "full":
-        backward = backward + again
-    elif choice == "selective" and again.any():  # a frozen encoder repeats nothing
-        backward = backward + SELECTIVE_SHARE * forward
+    if again.any():  # a frozen encoder repeats nothing
+        layers = work.layers[phase]
+        counts = layer_counts(choice, layers)
+        backward = backward + (counts["full"] * again
+                               + counts["selective"] * SELECTIVE_SHARE * forward) / layers
     return forward.sum(axis=0) + fixed / 3, backward.sum(axis=0) + 2 * fixed / 3
 
 
@@ -224,7 +225,7 @@ def slowest_compute(work: PlanWork, phase: str, memory: MemoryModel, choice: str
     slowest, head = int(total.argmax()), (0.0, 0.0)
     if phase == "llm":
         rate = hardware.peak(memory.fsdp.forward_dtype) * hardware.efficiencies(phase)[0]
-        passes = (1, 1 if memory.model.llm.frozen else 2)
+        passes = (1, 1 if memory.model.llm.frozen or memory.model.lora.rank else 2)
         head = tuple(n * float(work.head[slowest]) / rate for n in passes)
     return (tuple(float(x[slowest]) for x in seconds), head), float(
         total[slowest] - total.mean())
@@ -234,7 +235,7 @@ def _passes(phase: str, memory: MemoryModel, hardware: Hardware, num_ranks: int,
             compute: Compute) -> tuple[list, list]:
     """The units of a phase in its forward and in its backward pass, each (gather, compute,
     reduce) seconds."""
-    own = {u.role: u for u in units(memory.model) if u.phase == phase}
+    own = by_role(memory.model, phase)
     link = {role: unit_traffic(u, memory, hardware, num_ranks) for role, u in own.items()}
     block = own["block"]
     (forward, backward), head = compute

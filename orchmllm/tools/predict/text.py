@@ -73,6 +73,7 @@ def dry_run_text(r: dict) -> str:
         *lines, "", *_memory_lines(r), "", *_parameter_lines(r["parameters"]), "",
         *_imbalance_lines(r), "", *_predicted_lines(r), "",
         *_exchange_lines(r["exchange"], r["world_size"]), "",
+        *r["long_lines"], "",
         f"This took {r['elapsed_s']:.1f} s and "
         f"{r['peak_rss_bytes'] / 1e9:.2f} GB of memory."])
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -31,16 +31,18 @@ class Move:
         return self.times * (max(network, node) + self.peers * hardware.message_s + hops)
 
 
-def moves_of(plan: StepPlan, all_gather: bool = False) -> Iterator[Move]:
+def moves_of(plan: StepPlan, all_gather: bool = False,
+             learn: Collection[str] = tuple(ENCODERS)) -> Iterator[Move]:
     """What moves: forward, and features' gradients backward. With dispatch `bytes` inputs travel in
-    the background. all_gather: every rank receives all ranks' padded shares instead."""
+    the background. all_gather: every rank receives all ranks' padded shares instead. learn:
+    encoder phases whose features have a gradient."""
     balance, d, node = plan.spec.balance, plan.layout.num_ranks, plan.spec.ranks_per_node
     for phase in PHASES:
         for index, (move, volume) in enumerate(plan.transfers(phase)):
             features = phase in ENCODERS and index == 0
             if balance.dispatch == "bytes" and not features:
                 continue
-            times = 2 if features else 1
+            times = 2 if features and phase in learn else 1
             if all_gather:
                 held = float(np.bincount(move.source_rank, volume, d).max())
                 yield Move(held * max(d - node, 0) / node, held * (d - 1), 0, times)

@@ -238,8 +238,8 @@ def _media_lengths(headers: Headers, model: ModelConfig) -> np.ndarray:
 
             geometry = pictures(model.folder)
         elif model.folder and len(at):
-            raise ValueError(f"{model.folder}: the model takes images alone: choose --mix natural, "
-                             "or leave audio_s out")
+            raise ValueError(f"{model.folder}: lengths of clips are only those of its own rows: "
+                             "run `orchmllm data index RECIPE`, or leave audio_s out")
         lengths = np.zeros((len(distinct), 6), np.int64)
         for k, (a, b) in enumerate(distinct.tolist()):
             s = geometry.segment_lengths(a, b)

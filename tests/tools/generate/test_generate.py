@@ -21,7 +21,6 @@ from orchmllm.models.mllm import MultimodalModel
 from orchmllm.plan.layout import AUDIO, VISION
 from orchmllm.runtime.build import build_dataset
 from orchmllm.runtime.metrics import read_rows
-from orchmllm.sharding.init import plain_name
 from orchmllm.tools.generate.own import open_trained, read_prompt
 from orchmllm.trainer import Trainer
 from tests.lib.commands import ROOT, TINY
@@ -37,7 +36,7 @@ def learnt(world, recipe: Recipe) -> dict[str, np.ndarray]:
     trainer = Trainer(recipe, world)
     try:
         trainer.run()
-        return {plain_name(n): p.detach().full_tensor().numpy() if hasattr(p, "full_tensor")
+        return {n: p.detach().full_tensor().numpy() if hasattr(p, "full_tensor")
                 else p.detach().numpy() for n, p in trainer.model.named_parameters()}
     finally:
         trainer.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -50,8 +51,10 @@ def write_model(folder: Path) -> None:
 
 @pytest.mark.slow
 @torch.no_grad()
-def test_a_model_of_transformers_answers_as_it_does_there(tmp_path, capsys):
-    from transformers import AutoModelForImageTextToText, AutoProcessor
+def test_a_model_of_transformers_answers_as_it_does_there(tmp_path, capsys, monkeypatch):
+    """Also with the adapters of a folder of peft's."""
+    import peft
+    from transformers import AutoModelForImageTextToText, AutoProcessor, Qwen2AudioConfig
 
     write_model(tmp_path)
     path = tmp_path / "image.png"
@@ -71,7 +74,23 @@ def test_a_model_of_transformers_answers_as_it_does_there(tmp_path, capsys):
         answers.append(capsys.readouterr().out.removesuffix("\n"))
     want = processor.decode(ids[0, given["input_ids"].shape[1]:], skip_special_tokens=True)
     assert answers[0] == want != answers[1]
+    tuned = peft.get_peft_model(model, peft.LoraConfig(
+        target_modules=["q_proj"], lora_alpha=64, init_lora_weights=False))
+    tuned.save_pretrained(tmp_path / "adapters")
+    ids = tuned.generate(**given, do_sample=False, max_new_tokens=16)
+    assert dispatch(["generate", str(tmp_path / "adapters"), "--image", str(path), "What is drawn?",
+                     "--max-tokens", "16"]) == 0
+    found = capsys.readouterr().out.removesuffix("\n")
+    assert found == processor.decode(
+        ids[0, given["input_ids"].shape[1]:], skip_special_tokens=True) != want
+    monkeypatch.setitem(sys.modules, "peft", None)
+    assert dispatch(["generate", str(tmp_path / "adapters"), "What is drawn?"]) == 2
+    assert "need the package peft, which is not installed: pip" in capsys.readouterr().err
     assert dispatch(["generate", str(tmp_path), "--image", "none.png", "What is drawn?"]) == 2
     assert capsys.readouterr().err.endswith("error: --image none.png: no such file\n")
     assert dispatch(["generate", str(tmp_path), "--audio", "a.wav", "What is heard?"]) == 2
     assert "is a llava: only images and text are given to it" in capsys.readouterr().err
+    Qwen2AudioConfig().save_pretrained(tmp_path)
+    (tmp_path / "orchmllm.json").write_text("{}")  # as in an export
+    assert dispatch(["generate", str(tmp_path), "What is heard?"]) == 2
+    assert "is a qwen2_audio, to which this command gives no clips" in capsys.readouterr().err

@@ -81,7 +81,7 @@ def test_parts_start_from_the_models_that_are_named(data, tmp_path, capsys):
     assert init(capsys, *argv)[0] == 0
     recipe = load_recipe(out)
     assert recipe.model.llm.pretrained == str(llm) and recipe.model.llm.vocab_size == 512
-    assert recipe.model.vision.family == "qwen2_vl" and recipe.train.lr == 1e-5
+    assert recipe.model.vision.pretrained == str(vision) and recipe.train.lr == 1e-5
     assert recipe.model.audio.num_layers == 1 and "the data have none" in out.read_text()
     assert recipe.data.tokenizer == str(llm / "tokenizer.json")
     code, said = init(capsys, *argv[:2], tmp_path / "x.yaml", "--model", llm, "--model", llm)

@@ -75,6 +75,8 @@ def figure(r: dict, key: str) -> float:
     ({"fsdp__cpu_offload": True}, ["memory"], ["update_s", "traffic_s"]),
     ({"model__llm__frozen": True}, ["memory", "llm_s", "update_s"], []),
     ({"model__audio__frozen": True}, ["audio_s", "memory"], []),
+    ({"model__vision__frozen": True, "model__audio__frozen": True,
+      "model__connectors_frozen": True}, ["exchange_s", "vision_s", "vision backward"], []),
     ({"model__audio__mode": "fixed"}, [], ["audio_s"]),
     ({"balance__dispatch": "tensors"}, ["exchange_s"], []),  # homes are where they were sampled
     ({"balance__group": "shard", "fsdp__shard_size": 8}, ["internode_bytes"], []),

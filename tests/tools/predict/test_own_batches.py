@@ -15,8 +15,9 @@ from orchmllm.data.stream import open_dataset
 from orchmllm.models.flops import padded_phases, plan_spec
 from orchmllm.plan.assign import PHASES
 from orchmllm.plan.step import plan_step
-from orchmllm.sharding.fits import for_run, joined
+from orchmllm.sharding.fits import joined
 from orchmllm.sharding.memory import MemoryModel, loads_of
+from orchmllm.sharding.run_memory import RunMemory
 from orchmllm.tools.data.command import index_all
 from orchmllm.tools.data.command import main as data_command
 from orchmllm.tools.data.composition import global_batches
@@ -86,7 +87,8 @@ def test_a_run_decides_by_the_batches_that_it_draws(folder, case):
 
     def decided(share: float) -> dict[str, str]:
         fsdp = replace(asked.fsdp, memory_gb=share * needed / 1e9)
-        return for_run(replace(asked, fsdp=fsdp), dataset, range(len(dataset)), spec, RANKS, 0)
+        return RunMemory(replace(asked, fsdp=fsdp), dataset, range(len(dataset)), spec, RANKS,
+                         0).choice
 
     assert decided(1.001)["llm"] == "full"
     key = "data.max_batch_tokens" if case == "capped" else "train.batch_size"
@@ -98,9 +100,8 @@ def test_a_run_on_a_stream_decides_by_its_first_examples(folder):
     asked = own(folder, "mixed.jsonl", streaming=True)
     dataset = open_dataset(asked.data, asked.model, seed=0)
     rows, _ = dataset.split(0)
-    assert for_run(asked, dataset, rows, plan_spec(resolve(asked, RANKS, 8)), RANKS,
-                   0) == dict.fromkeys(
-        PHASES, "none")
+    assert RunMemory(asked, dataset, rows, plan_spec(resolve(asked, RANKS, 8)), RANKS,
+                     0).choice == dict.fromkeys(PHASES, "none")
 
 
 def of_steps(batches) -> tuple[float, float]:

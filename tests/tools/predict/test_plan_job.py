@@ -7,8 +7,8 @@ from itertools import product
 
 import pytest
 
+from orchmllm.config.fsdp import CHOICES
 from orchmllm.config.recipe import load_recipe
-from orchmllm.sharding.memory import CHOICES
 from orchmllm.tools.predict.dry_run_command import main as dry_run_command
 from orchmllm.tools.predict.examples import of_mix
 from orchmllm.tools.predict.hardware import cluster

@@ -8,9 +8,13 @@ from dataclasses import replace
 
 import pytest
 
+from orchmllm.models.flops import Lengths, padded_phases
 from orchmllm.plan.assign import PHASES
+from orchmllm.sharding.fits import MISSED, decide, joined
+from orchmllm.sharding.memory import Loads, loads_of
+from tests.lib.recipes import frozen as froze
 from tests.lib.recipes import read
-from tests.lib.tracked import tracked
+from tests.lib.tracked import planned, tracked
 
 ENCODERS = ("vision", "audio")
 
@@ -18,9 +22,8 @@ ENCODERS = ("vision", "audio")
 def thin(name: str = "mllm84b", frozen: tuple[str, ...] = (), batch_size: int = 2,
          microbatches: int = 1, audio: str = "packed", **fsdp):
     recipe = read(name)
-    model = replace(recipe.model, **{p: replace(
-        getattr(recipe.model, p), num_layers=3, frozen=p in frozen, pretrained="")
-        for p in PHASES})
+    model = froze(*frozen, model=replace(recipe.model, **{p: replace(
+        getattr(recipe.model, p), num_layers=3, pretrained="") for p in PHASES}))
     options = {"shard_size": 0, "loss_chunk_rows": 1024, "activation_checkpointing": "full",
                "prefetch": 0} | fsdp
     return replace(recipe, model=replace(model, audio=replace(model.audio, mode=audio)),
@@ -47,6 +50,9 @@ CASES = {  # (ranks, recipe)
     "float32, none": (64, thin(compute_dtype="", activation_checkpointing="none")),
     "bfloat16": (64, thin(param_dtype="bfloat16", compute_dtype="")),
     "frozen encoders": (64, thin(frozen=ENCODERS)),
+    "frozen encoders and connectors": (64, thin(frozen=(*ENCODERS, "connector"))),
+    "frozen connectors, kept": (64, thin(frozen=("audio", "connector"),
+                                         reshard_after_forward=False)),
     "whole loss": (64, thin(loss_chunk_rows=0)),
     "large loss": (8, thin("mllm10b", batch_size=20)),
     "accumulated": (8, thin("mllm10b", batch_size=4, microbatches=2)),
@@ -60,7 +66,7 @@ CASES = {  # (ranks, recipe)
     "18B, mixed": (256, thin("mllm18b", shard_size=64, batch_size=10, llm_checkpointing="selective",
                              audio_checkpointing="none")),
     "1 rank, none": (1, thin("mllm_1gpu", batch_size=8, activation_checkpointing="none")),
-    "Qwen2-VL": (8, thin("pretrained_7b", batch_size=8)),
+    "7B, pretrained": (8, thin("pretrained_7b", batch_size=8)),
     "padded audio": (8, thin("mllm10b", batch_size=10, audio="padded",
                              activation_checkpointing="none")),
 }
@@ -73,3 +79,30 @@ def test_predicted_peak_is_the_tracked_one(name):
     ranks, recipe = CASES[name]
     peak, moments = tracked(recipe, ranks)
     assert max(moments.values()) == pytest.approx(peak, rel=0.05)
+
+
+AUTO = ("none", "kept", "LLM kept", "hybrid, 2,560 ranks", "float32", "large loss", "accumulated",
+        "three ahead", "Qwen2-VL", "padded audio")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("share", [0.35, 0.75])
+@pytest.mark.parametrize("name", AUTO)
+def test_what_auto_chooses_is_never_over_the_budget(name, share):
+    """Of a budget between what full recomputation and none need, for the load of the rank that is
+    tracked alone."""
+    ranks, recipe = CASES[name]
+    memory, plan = planned(recipe, ranks)
+    loads = joined([loads_of(plan, padded_phases(recipe.model))])
+    loads = Loads({p: Lengths(x.rows[:1], x.positions[:1], x.tokens[:1])
+                   for p, x in loads.phases.items()},
+                  {p: x[:1] for p, x in loads.received.items()},
+                  {p: x[:1] for p, x in loads.pairs.items()})
+    least, most = (MISSED * memory.peak(loads, dict.fromkeys(PHASES, c)) for c in ("full", "none"))
+    budget = least + share * (most - least)
+    asked = replace(recipe, fsdp=replace(recipe.fsdp, activation_checkpointing="auto"))
+    choice = decide(asked, memory, loads, budget)
+    assert len(set(choice.values()) - {"full", "none"}) > 0  # layers of a phase are not alike
+    peak, _ = tracked(replace(asked, fsdp=replace(asked.fsdp, **{
+        f"{p}_checkpointing": c for p, c in choice.items()})), ranks)
+    assert 0.85 * budget < peak + memory.state_bytes()["optimizer"] <= budget

@@ -1,0 +1,170 @@
+"""What a model of transformers computes: the FLOP of its parts, counted on the model without
+memory, and the costs that the planner gets from them."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import numpy as np
+from torch import nn
+
+from orchmllm.config.fsdp import DTYPE_BYTES
+from orchmllm.config.job import Job
+from orchmllm.config.model import ModelConfig
+from orchmllm.models.block_flops import multiplied, state_flop
+from orchmllm.models.families import part_of
+from orchmllm.models.flops import Lengths, Work, terms
+from orchmllm.models.hf import WholeModel, meta_model
+from orchmllm.plan.assign import PHASES, PlanSpec
+from orchmllm.plan.cost import CostModel
+from orchmllm.plan.layout import ENCODERS
+
+# Images are cut into tiles of one size, each of which is encoded alone.
+TILED = ("aya_vision", "gemma3", "idefics3", "internvl", "llava", "llava_next", "llava_onevision",
+         "smolvlm", "vipllava")
+CONNECTOR = re.compile(r".*?(?:merger|projector|connector|audio_tower\.proj)[^.]*(?:\.\d+)?\.")
+
+
+class PartFlops(NamedTuple):
+    """FLOP of the forward pass of a part. position, pair: of its blocks, of a position and of two
+    that attend to each other; row: of a patch or frame before the blocks, or of a target's logits;
+    token: of what is behind the blocks; tower, first: of that what belongs to the tower, and what
+    of the connectors has none of their weights before it; read: the share of the blocks whose
+    output is read, which alone have a backward pass."""
+
+    position: int
+    pair: int
+    row: int
+    token: int = 0
+    tower: int = 0
+    first: int = 0
+    read: float = 1.0
+
+
+@lru_cache(maxsize=4)
+def part_flops(folder: str) -> dict[str, PartFlops]:
+    """vision, audio, llm -> their FLOP, of those that the model has. Attention of images in windows
+    counts as if it had none."""
+    whole = meta_model(folder)
+    stacks, config = whole.blocks(), whole.hf.config
+    text = config.get_text_config(decoder=True)
+    width = text.num_attention_heads * (getattr(text, "head_dim", None)
+                                        or text.hidden_size // text.num_attention_heads)
+    sizes = {part: multiplied(stack, getattr(text, "num_experts_per_tok", 0))
+             for part, stack in stacks.items()}
+    out = {"llm": PartFlops(2 * sizes["llm"] + sum(map(state_flop, whole.mixers)),
+                            2 * (len(stacks["llm"]) - len(whole.mixers)) * width,
+                            2 * whole.hf.get_output_embeddings().weight.numel())}
+    names, begins = {id(p): name for name, p in whole.hf.named_parameters()}, {}
+    for i, name in names.items():
+        if (found := CONNECTOR.match(name)) and part_of(name) == "connector":
+            begins.setdefault(found[0], i)
+    for part in [part for part in ENCODERS if part in stacks]:
+        tower, inside = getattr(config, f"{part}_config"), 0
+        # A pair of positions: 2 products of 2 FLOP; half of the pairs where it is causal.
+        position = 2 * sizes[part]
+        pair = 4 * len(stacks[part]) * (getattr(tower, "embed_dim", None) or tower.hidden_size)
+        if part == "audio":  # a position attends to those of its window
+            inside = getattr(tower, "n_window", tower.max_source_positions)
+        elif config.model_type in TILED:  # or of its tile
+            first = any(n.endswith(("cls_token", "class_embedding")) for n, _ in
+                        whole.named_parameters())
+            inside = (int(np.max(tower.image_size)) // int(np.max(tower.patch_size)))**2 + first
+        if inside:
+            position, pair = position + pair * inside, 0
+        front, behind = around(whole, part)
+        of_tower = [m for m in behind if part_of(names[id(m.weight)]) == part]
+        firsts = [m for m in behind if id(m.weight) in begins.values()]
+        token, tower, first = (2 * sum(m.weight.numel() for m in found)
+                               for found in (behind, of_tower, firsts))
+        layer = getattr(config, f"{part}_feature_layer", -1)  # of LLaVA the last but one
+        read = 1 + (layer + 1) / len(stacks[part]) if isinstance(layer, int) and layer < 0 else 1.0
+        out[part] = PartFlops(position, pair, sum(map(_row_flops, front)), token, tower, first,
+                              read)
+    return out
+
+
+def _row_flops(module: nn.Module) -> int:
+    """Of what is before the blocks, for a patch or a frame."""
+    flop = 2 * module.weight.numel()
+    return flop // module.stride[0] if isinstance(module, nn.Conv1d) else flop
+
+
+def around(whole: WholeModel, part: str = "vision") -> tuple[list[nn.Module], list[nn.Module]]:
+    """(What makes positions of pixels or frames, the linear layers behind the blocks) of an
+    encoder. A connector outside of the towers belongs to the only one."""
+    stacks = whole.blocks()
+    inside = {id(m) for stack in stacks.values() for m in stack.modules()}
+    inside.add(id(whole.hf.get_output_embeddings()))
+    found = [m for name, m in whole.hf.named_modules() if id(m) not in inside
+             and isinstance(m, nn.Linear | nn.Conv1d | nn.Conv2d | nn.Conv3d)
+             and ("audio" if "audio_tower" in name or "vision" not in stacks else "vision") == part]
+    front = [m for m in found if isinstance(m, nn.Conv1d)
+             or m.weight.dim() > 2 and m.weight.shape[1] == 3]
+    return front, [m for m in found if m not in front]
+
+
+def patches_of_token(config: Any) -> float:
+    """How many patches of an image become one token."""
+    tower = config.vision_config
+    if tokens := getattr(config, "mm_tokens_per_image", None):
+        return (int(np.max(tower.image_size)) // int(np.max(tower.patch_size)))**2 / tokens
+    sides = (getattr(owner, name, None) for owner in (tower, config) for name in (
+        "spatial_merge_size", "scale_factor", "downsample_factor", "downsample_ratio"))
+    side = next(filter(None, sides), 1)
+    return max(side, 1 / side)**2
+
+
+def feature_width(folder: str) -> int:
+    """Numbers that the LLM gets for a token of a medium, an image's deepstack, too."""
+    config = meta_model(folder).hf.config
+    vision = getattr(config, "vision_config", None)
+    deep = getattr(vision, "deepstack_visual_indexes", None) or ()
+    return config.get_text_config(decoder=True).hidden_size * (1 + len(deep))
+
+
+def whole_work(model: ModelConfig, phase: str, lengths: Lengths, checkpointing: str) -> Work:
+    """See orchmllm.models.flops.phase_work."""
+    flops = part_flops(model.folder).get(phase, PartFlops(0, 0, 0))
+    learns, causal = model.learns(phase), phase == "llm"
+    # Towards the input, towards the weights; what adapters compute themselves is not counted.
+    passes = learns + (learns and not model.lora.rank) or int(causal)
+    connectors = int(model.learns("connector"))
+    behind = flops.first * (connectors + learns) + flops.tower * passes + (
+        flops.token - flops.first - flops.tower) * (connectors + model.features_learn(phase))
+    blocks, front = flops.position * lengths.positions, flops.row * lengths.rows
+    attention, connector = flops.pair * lengths.positions.astype(float)**2, (
+        flops.token * lengths.tokens)
+    again = float(checkpointing == "full" and passes > 0)
+    return Work(
+        forward=np.stack([front + blocks + connector, attention]),
+        # Pixels and frames need no gradient.
+        backward=np.stack([(passes if causal else max(passes - 1, 0)) * front
+                           + passes * flops.read * blocks + behind * lengths.tokens,
+                           2 * min(passes, 1) * flops.read * attention]),
+        recompute=again * np.stack([blocks, attention]))
+
+
+def plan_whole(job: Job) -> PlanSpec:
+    """What the planner has to know. Each rank reads the text that its LLM takes and the media that
+    it encodes. A medium costs by its positions and an example by its tokens what they compute,
+    without the logits of what is learnt."""
+    recipe, model, count = job.recipe, job.recipe.model, np.array([1, 2])
+    lengths = {"llm": Lengths(0 * count, count, count),
+               "audio": Lengths(2 * count, count, count / 2)}  # two frames, half a token
+    parts = part_flops(model.folder)
+    if "vision" in parts:
+        tokens = count / patches_of_token(meta_model(model.folder).hf.config)
+        lengths["vision"] = Lengths(count, count, tokens)
+    # What the model has not has no items.
+    costs = {part: CostModel(*terms(part, model, lengths[part])) if part in parts
+             else CostModel(1, 0) for part in PHASES}
+    return PlanSpec(
+        costs=costs,
+        row_bytes=dict.fromkeys(ENCODERS, 0),  # media are read where they are encoded
+        feature_bytes=feature_width(model.folder) * DTYPE_BYTES[recipe.fsdp.forward_dtype],
+        ranks_per_node=job.ranks_per_node, fills=True,
+        balance=replace(recipe.balance, dispatch="load"))

@@ -1,0 +1,42 @@
+"""run.init_from: the weights of another run's checkpoint, from which a new run starts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
+
+from orchmllm.config.model import ModelConfig
+
+
+def other_kind(path: Path, saved: Mapping, model: ModelConfig) -> str:
+    """Why a model cannot start from the checkpoint in `path`, of which `saved` is the model
+    section; "" if both are of one kind."""
+    whole = bool(saved.get("pretrained") or saved.get("config"))
+    kinds = ("a model of this project's own parts", "a whole model of transformers")
+    return "" if whole == bool(model.folder) else (
+        f"run.init_from: {path} has {kinds[whole]}, and this recipe trains {kinds[not whole]}: "
+        "give a run of the same kind, or change model.*")
+
+
+def mismatch(path: Path, parameters: Mapping[str, Tensor]) -> str:
+    """The first parameter that has another shape in a checkpoint, or that one of both lacks; "" if
+    there is none. parameters: by their names there, of any shapes."""
+    metadata = HuggingFaceStorageReader(str(path)).read_metadata().state_dict_metadata
+    there = {name: tuple(x.size) for name, x in metadata.items() if name.startswith("model.")}
+    here = {name: tuple(x.shape) for name, x in parameters.items()}
+    for name in sorted(there.keys() | here.keys()):
+        if there.get(name) != here.get(name):
+            shapes = (there.get(name, "no such parameter"), here.get(name, "no such parameter"))
+            return (f"run.init_from: {path} is of another model: {name.removeprefix('model.')} is "
+                    f"{shapes[0]} there and {shapes[1]} here: use the model of that run")
+    return ""
+
+
+def fill(path: Path, parameters: Mapping[str, Tensor]) -> None:
+    """Fills parameters (of any shapes, by their names there), in place, whatever the number of
+    ranks that saved them. Collective."""
+    dcp.load(dict(parameters), storage_reader=HuggingFaceStorageReader(str(path)))

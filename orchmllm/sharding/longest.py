@@ -1,0 +1,267 @@
+"""Long examples, told of before they are met: by how much the heaviest item of a phase exceeds the
+mean load of a rank, what sharing it over ranks would give, and the longest that fits into memory.
+
+An item is processed as a whole, so the slowest rank of its phase takes at least as long as the item
+alone, whatever the plan. In the LLM that is about (L/T)(1 + L/L*) times the mean: L, the longest
+example; T, tokens of a rank; L*, the length at which attention costs as much as all else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import reduce
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from orchmllm.config.job import Job
+from orchmllm.data.index import usable_rows
+from orchmllm.models.flops import Lengths, phase_lengths
+from orchmllm.plan.assign import PHASES, PlanSpec
+from orchmllm.plan.cost import CostModel
+from orchmllm.plan.geometry import SegmentLengths, text_lengths
+from orchmllm.plan.layout import ENCODERS, TEXT, BatchLayout
+from orchmllm.plan.rearrange import sums_of
+from orchmllm.sharding.fits import budget_of, largest_fitting, memory_of, scaled
+from orchmllm.sharding.memory import Choice, Loads, MemoryModel
+
+if TYPE_CHECKING:
+    from orchmllm.batch import Step  # with torch
+
+UNITS = {"vision": "patches", "audio": "positions", "llm": "tokens"}
+SHARED = (2, 4, 8)  # ranks
+FULL = dict.fromkeys(PHASES, "full")
+LONGEST = 10**9 - 1  # positions that are looked for
+MOST_NAMED = 3  # of rows that do not fit
+TOLD_FROM = 1.1  # times the mean load, and times what was told before
+
+
+@dataclass(frozen=True)
+class LongItem:
+    """The heaviest item of a phase. positions: its length; example: dataset index of its example;
+    ratio: its cost over the mean load of a rank in a step that holds it, where a rank has
+    mean_positions on average. even_at: the length at which attention costs as much as all else (0:
+    there is no attention). fits: positions of the longest that fits alone, as the recipe recomputes
+    and with everything recomputed; () if not known."""
+
+    phase: str
+    positions: int
+    example: int
+    ratio: float
+    mean_positions: float
+    even_at: float
+    fits: Sequence[int] = ()
+
+    @property
+    def rule_of_thumb(self) -> float:
+        """(L/T)(1 + L/L*), about the ratio: attention of the other items is left out."""
+        pairs = self.positions / self.even_at if self.even_at else 0.0
+        return self.positions / self.mean_positions * (1 + pairs)
+
+    def shared(self, num_ranks: int) -> float:
+        """The slowest rank's load over the mean if long items were shared by so many ranks."""
+        return max(1.0, self.ratio / num_ranks)
+
+
+def heaviest(
+    batches: Sequence[BatchLayout], costs: Mapping[str, CostModel],
+    rows: BatchLayout | None = None,
+    fits: Callable[[str, BatchLayout], Sequence[int]] = lambda phase, alone: (),
+) -> list[LongItem]:
+    """Of the phases that have items, in a step that holds the heaviest one. rows: all that may be
+    drawn, if they are known: the heaviest of them then takes the place of that of the batches.
+    fits: (phase, the item as an example of its own) -> LongItem.fits."""
+    found = []
+    for phase, cost in costs.items():
+        batch = max(batches, key=lambda b: b.item_lengths(phase).max(initial=0))
+        every = batch if rows is None else rows
+        if not len(every.item_lengths(phase)):
+            continue
+        alone = _alone(every, phase, int(every.item_lengths(phase).argmax()))
+        length = alone.item_lengths(phase)
+        lengths = np.concatenate([np.sort(batch.item_lengths(phase))[:-1], length])
+        loads = cost(lengths)
+        found.append(LongItem(
+            phase, int(length[0]), int(alone.example_id[0]),
+            float(loads[-1] * batch.num_ranks / loads.sum()),
+            float(lengths.sum() / batch.num_ranks),
+            cost.linear / cost.quadratic if cost.quadratic else 0.0, fits(phase, alone)))
+    return found
+
+
+def _alone(layout: BatchLayout, phase: str, item: int) -> BatchLayout:
+    """An item as an example of its own: a text that is all learnt, or one medium."""
+    if phase == "llm":
+        tokens = int(layout.tokens_per_example[item])
+        return BatchLayout.from_segments(
+            int(layout.example_id[item]), tokens, [(TEXT, text_lengths(tokens))])
+    at = layout.segments[ENCODERS[phase]][item]
+    lengths = SegmentLengths(layout.rows[at], layout.attn_len[at], layout.num_tokens[at],
+                             tuple(layout.grid[at]))
+    example = layout.example_id[layout.example_of_segment[at]]
+    return BatchLayout.from_segments(int(example), 0, [(ENCODERS[phase], lengths)])
+
+
+def loads_alone(layout: BatchLayout, encodes: bool = True) -> Loads:
+    """What a rank processes that has one example of n and nothing else, (n,) of each. encodes: its
+    media, too; without it other ranks encode them, and features arrive."""
+    phases, received = {}, {}
+    for phase, modality in ENCODERS.items():
+        sums = [sums_of((layout.modality == modality) * x, layout.segments_per_example)
+                for x in (layout.rows, layout.attn_len, layout.num_tokens)]
+        phases[phase] = Lengths(*(encodes * x for x in sums))
+        received[phase] = sums[2]
+    return Loads({**phases, "llm": phase_lengths(layout, "llm")}, received)
+
+
+@dataclass(frozen=True)
+class Room:
+    """The memory of a rank. choice: phase -> checkpointing. budget: bytes that tensors may take, 0
+    where that is not known. why: where the budget comes from, or why it is not known. spreads:
+    whether other ranks may encode an example's media."""
+
+    memory: MemoryModel
+    choice: Choice
+    budget: float
+    why: str
+    spreads: bool
+
+    @classmethod
+    def of(cls, job: Job, device_bytes: float, memory: MemoryModel) -> Room:
+        """Of a rank of a job, which recomputes everything where `auto` will choose. device_bytes:
+        of its GPU, 0 without one."""
+        balance, fsdp = job.recipe.balance, job.recipe.fsdp
+        budget, why = budget_of(job.recipe, device_bytes)
+        if not budget:
+            why = "there is no GPU, and fsdp.memory_gb is not set"
+        return cls(memory, {p: fsdp.checkpointing(p).replace("auto", "full") for p in PHASES},
+                   budget, why,
+                   job.num_ranks > 1 and balance.enabled and not balance.whole_examples)
+
+    def fits(self, phase: str, alone: BatchLayout) -> Sequence[int]:
+        """LongItem.fits of items like the one that an example consists of."""
+        if not self.budget:
+            return ()
+        return tuple(self._longest(loads_alone(alone), int(alone.item_lengths(phase)[0]), choice)
+                     for choice in (self.choice, FULL))
+
+    def misfits(self, rows: BatchLayout | None, place: Callable[[int], str]) -> list[str]:
+        """Lines that name the rows that no plan can make fit, and what helps; none if the rows or
+        the memory are not known."""
+        if not self.budget or rows is None:
+            return []
+        needed = self._needed(rows, self.choice)
+        wrong = np.flatnonzero(needed > self.budget)
+        wrong = wrong[np.argsort(-needed[wrong], kind="stable")]
+        if not len(wrong):
+            return []
+        unfit = rows.taken(wrong, [len(wrong)])
+        tokens = int(unfit.tokens_per_example[0])
+        cut = self._longest(loads_alone(unfit.taken([0], [1]), not self.spreads), tokens,
+                            self.choice)
+        room = f"a rank ({self.budget / 1e9:.3g} GB)"
+        if not cut:
+            return [f"warning: the model alone cannot fit {room}: more ranks or larger GPUs help"]
+        full = int((self._needed(unfit, FULL) <= self.budget).sum())
+        cures = [f"  data.max_example_tokens={cut}"] * (cut < tokens)
+        cures += [f"  fsdp.activation_checkpointing=full, with which {full:,} of them fit"] * (
+            full > 0)
+        return [f"warning: rows that cannot fit {room}, even alone: {len(wrong):,}",
+                *(f"  {place(int(rows.example_id[i]))}: {rows.tokens_per_example[i]:,} tokens, "
+                  f"predicted {needed[i] / 1e9:.3g} GB" for i in wrong[:MOST_NAMED].tolist()),
+                "what helps:", *cures, "  shorter media, more ranks, or larger GPUs"]
+
+    def _needed(self, rows: BatchLayout, choice: Choice) -> np.ndarray:
+        """(n,) bytes that a rank needs for each example, or for its largest medium."""
+        needed = self._peaks(loads_alone(rows, not self.spreads), choice)
+        for phase, modality in ENCODERS.items():
+            media = phase_lengths(rows, phase)
+            nothing = Lengths(*np.zeros((3, len(media.rows)), np.int64))
+            loads = Loads({**dict.fromkeys(PHASES, nothing), phase: media},
+                          dict.fromkeys(ENCODERS, nothing.rows))
+            np.maximum.at(needed, rows.example_of_segment[rows.segments[modality]],
+                          self._peaks(loads, choice))
+        return needed
+
+    def _peaks(self, loads: Loads, choice: Choice) -> np.ndarray:
+        """(n,) bytes at the highest moment."""
+        return reduce(np.maximum, self.memory.peaks(loads, choice).values())
+
+    def _longest(self, loads: Loads, positions: int, choice: Choice) -> int:
+        """Positions of the longest item that fits, where one of `positions` makes these `loads` of
+        a rank; 0 if nothing does."""
+        return largest_fitting(lambda n: self.memory.peak(scaled(loads, n / positions), choice),
+                               self.budget, LONGEST)
+
+
+def table(found: Sequence[LongItem], room: Room, place: Callable[[int], str]) -> list[str]:
+    """The long items for 80 columns, and what is said of them. place: dataset index -> where it
+    is, "" if that is not known."""
+    lines = [f"{'Longest items':29}{'load / mean load, on ranks':>28}{'longest that fits':>23}",
+             f"{'length':>29}" + "".join(f"{n:>7}" for n in (1, *SHARED))
+             + f"{'as it is':>11}{'all full':>12}"]
+    for item in found:
+        loads = [f"{item.ratio:.2f}", *(f"{item.shared(n):.2f}" if item.ratio > 1 else "-"
+                                        for n in SHARED)]
+        here, full = [f"{n:,}" if n else "none" for n in item.fits] or "--"
+        lines.append(f"  {f'{item.phase}, {UNITS[item.phase]}':16}{item.positions:>11,}"
+                     + "".join(f"{x:>7}" for x in loads) + f"{here:>11}{full:>12}")
+    lines += [f"  {item.phase}: {where}" for item in found if (where := place(item.example))]
+    if any(item.ratio > 1 for item in found):
+        lines += [
+            "  on 1 rank: the item alone; no plan makes the slowest rank faster than that",
+            "  on 2, 4, 8: predicted, if long items were shared by ranks, which is not built"]
+    lines += [f"  llm: (L/T)(1 + L/L*) = {x.rule_of_thumb:.2f}; L {x.positions:,}, T "
+              f"{x.mean_positions:,.0f} a rank, L* {x.even_at:,.0f}"
+              for x in found if x.phase == "llm"]
+    fits = f"alone on a rank, in {room.budget / 1e9:.3g} GB" if room.budget else "not known"
+    return [*lines, f"  longest that fits: {fits}", f"  ({room.why})"]
+
+
+class LongExamples:
+    """What a run is told of its long examples, by one of its ranks (shows).
+
+    When it is made: rows of an index that cannot fit. `tell`, before each step: at first the table,
+    of all rows if they are indexed, and later a line where a phase waits for one example, and
+    longer than before. choice: what `auto` chose."""
+
+    def __init__(self, job: Job, spec: PlanSpec, dataset, device_bytes: float,
+                 log: Callable[[str], object], shows: bool = True) -> None:
+        self._room = Room.of(job, device_bytes, memory_of(job, on_cpu=not device_bytes))
+        self.choice = self._room.choice
+        self._costs, self._place, self._log = spec.costs, dataset.name, log
+        self._shows, self._rows = shows, None
+        self._told: dict[str, float] = {}
+        indexes = getattr(dataset, "indexes", ())
+        if shows and indexes and None not in indexes:
+            self._rows = usable_rows(indexes)
+        self._warn()
+
+    def _warn(self) -> None:
+        if lines := self._room.misfits(self._rows, self._place):
+            self._log("\n".join(lines))
+
+    def tell(self, step: Step) -> None:
+        """step: as it is loaded, before it is trained."""
+        if not self._shows:
+            return
+        batches = [plan.layout for plan in step.plans]
+        if not self._told:
+            if self.choice != self._room.choice:
+                self._room = replace(self._room, choice=self.choice)
+                self._warn()
+            found = heaviest(batches, self._costs, self._rows, self._room.fits)
+            self._log("\n".join(table(found, self._room, self._place)))
+            self._rows = None  # which may be large
+            self._told = dict.fromkeys(PHASES, 1.0)
+        late = {p: self._costs[p] for p, figures in step.phases.items()
+                if figures["imbalance_after"] > TOLD_FROM * self._told[p]}
+        for item in heaviest(batches, late):
+            if item.ratio > TOLD_FROM * self._told[item.phase]:
+                self._told[item.phase] = item.ratio
+                self._log(
+                    f"step {step.index}: {item.phase} waits for one example, "
+                    f"{self._place(item.example)}: its {item.positions:,} {UNITS[item.phase]} "
+                    f"alone are {item.ratio:.2f} times the mean load of a rank (shared by 2 ranks, "
+                    f"which is not built: {item.shared(2):.2f})")

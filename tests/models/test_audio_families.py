@@ -1,0 +1,63 @@
+"""What audio and omni models of transformers are trained as, and what of them is refused."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import transformers
+
+from orchmllm.config.model import AudioConfig, ModelConfig
+from orchmllm.hf.sources import PretrainedError, find_sources
+from orchmllm.models.families import model_class, part_of, read_config, refusals
+from orchmllm.models.hf import WholeModel
+from tests.lib import whole_models as models
+from tests.lib.processors import CLIPS
+from tests.lib.whole_models import Item
+
+
+@pytest.mark.parametrize("name", CLIPS)
+def test_the_parts_of_a_model_that_takes_clips(name, tmp_path):
+    """Its class is found, random masks of its audio tower are refused."""
+    model = models.build(name)
+    model.config.save_pretrained(tmp_path)
+    config = read_config(tmp_path)
+    assert model_class(config) is type(model)
+    parts = {part_of(n) for n, _ in model.named_parameters()}
+    assert parts == {"audio", "connector", "llm"} | ({"vision"} if "omni" in name else set())
+    stacks = WholeModel(model, torch.float64).blocks()
+    assert stacks["audio"] is model.model.audio_tower.layers
+    for key in ("dropout", "encoder_layerdrop"):
+        setattr(config.audio_config, key, 0.1)
+        (why,) = refusals(config)
+        assert why.endswith(f"{key.removeprefix('encoder_')} of the audio model is 0.1, and its "
+                            "random masks depend on where an example is: set it to 0")
+        setattr(config.audio_config, key, 0.0)
+
+
+def test_of_an_omni_model_the_thinker_is_trained(tmp_path):
+    thinker = models.build("qwen2_5_omni").config
+    transformers.Qwen2_5OmniConfig(thinker_config=thinker.to_dict()).save_pretrained(tmp_path)
+    config = read_config(tmp_path)
+    assert config.model_type == "qwen2_5_omni_thinker"
+    assert config.get_text_config().hidden_size == thinker.get_text_config().hidden_size
+
+
+def test_an_encoder_that_is_not_there_cannot_be_frozen(tmp_path):
+    models.build("internvl").config.save_pretrained(tmp_path)
+    model = ModelConfig(config=str(tmp_path), audio=AudioConfig(frozen=True))
+    with pytest.raises(PretrainedError, match="model.audio.frozen has no effect with a internvl"):
+        find_sources(model)
+
+
+@pytest.mark.parametrize("name", ["qwen2_audio", pytest.param(
+    "qwen2_5_omni", marks=pytest.mark.slow)])
+def test_a_head_computes_logits_of_learnt_positions_alone(name):
+    """Also of a model whose forward ignores which positions are wanted."""
+    model, seen = models.build(name), []
+    whole = WholeModel(model, torch.float64)
+    inputs = models.sample(name, model, [Item("audio", 2)], 3)
+    inputs["labels"][:, :-4] = -100
+    model.lm_head.register_forward_hook(lambda head, args, out: seen.append(out.shape[1]))
+    row = whole.join([models.as_example(0, inputs)])
+    whole(row)
+    assert seen == [len(row.kept)] and 0 < len(row.kept) <= 4

@@ -1,0 +1,208 @@
+"""run.init_from: the next stage starts with the weights of another run, bit by bit, on any number
+of ranks."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from orchmllm.config.model import ModelConfig
+from orchmllm.config.recipe import Recipe
+from orchmllm.runtime.attempts import read_attempts
+from orchmllm.runtime.checkpoint import CheckpointError
+from orchmllm.runtime.run_state import Progress
+from orchmllm.sharding.init import plain_name
+from orchmllm.sharding.optimizer import make_optimizer
+from orchmllm.train import main as train_command
+from orchmllm.trainer import Trainer
+from tests.lib import whole_models as models
+from tests.lib.ranks import RankFailure, run_ranks
+from tests.lib.recipes import frozen
+from tests.lib.resume import flip, run_recipe
+from tests.lib.synthetic import SHALLOW, SyntheticDataset
+from tests.lib.training import listened
+
+pytestmark = pytest.mark.dist
+
+
+def stage(folder: Path, steps: int, *parts: str, start: Path | None = None, **changes) -> Recipe:
+    """parts: what is frozen."""
+    run = run_recipe(folder, train={"num_steps": steps, **changes.pop("train", {})}, **changes)
+    return replace(run, model=frozen(*parts, model=SHALLOW),
+                   run=replace(run.run, init_from=str(start or "")))
+
+
+def parameters(trainer: Trainer) -> dict[str, np.ndarray]:
+    """Whole, by name."""
+    return {plain_name(name): p.full_tensor().detach().numpy().copy()
+            for name, p in trainer.model.named_parameters()}
+
+
+def trained(world, run: Recipe, data=None) -> tuple[list, dict, dict, list[str]]:
+    """Of a run: (loss and examples of each step, its parameters at the start and at the end, what
+    it said)."""
+    said, seen, first = listened(), [], []
+    trainer = Trainer(run, world, dataset=data or SyntheticDataset(), on_step=lambda step, row: (
+        seen.append((row["loss"], step.example_ids.tolist()))))
+    resume = trainer.checkpointer.resume
+
+    def resumed():
+        progress = resume()
+        first.append(parameters(trainer))
+        return progress
+
+    trainer.checkpointer.resume = resumed
+    try:
+        trainer.run()
+        return seen, first[0], parameters(trainer), said
+    finally:
+        trainer.close()
+
+
+def equal(some: dict, others: dict) -> bool:
+    return some.keys() == others.keys() and all(
+        np.array_equal(some[n], others[n]) for n in some)
+
+
+ENCODERS = ("vision", "audio")
+
+
+def both_stages(world, folder: Path) -> None:
+    """The connectors, then everything. The second stage goes on by itself when it is started
+    again."""
+    *_, end, _ = trained(world, stage(folder / "first", 2, *ENCODERS, "llm"))
+    second = stage(folder / "second", 2, start=folder / "first", train={
+        "lr": 1e-3, "batch_size": 3, "global_batch_size": 0})
+    seen, start, last, said = trained(world, second)
+    assert equal(start, end) and not equal(last, end) and len(seen) == 2
+    assert len({*seen[0][1]}) == 3 * world.world_size
+    newest = folder / "first" / "checkpoints" / "step_00000002"
+    told = [line for line in said if "init" in line or "weights of" in line or "since" in line]
+    assert told[0].startswith(f"starting with the weights of {newest}; optimizer, steps")
+    assert "model.llm.frozen true -> false" in told[1] and "run.dir" not in told[1]
+    attempt = read_attempts(folder / "second")[0]
+    assert attempt["init_from"]["checkpoint"] == str(newest) and attempt["resumed_from"] is None
+    assert attempt["init_from"]["changed"]["train.lr"] == [0.01, 0.001]
+    shutil.rmtree(folder / "first")
+    longer = replace(second, train=replace(second.train, num_steps=3))
+    seen, start, _, said = trained(world, longer)
+    assert len(seen) == 1 and equal(start, last)
+    assert any(f"init_from={folder / 'first'} gave the weights at the start" in s for s in said)
+    with pytest.raises(ValueError, match="^run.init_from is '', the checkpoint has .*run.dir"):
+        trained(world, replace(longer, run=replace(longer.run, init_from="")))
+
+
+def test_the_second_stage_starts_with_the_weights_of_the_first(tmp_path):
+    run_ranks(both_stages, 1, tmp_path)
+
+
+def first_and_refused(world, folder: Path) -> dict[str, np.ndarray]:
+    """The parameters of a first stage; then everything that it cannot be a start of."""
+    run = stage(folder / "first", 2, *ENCODERS, "llm")
+    *_, end, _ = trained(world, run)
+    newest = folder / "first" / "checkpoints" / "step_00000002"
+
+    def refused(told: str, start: Path, model=SHALLOW) -> None:
+        second = replace(stage(folder / "refused", 1, start=start), model=model)
+        with pytest.raises(CheckpointError, match=f"^run.init_from: .*{told}") as error:
+            trained(world, second)
+        assert "\n" not in str(error.value)
+
+    wider = replace(SHALLOW, audio=replace(SHALLOW.audio, intermediate_size=999))
+    refused(r"audio.blocks.0.fc1.bias is \(\d+,\) there and \(999,\) here", newest, wider)
+    deeper = replace(SHALLOW, llm=replace(SHALLOW.llm, num_layers=2))
+    refused("layers.1.*is no such parameter there and", newest, deeper)
+    refused("is no complete checkpoint .*give a run folder.*model.pretrained", folder / "nothing")
+    if world.rank == 0:
+        shutil.copytree(newest, folder / "damaged")
+        flip(next((folder / "damaged").glob("*.safetensors")))
+        state = json.loads((newest / "state.json").read_text())
+        assert "init_from" not in state["attempt"]
+    refused("is not what was saved", folder / "damaged")
+    return end
+
+
+def started(world, run: Recipe) -> dict:
+    """The parameters that a run begins with."""
+    trainer = Trainer(run, world, dataset=SyntheticDataset())
+    try:
+        assert trainer.checkpointer.resume() is None
+        return parameters(trainer)
+    finally:
+        trainer.close()
+
+
+@pytest.mark.slow
+def test_weights_are_equal_on_every_number_of_ranks_and_others_are_refused(tmp_path):
+    end = run_ranks(first_and_refused, 2, tmp_path)[0]
+    for ranks, shard_size in ((1, 0), (3, 0), (4, 2)):
+        run = stage(tmp_path / f"second{ranks}", 1, "vision", "connector",
+                    start=tmp_path / "first" / "checkpoints" / "step_00000002")
+        run = replace(run, fsdp=replace(run.fsdp, shard_size=shard_size))
+        assert equal(run_ranks(started, ranks, run)[0], end)
+    wide = replace(run, fsdp=replace(run.fsdp, param_dtype="float64", shard_size=0))
+    assert equal(run_ranks(started, 1, wide)[0], {
+        n: t.astype(np.float64) for n, t in end.items()})
+
+
+def without_a_stop(world, first: Recipe, second: Recipe) -> list:
+    """Both stages in one process, which makes its optimizer and its order of the data anew between
+    them: loss and examples of each step of the second."""
+    trainer, seen = Trainer(first, world, dataset=SyntheticDataset()), []
+    try:
+        trainer.run()
+        trainer.recipe, trainer.optimizer = second, make_optimizer(trainer.model, second.train)
+        trainer.progress = Progress(global_batch_size=second.train.global_batch_size)
+        for step in trainer.loader():
+            seen.append((trainer.train_step(step)["loss"], step.example_ids.tolist()))
+        return seen
+    finally:
+        trainer.close()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks, parts", [(1, ()), (2, (*ENCODERS,)), (2, ("llm", "connector"))])
+def test_two_stages_are_one_run_that_makes_its_optimizer_anew(ranks, parts, tmp_path):
+    first, second = (stage(tmp_path / name, 3, *parts) for name in ("first", "second"))
+    wanted = run_ranks(without_a_stop, ranks, first, second)
+    run = replace(second, run=replace(second.run, init_from=first.run.dir))
+    for found, want in zip(run_ranks(trained, ranks, run), wanted, strict=True):
+        assert found[0] == want and len(want) == 3
+
+
+def whole(folder: Path, model: ModelConfig, start: Path | None = None) -> Recipe:
+    run = stage(folder, 2, start=start, dtype="float64")
+    return replace(run, model=model)
+
+
+@pytest.mark.slow
+def test_stages_of_a_model_of_transformers(tmp_path):
+    """On other ranks; and a model of the other kind is refused."""
+    stock = models.build("qwen3_vl")
+    stock.save_pretrained(tmp_path / "model")
+    data = models.WholeDataset("qwen3_vl", stock, 24)
+    model = ModelConfig(pretrained=str(tmp_path / "model"))
+    _, start, end, _ = run_ranks(
+        trained, 2, whole(tmp_path / "first", frozen("vision", "llm", model=model)), data)[0]
+    assert not equal(start, end)
+    second = whole(tmp_path / "second", frozen("vision", model=model), tmp_path / "first")
+    for ranks in (1, 3):
+        run = replace(second, run=replace(second.run, dir=str(tmp_path / f"second{ranks}")))
+        _, start, last, _ = run_ranks(trained, ranks, run, data)[0]
+        assert equal(start, end) and not equal(start, last)
+    with pytest.raises(RankFailure, match="has a whole model of transformers, and this recipe"):
+        run_ranks(trained, 1, stage(tmp_path / "own", 1, start=tmp_path / "first"))
+
+
+def test_a_start_that_is_not_there_is_told_before_ranks_start(tmp_path, capsys):
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(f"run: {{dir: {tmp_path}/run, init_from: {tmp_path}/exported}}\n"
+                      "data: {path: demo_data}\n")
+    assert train_command([str(recipe), "--validate"]) == 2
+    assert (f"error: run.init_from: {tmp_path}/exported has no complete checkpoint: give a run "
+            "folder") in capsys.readouterr().err

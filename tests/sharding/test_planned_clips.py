@@ -1,0 +1,69 @@
+"""Planned phases of models that take clips, from files to gradients on real ranks: see
+test_planned_phases."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from orchmllm.config.balance import PhaseConfig
+from tests.lib.processors import CLIPS
+from tests.lib.ranks import run_ranks
+from tests.lib.whole_folders import write_clip, write_model
+from tests.sharding.test_planned_phases import compared, recipe
+
+pytestmark = pytest.mark.dist
+# Clips of each example. Of the steps of 8 examples the second has one clip (of three windows, where
+# a clip may have several), so that ranks encode nothing and have no clip, the third has none; the
+# last has 2 examples for up to 4 ranks.
+COUNTS = [3, 1, 0, 2, 0, 1, 2, 0, *[0, 1, *[0] * 6], *[0] * 8, 1, 2]
+
+
+def write_rows(folder: Path, name: str) -> None:
+    """Omni: with an image after every other clip, and one in an example without clips.
+    audioflamingo3: one clip of up to three windows."""
+    rng = np.random.default_rng(0)
+    most, longest = (1, 3.0) if name == "audioflamingo3" else (3, 1.0)
+    with open(folder / "data.jsonl", "w", encoding="utf-8") as file:
+        for i, count in enumerate(COUNTS):
+            parts = []
+            for k in range(min(count, most)):
+                seconds = rng.uniform(0.1, longest) if i != 9 else 0.83 * longest
+                write_clip(folder / f"{i}_{k}.wav", seconds, rng)
+                parts.append({"type": "audio", "audio": f"{i}_{k}.wav"})
+            if "omni" in name and i % 2 == 0:
+                size = (*rng.integers(20, 120, 2).tolist(), 3)
+                Image.fromarray(rng.integers(0, 256, size, np.uint8)).save(folder / f"{i}.png")
+                parts.insert(1, {"type": "image", "image": f"{i}.png"})
+            parts.append({"type": "text", "text": "What is " + "it? " * int(rng.integers(1, 9))})
+            file.write(json.dumps({"messages": [
+                {"role": "user", "content": parts},
+                {"role": "assistant", "content": "the red row " * int(rng.integers(1, 6))}]})
+                + "\n")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CLIPS)
+@pytest.mark.parametrize("ranks, shard_size", [(1, 0), (2, 0), (3, 0), (4, 2)])
+def test_gradients_are_those_of_stock_transformers(name, ranks, shard_size, tmp_path):
+    write_model(name, tmp_path, torch.float64)
+    write_rows(tmp_path, name)
+    run = recipe(tmp_path)
+    run = replace(run, fsdp=replace(run.fsdp, shard_size=shard_size), balance=replace(
+        run.balance, audio=PhaseConfig(policy="greedy"), vision=PhaseConfig(policy="greedy")))
+    off = replace(run, balance=replace(run.balance, enabled=False),
+                  train=replace(run.train, accumulation_steps=2))
+    first, second, third, last = run_ranks(compared, ranks, tmp_path, name, [run, off], "audio")[0]
+    assert sum(first["encoded"]) == (5 if name == "audioflamingo3" else 9)
+    assert sum(second["encoded"]) == 1 and not any(third["encoded"])
+    assert sum(last["examples"]) == 2
+    if ranks > 1:
+        assert first["moved"] > 0  # some clips are encoded on other ranks than their example's
+        assert 0 in second["encoded"] and 0 in second["held"]
+        assert (0 in last["examples"]) == (ranks > 2)

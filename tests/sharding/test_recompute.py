@@ -1,0 +1,251 @@
+"""What layers recompute: the choice against all others, what steps measure, and what is left to the
+next start when memory runs out."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from itertools import product
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from orchmllm.batch import SequenceLengths
+from orchmllm.config.fsdp import CHOICES, as_choice, layer_counts
+from orchmllm.config.job import resolve
+from orchmllm.config.recipe import FsdpConfig, RecipeError, load_recipe
+from orchmllm.models.flops import plan_spec
+from orchmllm.models.mllm import MultimodalModel
+from orchmllm.plan.assign import PHASES
+from orchmllm.plan.layout import BatchLayout
+from orchmllm.plan.step import plan_step
+from orchmllm.runtime import measured
+from orchmllm.runtime.metrics import read_rows
+from orchmllm.sharding.blocks import recompute, stacks
+from orchmllm.sharding.choice import choose_checkpointing
+from orchmllm.sharding.memory import MemoryModel, loads_of
+from orchmllm.sharding.run_memory import RunMemory
+from orchmllm.trainer import Trainer
+from scripts import bench_recompute as bench
+from tests.lib.gradients import Case, all_gradients, reference_gradients, worst_difference
+from tests.lib.launched import run_local
+from tests.lib.ranks import run_ranks
+from tests.lib.resume import run_recipe
+from tests.lib.synthetic import MODEL, SyntheticDataset, recipe
+from tests.lib.training import listened
+
+LAYERS = dict(zip(PHASES, (3, 2, 3), strict=True))
+DEEP = replace(MODEL, **{p: replace(getattr(MODEL, p), num_layers=n) for p, n in LAYERS.items()})
+
+
+def every(num_layers: int) -> list[str]:
+    """All choices of a phase."""
+    return [as_choice({"none": num_layers - f - s, "selective": s, "full": f})
+            for f in range(num_layers + 1) for s in range(num_layers + 1 - f)]
+
+
+def test_numbers_of_layers_are_read_and_refused(tmp_path):
+    for choice in every(4):
+        assert as_choice(layer_counts(choice, 4)) == choice
+    assert layer_counts("full:1+selective:2", 4) == {"none": 1, "selective": 2, "full": 1}
+    path = tmp_path / "r.yaml"
+    path.write_text("data: {path: x}\nfsdp: {vision_checkpointing: full:9, "
+                    "llm_checkpointing: ful}\n")
+    with pytest.raises(RecipeError) as told:
+        load_recipe(path, ["fsdp.audio_checkpointing=full:1+selective:1"])
+    assert "full:9': names 9 layers, but there are 4" in str(told.value)
+    assert "did you mean 'full'?" in str(told.value) and "full:12+selective:4" in str(told.value)
+
+
+def planned(ranks: int = 3):
+    """(memory, loads, plan) of examples on some ranks."""
+    job = resolve(recipe(model=DEEP), ranks, 8)
+    data = SyntheticDataset()
+    layout = BatchLayout.concat([data.layout(i) for i in range(4 * ranks)], [4] * ranks)
+    plan = plan_step(layout, plan_spec(job))
+    return MemoryModel.of(job), loads_of(plan), plan
+
+
+def test_the_choice_is_that_of_enumeration_and_monotone():
+    memory, loads, _ = planned()
+    table = []
+    for choices in product(*(every(n) for n in LAYERS.values())):
+        choice = dict(zip(PHASES, choices, strict=True))
+        table.append((memory.extra_time(loads, choice), memory.peak(loads, choice)))
+    times, peaks = np.array(table).T
+    before = np.inf
+    for budget in np.linspace(peaks.min(), peaks.max(), 25):
+        choice = choose_checkpointing(memory, loads, budget)
+        time = memory.extra_time(loads, choice)
+        assert memory.peak(loads, choice) <= budget * (1 + 1e-12)
+        assert time == pytest.approx(times[peaks <= budget * (1 + 1e-12)].min(), rel=1e-9)
+        assert time <= before
+        before = time
+    with pytest.raises(ValueError, match="GB a rank at least"):
+        choose_checkpointing(memory, loads, 0.999 * peaks.min())
+
+
+AUTO = FsdpConfig(activation_checkpointing="auto", memory_gb=0.0017)
+
+
+def run_memory(said: list[str], known: dict, fsdp: FsdpConfig = AUTO) -> RunMemory:
+    one = recipe(model=DEEP, fsdp=fsdp)
+    one = replace(one, train=replace(one.train, batch_size=4))
+    return RunMemory(one, SyntheticDataset(), range(24), plan_spec(resolve(one, 3, 8)), 3, 0,
+                     known=known, log=said.append)
+
+
+def test_what_steps_take_decides_once_more():
+    """Twice the prediction on one of the ranks, at the end of the third step."""
+    said, known, (_, _, plan) = [], {}, planned()
+    model = MultimodalModel(DEEP)
+    generous = replace(AUTO, memory_gb=0.0045)
+    memory = run_memory(said, known, generous)
+    first, step = memory.choice, SimpleNamespace(plans=[plan])
+    assert set(first.values()) == {"none"}
+    peaks = memory.memory.peaks(loads_of(plan), first)
+    predicted = np.max([*peaks.values()], axis=0)
+    for factors in ([1, 1, 1], [1, 1, 1.5], [1, 2, 1.5], [9, 9, 9]):
+        memory.measure(step, predicted * factors, model)
+    assert known["measured"] == pytest.approx(2) and memory.choice == known["choice"] != first
+    assert 2 * memory.memory.peak(memory.loads, memory.choice) <= memory.budget * (1 + 1e-9)
+    assert "before: vision none, audio none, llm none" in said[1] and len(said) == 2
+    for phase, stack in stacks(model).items():
+        kinds = [block.recomputes for block in stack]
+        assert {c: kinds.count(c) for c in CHOICES} == layer_counts(memory.choice[phase],
+                                                                    LAYERS[phase])
+        assert kinds == sorted(kinds, key=CHOICES[::-1].index)
+    again = run_memory(said, json.loads(json.dumps(known)), generous)  # from a checkpoint
+    assert again.choice == memory.choice and "before" not in said[-1]
+
+
+def test_after_memory_ran_out_one_layer_more_is_recomputed():
+    said, memory = [], run_memory([], {})
+    step = SimpleNamespace(plans=[planned()[2]])
+    advice, known = memory.exhausted(step)
+    again = run_memory(said, dict(known))
+    assert again.choice == known["next"] and again.choice != memory.choice
+    changed = [p for p in PHASES if again.choice[p] != memory.choice[p]]
+    before, after = (layer_counts(m.choice[changed[0]], LAYERS[changed[0]])
+                     for m in (memory, again))
+    assert len(changed) == 1 and sum(abs(before[c] - after[c]) for c in CHOICES) == 2
+    assert f"one layer more: {again._described(again.choice)}" in advice
+    smaller = run_memory(said, dict(known), replace(AUTO, memory_gb=0.1))
+    assert set(smaller.choice.values()) == {"none"}  # it is another case now
+    fixed = run_memory(said, {}, FsdpConfig(activation_checkpointing="full",
+                                            llm_checkpointing="full:1"))
+    assert fixed.exhausted(step) == ("recompute more: fsdp.llm_checkpointing=full:2", {})
+
+
+@pytest.mark.slow
+@pytest.mark.dist
+def test_a_rank_without_memory_ends_all_and_the_next_start_recomputes_more(tmp_path, capfd):
+    """The rank finds no memory inside of a block; then the same start goes on from the checkpoint,
+    and the losses are those of a run that had memory."""
+    def start(fault: str, folder: str) -> tuple[int, str, str]:
+        code = run_local("tests.lib.faulty_train", [str(tmp_path / folder), fault], 2)
+        return code, *capfd.readouterr()
+
+    code, said, errors = start("memory", "run")
+    assert code == 1 and "rank 1 failed at step 3" in errors and errors.count("error: ") == 1
+    kept = json.loads((tmp_path / "run" / "recompute.json").read_text())
+    described = next(x for x in said.splitlines() if x.startswith("recomputation: "))
+    for phase, choice in kept["next"].items():
+        assert f"{phase} {choice}" in errors
+        assert f"{phase} {choice}" in described or phase == "llm"
+    code, said, errors = start("memory no more", "run")
+    assert code == 0 and "resuming at step 3" in said, errors
+    told = next(x for x in said.splitlines() if x.startswith("recomputation: "))
+    assert all(f"{phase} {choice}" in told for phase, choice in kept["next"].items())
+    assert "before: " in told and told.partition("; ")[0] != described
+    assert start("memory no more", "whole")[0] == 0
+    losses = [{row["step"]: row["loss"] for row in read_rows(tmp_path / f / "metrics.jsonl")}
+              for f in ("run", "whole")]
+    assert losses[0] == losses[1] and len(losses[0]) == 8
+
+
+def trained(world, run, factor: float, stop: int) -> tuple[list[float], list[str], dict]:
+    """(losses, what was said of recomputation, what the layers recompute at the end). factor: of
+    the prediction for rank 1, what it takes; 0: nobody counts."""
+    said, losses = listened(), []
+
+    def record(step, row: dict) -> None:
+        losses.append(row["loss"])
+        if step.index == stop:
+            raise InterruptedError
+
+    trainer = Trainer(run, world, dataset=SyntheticDataset(), on_step=record)
+
+    def peak_bytes(device) -> float:
+        memory = trainer.memory
+        return factor * (1 + world.rank) / 2 * memory.memory.peak(memory.loads, memory.choice)
+
+    measured.peak_bytes = peak_bytes
+    try:
+        trainer.run()
+    except InterruptedError:
+        trainer.checkpointer.wait()
+    finally:
+        trainer.close()
+    kinds = {p: [b.recomputes for b in stack] for p, stack in stacks(trainer.model).items()}
+    return losses, [x for x in said if x.startswith("recomputation")], kinds
+
+
+@pytest.mark.slow
+@pytest.mark.dist
+def test_a_resume_goes_on_with_what_was_measured(tmp_path):
+    """On as many ranks the choice is that of the checkpoint and losses are equal bit by bit, as
+    those of a run that recomputes nothing; on other ranks it is chosen anew, and said."""
+    run = run_recipe(tmp_path / "run")
+    run = replace(run, model=DEEP, fsdp=replace(run.fsdp, activation_checkpointing="auto",
+                                                memory_gb=0.0035))
+    losses, said, kinds = run_ranks(trained, 2, run, 2.0, 4)[0]
+    assert len(said) == 2 and "before: vision none, audio none, llm none" in said[1]
+    assert any(kind != "none" for stack in kinds.values() for kind in stack)
+    rest, again, still = run_ranks(trained, 2, run, 0.0, 99)[1]
+    assert still == kinds and len(again) == 1 and again[0] in said[1]
+    plain = replace(run, run=replace(run.run, dir=str(tmp_path / "plain")),
+                    fsdp=replace(run.fsdp, activation_checkpointing="none"))
+    assert losses[:4] + rest == run_ranks(trained, 2, plain, 0.0, 99)[0][0]  # 4 is not saved
+    more = replace(run, train=replace(run.train, num_steps=10))
+    _, anew, _ = run_ranks(trained, 1, more, 0.0, 99)[0]
+    assert len(anew) == 1 and "before: " in anew[0]
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("ranks", [2, *(pytest.param(n, marks=pytest.mark.slow) for n in (3, 4))])
+def test_gradients_are_those_of_one_process_without_recomputation(ranks):
+    choices = [("full:1+selective:1", "selective:1", "full:1"), ("selective:2", "full:1", "none"),
+               ("full", "full:1+selective:1", "full:1+selective:2")]
+    fsdp = FsdpConfig(param_dtype="float64", prefetch=1)
+    cases = {str(k): Case(recipe(model=DEEP, fsdp=replace(fsdp, **{
+        f"{p}_checkpointing": c for p, c in zip(PHASES, choice, strict=True)})))
+        for k, choice in enumerate(choices[:1 if ranks == 2 else 3])}
+    loss, wanted = reference_gradients(Case(recipe(model=DEEP, fsdp=fsdp)))
+    found = run_ranks(all_gradients, ranks, cases)
+    for name in cases:
+        assert found[0][name][0] == pytest.approx(loss, rel=1e-12)
+        error, where = worst_difference(found[0][name][1], wanted)
+        assert error <= 1e-9, f"{name}: {where} differs by {error:.1e}"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("phase", PHASES)
+def test_a_layer_saves_what_is_predicted(phase):
+    """Bytes of a forward pass, by the allocator's own events; the first of four layers alone, too.
+    """
+    config, lengths = bench.model_of(4, 128), [70, 25, 5, 40]
+    found = bench.measured(config, phase, lengths, 1)
+    for choice, (size, _) in bench.predicted(config, phase, sum(lengths), 0.0).items():
+        assert found[choice][0] == pytest.approx(size, rel=0.1), choice
+    model = MultimodalModel(config)
+    stack, seqlens = stacks(model)[phase], SequenceLengths.from_lengths(lengths)
+    x = torch.randn(sum(lengths), 128, requires_grad=True)
+    kept = {}
+    for choice in ("none", "full:1", "selective:1"):
+        recompute(model, dict.fromkeys(PHASES, choice))
+        kept[choice.partition(":")[0]] = bench.kept_bytes(stack, phase, x, seqlens)
+    for choice in ("full", "selective"):
+        assert kept["none"] - kept[choice] == pytest.approx(found[choice][0], rel=0.02), choice
