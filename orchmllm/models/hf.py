@@ -131,7 +131,6 @@ class WholeModel(nn.Module):
             loss.requires_grad_()  # the text model is frozen, and no rank has media
         return loss
 
-
     def _type_ids(self, ids: Tensor) -> Tensor:
         """1 at tokens of images, 2 at those of videos."""
         config = self.hf.config

@@ -68,7 +68,7 @@ class StepProfiler:
             if known:
                 self._remember(known)
             raise RuntimeError(
-                f"out of memory ({why}); what each rank had to do is in {where}: {advice}, or "
+                f"out of memory ({why}); what each rank had to do is in {where}: {advice}; or "
                 "lower train.batch_size; with fsdp.memory_gb the recipe is checked before") from e
         if self._profile is not None and step.index + 1 not in self._window:
             self.close()

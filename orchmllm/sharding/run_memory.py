@@ -161,6 +161,6 @@ class RunMemory:
         more = one_layer_more(self.memory, joined([self._loads_of(p) for p in step.plans]),
                               self.choice)
         if more is None:
-            return "everything is recomputed: lower train.batch_size", {}
+            return "everything is recomputed already", {}
         return "recompute more: " + " ".join(
             f"fsdp.{p}_checkpointing={more[p]}" for p in PHASES if more[p] != self.choice[p]), {}

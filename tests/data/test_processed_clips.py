@@ -224,8 +224,8 @@ def test_a_clip_that_fails_keeps_its_planned_length(tmp_path, has_index):
 
 
 def test_rows_that_cannot_be_used_are_told_of(tmp_path):
-    """Also a clip that Qwen2-Audio would read in another way, because it has one row of features,
-    and tokens in texts by which an omni model looks for media."""
+    """Several clips of a model whose processor takes one, clips that are too long and too short,
+    and media that a model does not take."""
     wanted = {"audioflamingo3": ([0.3, 0.4], "text but 2 audios"), "qwen2_audio": (
         [0.3, 1.2], "1.2 s is too long: the processor of the model would leave out what comes "
         "after 1 s"), "qwen2_5_omni": ([0.05], "0.05 s is too short")}

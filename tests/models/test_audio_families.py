@@ -30,7 +30,7 @@ def test_the_parts_of_a_model_that_takes_clips(name, tmp_path):
         setattr(config.audio_config, key, 0.1)
         (why,) = refusals(config)
         assert why.endswith(f"{key.removeprefix('encoder_')} of the audio model is 0.1, and its "
-                            "random masks depend on where an example is: set it to 0")
+                            "random numbers depend on where an example is: set it to 0")
         setattr(config.audio_config, key, 0.0)
 
 

@@ -24,7 +24,8 @@ SETTINGS = [
         compute_dtype="bfloat16" if a != b else "",
         reduce_dtype="bfloat16" if b == 2 else "", shard_size=SHARDS[(2 * a + b + a * b) % 3],
         vision_reshard=RESHARD[(a + 1) % 3], audio_reshard=RESHARD[a], llm_reshard=RESHARD[a],
-        activation_checkpointing=CHECKPOINTING[b], prefetch=(a + 2 * b) % 3,
+        activation_checkpointing=CHECKPOINTING[b],
+        llm_checkpointing="full:1" if b == 1 else "", prefetch=(a + 2 * b) % 3,
         loss_chunk_rows=16 * (b == 1)))
     for a, b in product(range(3), repeat=2)]
 

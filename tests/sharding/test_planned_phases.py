@@ -7,6 +7,7 @@ from __future__ import annotations
 import json
 import threading
 from dataclasses import replace
+from itertools import combinations
 from pathlib import Path
 from unittest import mock
 
@@ -17,17 +18,20 @@ import transformers
 from PIL import Image
 
 from orchmllm.batch import IGNORE_INDEX
-from orchmllm.comm.exchange import RowGather
+from orchmllm.comm import exchange
+from orchmllm.comm.exchange import RowGather, all_to_all
 from orchmllm.config.balance import PhaseConfig
 from orchmllm.config.model import ModelConfig
 from orchmllm.config.recipe import DataConfig, FsdpConfig, Recipe, RunConfig, TrainConfig
 from orchmllm.data.loading.step_loader import StepLoader
 from orchmllm.data.processed import ProcessedRows
 from orchmllm.data.sampler import GlobalSampler
+from orchmllm.models.families import part_of
 from orchmllm.trainer import Trainer
 from tests.lib import whole_models as models
 from tests.lib.processors import FAMILIES
 from tests.lib.ranks import run_ranks
+from tests.lib.recipes import frozen
 from tests.lib.whole_folders import write_model
 
 pytestmark = pytest.mark.dist
@@ -164,6 +168,55 @@ def test_gradients_are_those_of_stock_transformers(name, ranks, shard_size, tmp_
         assert first["moved"] > 0  # some media are encoded on other ranks than their example's
         assert 0 in second["encoded"] and 0 in second["held"]
         assert (0 in last["examples"]) == (ranks > 2)
+
+
+def frozen_compared(world, folder: Path, name: str, settings: list[tuple[str, ...]], shard_size: int
+                    ) -> dict[tuple[str, ...], list[bool]]:
+    """By what is frozen, of each exchange of features whether it is in the backward pass. Gradients
+    of what learns are those of stock transformers."""
+    FAMILIES[name](transformers)
+    stock, run = models.stock_of(folder), recipe(folder)
+    rows, wanted = ProcessedRows(folder, run.data), {}
+    found: dict[tuple[str, ...], list[bool]] = {}
+
+    def logged(*args):
+        found[parts].append(torch._C._current_graph_task_id() != -1)
+        return all_to_all(*args)
+
+    for number, parts in enumerate(settings):
+        found[parts] = []
+        trainer = Trainer(replace(
+            run, run=RunConfig(dir=f"{run.run.dir}{number}"), model=frozen(*parts, model=run.model),
+            fsdp=replace(run.fsdp, shard_size=shard_size), balance=replace(
+                run.balance, vision=PhaseConfig(policy="greedy"))), world)
+        try:
+            learns = [n for n, p in trainer.model.hf.named_parameters() if p.requires_grad]
+            assert {part_of(n) for n in learns} == {"vision", "connector", "llm"} - {*parts}
+            for step in steps_of(trainer):
+                with mock.patch.object(exchange, "all_to_all", logged):
+                    summed(trainer, step)
+                got, index = gradients(trainer), step.index
+                if index not in wanted:
+                    _, wanted[index], _ = reference(stock, rows, step.example_ids.tolist())
+                compared = {**wanted[index], **{n: got[n] for n in learns}}
+                assert models.difference(compared, wanted[index]) <= 1e-9, (parts, index)
+        finally:
+            trainer.close()
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks, shard_size", [(2, 0), (3, 0), (4, 2)])
+def test_what_is_frozen_sends_nothing_back_and_changes_no_other_gradient(
+        ranks, shard_size, tmp_path):
+    """Ranks without media, a step with one image and one without any are among the steps."""
+    write_model("qwen3_vl", tmp_path, torch.float64)
+    write_rows(tmp_path)
+    every = ("vision", "connector", "llm")
+    settings = [parts for n in (1, 2) for parts in combinations(every, n)]
+    for found in run_ranks(frozen_compared, ranks, tmp_path, "qwen3_vl", settings, shard_size):
+        for parts, exchanges in found.items():
+            assert exchanges and any(exchanges) == (not {"vision", "connector"} <= {*parts}), parts
 
 
 @pytest.mark.slow

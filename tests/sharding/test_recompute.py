@@ -121,11 +121,13 @@ def test_what_steps_take_decides_once_more():
     assert again.choice == memory.choice and "before" not in said[-1]
 
 
-def test_after_memory_ran_out_one_layer_more_is_recomputed():
-    said, memory = [], run_memory([], {})
+@pytest.mark.parametrize("memory_gb", [0.0017, 0.0022])
+def test_after_memory_ran_out_one_layer_more_is_recomputed(memory_gb):
+    fsdp = replace(AUTO, memory_gb=memory_gb)
+    said, memory = [], run_memory([], {}, fsdp)
     step = SimpleNamespace(plans=[planned()[2]])
     advice, known = memory.exhausted(step)
-    again = run_memory(said, dict(known))
+    again = run_memory(said, dict(known), fsdp)
     assert again.choice == known["next"] and again.choice != memory.choice
     changed = [p for p in PHASES if again.choice[p] != memory.choice[p]]
     before, after = (layer_counts(m.choice[changed[0]], LAYERS[changed[0]])

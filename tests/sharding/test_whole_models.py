@@ -5,9 +5,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
-from itertools import combinations
 from pathlib import Path
-from unittest.mock import patch
 
 import pytest
 import torch
@@ -15,9 +13,6 @@ import transformers
 from safetensors.torch import load_file, save_file
 from torch.distributed.tensor import DTensor
 
-from orchmllm import balance_encoders
-from orchmllm.comm import exchange
-from orchmllm.comm.exchange import all_to_all
 from orchmllm.config.model import ModelConfig
 from orchmllm.config.recipe import (
     CheckpointConfig,
@@ -239,51 +234,6 @@ def test_a_frozen_part_stays_and_its_connector_learns(part, rates, tmp_path):
     changed = run_ranks(frozen, 2, run, "qwen3_vl")[0]
     parts = {part_of(name) for name in changed}
     assert parts == ({"connector"} if part == "vision" else {"vision", "connector"})
-
-
-def without_some(world, folder: Path, name: str, settings: list[tuple[str, ...]], shard_size: int
-                 ) -> dict[tuple[str, ...], list[bool]]:
-    """By what is frozen, of each exchange of rows whether it is in the backward pass. The first
-    rank has no media, and gradients of what learns are those of stock transformers."""
-    stock = models.build(name)
-    inputs = [[models.sample(name, stock, [Item("image", n) for n in range(3 * (r > 0))], r + k)
-               for k in range(2)] for r in range(world.world_size)]
-    _, wanted = models.stock(stock, [one for each in inputs for one in each])
-    found: dict[tuple[str, ...], list[bool]] = {}
-
-    def logged(*args):
-        found[parts].append(torch._C._current_graph_task_id() != -1)
-        return all_to_all(*args)
-
-    for parts in settings:
-        found[parts] = []
-        whole = load_whole(
-            folder, froze(*parts, model=ModelConfig()), FsdpConfig(
-                param_dtype="float64", shard_size=shard_size), torch.device("cpu"),
-            {"vision": "full", "llm": "none"})
-        balance_encoders(whole.hf, proof=False)
-        row = whole.join([models.as_example(i, one) for i, one in enumerate(inputs[world.rank])])
-        with patch.object(exchange, "all_to_all", logged):
-            whole(row).backward()
-        learns = {n: p for n, p in whole.hf.named_parameters() if p.requires_grad}
-        assert {part_of(n) for n in learns} == {"vision", "connector", "llm"} - {*parts}
-        got = {n: torch.zeros_like(wanted[n]) if p.grad is None else p.grad.full_tensor()
-               for n, p in learns.items()}
-        assert models.difference(got, {n: wanted[n] for n in learns}) <= 1e-9, parts
-    return found
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("ranks, shard_size", [(2, 0), (3, 0), (4, 2)])
-@pytest.mark.parametrize("name", ["qwen3_vl", "internvl"])
-def test_what_is_frozen_sends_nothing_back_and_changes_no_other_gradient(
-        name, ranks, shard_size, tmp_path):
-    saved(name, tmp_path)
-    every = ("vision", "connector", "llm")
-    settings = [parts for n in range(3) for parts in combinations(every, n)]
-    for found in run_ranks(without_some, ranks, tmp_path, name, settings, shard_size):
-        for parts, exchanges in found.items():
-            assert exchanges and any(exchanges) == (not {"vision", "connector"} <= {*parts}), parts
 
 
 @pytest.mark.slow

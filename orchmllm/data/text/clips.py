@@ -12,7 +12,9 @@ from orchmllm.data.media.medium import RowError
 from orchmllm.plan.geometry import AudioGeometry
 
 _MASKS = ("feature_attention_mask", "input_features_mask")  # of frames that are no padding
-_FEWEST = 2  # tokens of a clip: Qwen2-Audio reads clips of one token in another way
+# Tokens of a clip. Qwen2-Audio takes clips of one token for placeholders that are not expanded yet,
+# and then numbers the positions of the whole row anew.
+_FEWEST = 2
 
 
 class Clips:

@@ -47,8 +47,11 @@ def of_images(kind: type) -> type:
 
         @classmethod
         def from_args_and_dict(cls, args: Any, processor_dict: dict, **keys: Any) -> Any:
-            # Some classes have no default for it.
-            return super().from_args_and_dict(args, processor_dict, video_processor=None, **keys)
+            # Some classes have no default for it. In an omni class, where others follow it, these
+            # are given by place, both here and from there on, and must not be moved.
+            if super().get_attributes()[-1:] == ["video_processor"]:
+                keys["video_processor"] = None
+            return super().from_args_and_dict(args, processor_dict, **keys)
 
     OfImages.__name__ = kind.__name__  # which transformers compares
     return OfImages
