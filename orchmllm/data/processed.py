@@ -1,6 +1,6 @@
 """Rows for a whole model of transformers: its own processor decides lengths and makes tensors.
 
-Lengths are read from the headers of images and clips: the processor runs on their sizes, on all
+Lengths are read from the headers of media: the processor runs on their sizes, on all
 media of an example together. Loading decodes, runs the processor on pixels and samples and
 compares: an example has the ids and lengths that were planned, or its row or medium counts as one
 that failed.
@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -20,18 +21,20 @@ from PIL import Image
 from orchmllm.batch import IGNORE_INDEX, ProcessedExample
 from orchmllm.config.recipe import DataConfig
 from orchmllm.data.dataset import ConversationDataset
-from orchmllm.data.formats.conversation import Conversation, media_of
+from orchmllm.data.formats.conversation import Conversation
 from orchmllm.data.formats.open import sources_of
 from orchmllm.data.lengths import LengthReader, MeasuredExample
 from orchmllm.data.media.decode import OnError, decode_samples, fail, upright_image
 from orchmllm.data.media.headers import audio_header, image_header
-from orchmllm.data.media.medium import MediaError, Medium, RowError
+from orchmllm.data.media.kinds import VIDEO
+from orchmllm.data.media.medium import MediaError, Medium, RowError, Sampled
 from orchmllm.data.media.shapes import Size, blank, sized
 from orchmllm.data.media.video import pictures
-from orchmllm.data.segments import KINDS, is_content
+from orchmllm.data.media.video_processor import items_of
+from orchmllm.data.segments import KINDS, VIDEOS, is_content, of_slice
 from orchmllm.data.storage.remote import Storage
-from orchmllm.data.text.processor import Processor, Tokens
-from orchmllm.data.text.spans import before
+from orchmllm.data.text.processor import Processor
+from orchmllm.data.text.spans import Tokens, before
 from orchmllm.plan.geometry import AudioGeometry
 from orchmllm.plan.layout import TEXT, VISION, BatchLayout
 
@@ -54,29 +57,35 @@ class ProcessedReader(LengthReader):
         return conversations
 
     def _measure(self, turns: Conversation, _: Conversation, example_id: int) -> MeasuredExample:
-        media = media_of(turns)
         try:
             spans = self.processor.rendered(turns)
-            sizes = [self._size(medium) for medium in media]
+            every = items_of(turns, self.processor.videos)
+            sizes = [self._size([*chain.from_iterable(items)]) for items in every]
             tokens = self.processor.tokens(spans, sizes, self.max_example_tokens)
             layout = layout_of(example_id, tokens)
         except RowError as error:
             return self.stand_in(MediaError(error.file, error.reason), example_id)
         except MediaError as error:
             return self.stand_in(error, example_id)
-        num_media = int((layout.modality != TEXT).sum())
-        return MeasuredExample(layout, tokens.ids, tokens.learnt, media, None, turns,
-                               sizes[:num_media])
+        of_items = [size[:2] for items, size in zip(every, sizes, strict=True) for _ in items]
+        return MeasuredExample(
+            layout, tokens.ids, tokens.learnt, [item[0] for item in chain.from_iterable(every)],
+            None, turns, of_items[: int((layout.modality != TEXT).sum())])
 
-    def _size(self, medium: Medium) -> Size:
-        """Raises MediaError."""
+    def _size(self, media: list[Medium]) -> Size:
+        """Of an image, a clip, or the frames of a video. Raises MediaError, and RowError."""
+        first = media[0]
         try:
-            if medium.modality == VISION:
-                return image_header(medium)[::-1]
-            return 0, self.audio.resampled(*audio_header(medium))
+            if first.modality != VISION:
+                return Size(0, self.audio.resampled(*audio_header(first)))
+            sizes = sorted({image_header(medium)[::-1] for medium in media})
         except MediaError as error:
-            error.segment, error.modality = 0, medium.modality
+            error.segment, error.modality = 0, first.modality
             raise
+        if len(sizes) > 1:
+            raise RowError("frames of a video have {} x {} and {} x {} pixels (height x width): "
+                           "give all of them one size".format(*sizes[0], *sizes[-1]), first.name)
+        return Size(*sizes[0], first.sampled)
 
 
 def layout_of(example_id: int, tokens: Tokens) -> BatchLayout:
@@ -144,68 +153,109 @@ class ProcessedRows(ConversationDataset):
             if text or row.problem is None:
                 fail(0, problem, on_error)
             example = self._filler(row)
-        if segments is not None:
-            example = _parted(example, segments)
+        example = _whole(example) if segments is None else _parted(example, segments)
         return example if text else replace(example, input_ids=None, labels=None)
 
     def _row(self, i: int, text: bool = True) -> MeasuredExample:
         row = super()._row(i, text=False)
         source, number = self.where(i)
         index = self.indexes[source]
-        return row if index is None else row._replace(sizes=index.sizes(number))
+        if index is None:
+            return row
+        items = chain.from_iterable(items_of(row.turns, self.processor.videos))
+        return row._replace(media=[item[0] for item in items], sizes=index.sizes(number))
 
     def _example(self, row: MeasuredExample, wanted: Collection[int] | None, on_error: OnError
                  ) -> ProcessedExample:
         """wanted: segments that are decoded (None: all). Raises RowError where the row is not as
         planned."""
-        layout, sizes = row.layout, row.sizes
-        spans = before(self.processor.rendered(row.turns), len(sizes))
+        layout, every = row.layout, items_of(row.turns, self.processor.videos)
         segments = np.flatnonzero(layout.modality != TEXT).tolist()
-        media, failed = [], False
-        reads = [wanted is None or segment in wanted for segment in segments]
-        shown = pictures([m for m, read in zip(row.media, reads, strict=False) if read],
-                         self.processor)
-        for medium, size, segment, read in zip(row.media, sizes, segments, reads, strict=False):
-            if not read:
-                media.append(sized(*size))
-                continue
-            try:
-                media.append(_decoded(medium, size, shown.get(medium), self.processor.audio))
-            except MediaError as error:
-                failed, error.modality = True, medium.modality
-                fail(segment, error, on_error)
-                media.append(blank(size))
+        sizes = {s: Size(*size) for s, size in zip(segments, row.sizes, strict=True)}
+        content, failed = self._decoded({
+            s: item for s, item in zip(segments, chain.from_iterable(every), strict=False)
+            if wanted is None or s in wanted}, sizes, on_error)
+        media, names = [], {}
+        for items in every:
+            own = segments[len(names): len(names) + len(items)]
+            if not own:  # it comes after the cut
+                break
+            size, first = sizes[own[0]], items[0][0]
+            media.append(size._replace(sampled=first.sampled) if first.sampled
+                         else content[own[0]][0] if own[0] in content else sized(*size[:2]))
+            names |= dict.fromkeys(own, VIDEOS if first.sampled else KINDS[first.modality].content)
+        spans = before(self.processor.rendered(row.turns), len(media))
         tokens, arguments = self.processor.load(spans, media, self.reader.max_example_tokens)
         found = layout_of(int(layout.example_id[0]), tokens)
         if found.to_payload().tolist() != layout.to_payload().tolist():
             raise RowError("the processor makes other lengths of it")
         ids = torch.from_numpy(tokens.ids.astype(np.int64))
         learnt = torch.from_numpy(tokens.learnt & (not failed))
+        arguments.pop(VIDEOS, None)  # without pixels
+        parts = {s: of_slice(self.processor.videos.pixels(frames, *layout.grid[s, 1:].tolist()),
+                             layout.grid[s]) for s, frames in content.items() if names[s] == VIDEOS}
         return ProcessedExample(int(layout.example_id[0]), ids,
-                                ids.where(learnt, torch.tensor(IGNORE_INDEX)), arguments, layout)
+                                ids.where(learnt, torch.tensor(IGNORE_INDEX)), arguments, layout,
+                                parts, names)
+
+    def _decoded(self, items: Mapping[int, list[Medium]], sizes: Mapping[int, Size],
+                 on_error: OnError) -> tuple[dict[int, list], bool]:
+        """(The pictures, or the clip, of each segment, blank where they cannot be decoded; whether
+        there are such). items: of segments."""
+        shown = pictures([medium for item in items.values() for medium in item], self.processor)
+        out, failed = {}, False
+        for segment, item in items.items():
+            try:
+                out[segment] = [_decoded(m, sizes[segment], shown.get(m), self.processor.audio)
+                                for m in item]
+            except MediaError as error:
+                failed, error.modality = True, item[0].modality
+                fail(segment, error, on_error)
+                out[segment] = [blank(sizes[segment])] * len(item)
+        return out, failed
 
     def _filler(self, row: MeasuredExample) -> ProcessedExample:
         """An example of the planned lengths that nothing is learnt of: media are black or
         silent."""
-        layout = row.layout
-        token = {TEXT: self.tokenizer.end_id or 0, **self.processor.token_ids}
+        layout, processor = row.layout, self.processor
+        segments = np.flatnonzero(layout.modality != TEXT)
+        token = {TEXT: self.tokenizer.end_id or 0, **processor.token_ids}
+        names = {s: KINDS[m].content for s, m in zip(
+            segments.tolist(), layout.modality[segments].tolist(), strict=True)}
+        media, options = [blank(Size(*size)) for size in row.sizes], {}
+        if processor.videos and media:  # the row, which says what is an image, may be gone
+            media, options = [], {"do_resize": False}
+            token[VISION], names = token[VIDEO], dict.fromkeys(names, VIDEOS)
+            for own in np.split(segments, np.flatnonzero(np.diff(segments) > 1) + 1):
+                count = processor.videos.merged * len(own)
+                media.append(Size(*(layout.grid[own[0], 1:] * processor.patch).tolist(),
+                                  Sampled(0, tuple(range(count)), count)))
         ids = torch.from_numpy(np.repeat([token[m] for m in layout.modality.tolist()],
                                          layout.num_tokens))
-        arguments = self.processor.arguments_like(ids, row.sizes)
+        arguments = processor.arguments_like(ids, media, **options)
+        shape = arguments.pop(VIDEOS, torch.empty(0, 0)).shape
+        parts = {s: of_slice(torch.zeros(layout.rows[s], shape[1]), layout.grid[s])
+                 for s, name in names.items() if name == VIDEOS}
         return ProcessedExample(int(layout.example_id[0]), ids,
-                                torch.full_like(ids, IGNORE_INDEX), arguments, layout)
+                                torch.full_like(ids, IGNORE_INDEX), arguments, layout, parts, names)
+
+
+def _whole(example: ProcessedExample) -> ProcessedExample:
+    """With the pixels of videos among the tensors of the processor."""
+    if not example.parts:
+        return example
+    rows = torch.cat([part[VIDEOS] for part in example.parts.values()])
+    return replace(example, media={**example.media, VIDEOS: rows}, parts={})
 
 
 def _parted(example: ProcessedExample, segments: Collection[int]) -> ProcessedExample:
     """Of a whole example the tensors of these media, and those that the text model reads."""
-    lengths, cut, arguments = example.lengths, {}, {}
-    for modality, kind in KINDS.items():
-        media = np.flatnonzero(lengths.modality == modality).tolist()
-        cut |= zip(media, kind.parts(example.media, lengths.grid[media]), strict=True)
-        arguments |= dict.fromkeys(media, kind.content)
-    return replace(
-        example, media={n: v for n, v in example.media.items() if not is_content(n)},
-        parts={s: cut[s] for s in segments}, arguments=arguments)
+    cut = dict(example.parts)
+    for kind in KINDS.values():
+        media = [s for s, name in example.arguments.items() if name == kind.content]
+        cut |= zip(media, kind.parts(example.media, example.lengths.grid[media]), strict=True)
+    return replace(example, parts={s: cut[s] for s in segments}, media={
+        n: v for n, v in example.media.items() if not is_content(n)})
 
 
 def _decoded(medium: Medium, size: Size, picture: np.ndarray | MediaError | None,
@@ -216,12 +266,12 @@ def _decoded(medium: Medium, size: Size, picture: np.ndarray | MediaError | None
         raise picture
     if medium.modality != VISION:
         samples = decode_samples(medium, audio)
-        if (0, len(samples)) != size:
-            raise _changed(medium, f"{len(samples)} samples at {audio.sample_rate} Hz", size[1])
+        if len(samples) != size.width:
+            raise _changed(medium, f"{len(samples)} samples at {audio.sample_rate} Hz", size.width)
         return samples
     image = upright_image(medium) if picture is None else Image.fromarray(picture)
-    if image.size[::-1] != size:
-        there, planned = (f"{width}x{height}" for width, height in (image.size, size[::-1]))
+    if image.size != (size.width, size.height):
+        there, planned = ("{}x{}".format(*s) for s in (image.size, (size.width, size.height)))
         raise _changed(medium, f"{there} pixels", planned)
     return image
 

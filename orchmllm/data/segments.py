@@ -7,11 +7,13 @@ from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from orchmllm.plan.layout import AUDIO, VISION
 
 IN_ONE_ROW = "pixel_attention_mask"  # its families put the media of an example in one row
+VIDEOS = "pixel_values_videos"  # the argument that holds videos
 OF_EXAMPLE = "batch_num_images"  # says of an example how many images it has
 _OF_MEDIA = ("pixel_", "image_")  # how the names of tensors begin that hold media or their sizes
 
@@ -19,6 +21,11 @@ _OF_MEDIA = ("pixel_", "image_")  # how the names of tensors begin that hold med
 def is_content(name: str) -> bool:
     """Whether a tensor of a processor holds pixels or frames, which the encoder alone reads."""
     return name.startswith("pixel_") or name == "input_features"
+
+
+def of_slice(pixels: Tensor, grid: np.ndarray) -> dict[str, Tensor]:
+    """The tensors of an item of a video. grid (3,): 1, and its patches."""
+    return {VIDEOS: pixels, "video_grid_thw": torch.from_numpy(grid[None])}
 
 
 def parts(tensors: Mapping[str, Tensor], grids: np.ndarray) -> list[dict[str, Tensor]]:

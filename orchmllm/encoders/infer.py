@@ -26,6 +26,8 @@ _METHODS = {kind: f"get_{kind}_features" for kind in ("image", "video", "audio")
 _BESIDE = ("pixel_mask", "pixel_attention_mask", "image_position_ids", "qformer_input_ids",
            "qformer_attention_mask")
 _AFTER = re.compile("projector|projection|connector|aligner|merger|adapter")
+# Whose towers compute each frame of a video, or two that are merged in time, by itself.
+_FRAMES_APART = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
 _LOADS = ("LOAD_ATTR", "LOAD_METHOD")
 _SIZES = ((("embed_dim", "hidden_size", "d_model"), 1024),
           (("intermediate_size", "encoder_ffn_dim", "mlp_ratio"), 4096),
@@ -128,7 +130,8 @@ def _layout(owner: nn.Module, main: str, method: str, names: list[str]) -> Layou
     value, *others = names
     beside = {n.rpartition("_")[2]: n for n in others}
     if "thw" in beside:
-        return Packed(value, beside["thw"], frames=True)
+        return Packed(value, beside["thw"], frames=True,
+                      apart=owner.config.model_type in _FRAMES_APART)
     if "feature_attention_mask" in others:
         return Masked(value, "feature_attention_mask")
     if "input_features_mask" in others:

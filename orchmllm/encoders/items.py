@@ -140,11 +140,13 @@ class Windows(Rows):
 class Packed(Layout):
     """Items one after the other in values (R, ...); counts (n,) or (n, k): item i has
     prod(counts[i]) rows. frames: the first column of counts is a number of frames, and attention
-    stays inside a frame."""
+    stays inside a frame. apart: nothing else of the encoder looks at other frames either, so each
+    frame is an item."""
 
     value: str
     counts: str
     frames: bool = False
+    apart: bool = False
 
     def describe(self, module: nn.Module, inputs: Mapping[str, Any]) -> Items:
         value = tensor_of(inputs, self.value)
@@ -152,14 +154,20 @@ class Packed(Layout):
         total = int(counts.prod(1).sum())
         if total != len(value):
             raise ValueError(f"{self.counts} says {total} rows, {self.value} has {len(value)}")
+        if self.apart:
+            counts = np.repeat(counts, counts[:, 0], axis=0)
+            counts[:, 0] = 1
         return Items(counts, (value,))
 
     def rows(self, meta: np.ndarray) -> list[np.ndarray]:
         return [meta.prod(1)]
 
     def part(self, inputs: Mapping[str, Any], meta: np.ndarray, items: slice) -> tuple[Any, ...]:
-        return _packed_rows(inputs[self.value], self.rows(meta)[0], items), inputs[
-            self.counts][items]
+        counts = inputs[self.counts]
+        if self.apart:
+            counts = counts.repeat_interleave(counts[:, 0], 0)
+            counts[:, 0] = 1
+        return _packed_rows(inputs[self.value], self.rows(meta)[0], items), counts[items]
 
     def lengths(self, meta: np.ndarray) -> tuple[np.ndarray, np.ndarray | None]:
         return meta.prod(1), meta[:, 0] if self.frames else None

@@ -147,7 +147,8 @@ class WholeModel(nn.Module):
         given = {name: value for name, value in example.media.items() if name.endswith("grid_thw")}
         if not given:
             return flat[None].repeat(4, 1, 1)
-        given |= {"input_ids": ids[None], "mm_token_type_ids": self._type_ids(ids)[None]}
+        given = {**example.media, "input_ids": ids[None],
+                 "mm_token_type_ids": self._type_ids(ids)[None]}
         if "feature_attention_mask" in example.media:
             given["audio_seqlens"] = example.media["feature_attention_mask"].sum(-1)
         axes, _ = self.hf.model.get_rope_index(

@@ -14,9 +14,16 @@ from orchmllm.data.dataset import ConversationDataset
 from orchmllm.data.text.tokenizer import ChatTokenizer
 from orchmllm.plan.geometry import AudioGeometry, VisionGeometry
 from orchmllm.plan.layout import AUDIO, VISION
+from orchmllm.plan.step import plan_step
 from orchmllm.tools.data.command import dataset_of, main
 from tests.lib.commands import ROOT
 from tests.lib.formats import write_jsonl
+from tests.lib.gradients import (
+    Case,
+    reference_gradients,
+    step_gradients,
+    worst_difference,
+)
 from tests.lib.ranks import run_ranks
 from tests.lib.training import train
 from tests.lib.videos import picture
@@ -170,3 +177,47 @@ checkpoint: {{every_steps: -1}}
     first, *others = (run_ranks(losses, 2, str(videos), d)[0] for d in ("load", "bytes", "tensors"))
     assert len(first) == 3 and others[0] == pytest.approx(first, rel=1e-5)
     assert others[1] == pytest.approx(first, rel=1e-5)
+
+
+def frame_gradients(world, videos: str) -> tuple[float, set[int]]:
+    """(How far gradients are from those of one process, example by example; the ranks that encode
+    frames of the first example's video)."""
+    plans = []
+
+    def planner(layout, spec):
+        plans.append(plan_step(layout, spec))
+        return plans[-1]
+
+    run = load_recipe(f"{videos}/frames.yaml")
+    case = Case(run, dataset=dataset_of(run), planner=planner)
+    found, wanted = step_gradients(world, case)[1], reference_gradients(case)[1]
+    (plan,) = plans
+    example = plan.layout.example_of_segment[plan.layout.segments[VISION]]
+    rank = np.empty(len(example), np.int64)
+    rank[plan.encode["vision"].order] = plan.encode["vision"].target_rank
+    return (worst_difference(found, wanted)[0],
+            set(rank[plan.layout.example_id[example] == 0].tolist()))
+
+
+@pytest.mark.slow
+@pytest.mark.dist
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_frames_of_one_video_on_several_ranks_give_the_gradients_of_one_process(videos, ranks):
+    video = {"type": "video", "video": "plain.mp4", "nframes": 8}
+    answer = {"role": "assistant", "content": "nothing"}
+    asked = [[video, {"type": "text", "text": "?"}], [video | {"nframes": 1}], *["?"] * 10]
+    write_jsonl(videos / "frames.jsonl", [
+        {"messages": [{"role": "user", "content": content}, answer]} for content in asked])
+    (videos / "frames.yaml").write_text(f"""
+run: {{dir: {videos}/frames, resume: never}}
+data: {{path: {videos}/frames.jsonl, index_dir: {videos}/ix}}
+model:
+  vision: {{num_layers: 1, hidden_size: 32, intermediate_size: 32}}
+  audio: {{num_layers: 1, hidden_size: 32, intermediate_size: 32}}
+  llm: {{num_layers: 1, hidden_size: 48, intermediate_size: 32}}
+train: {{num_steps: 1, global_batch_size: 12}}
+fsdp: {{param_dtype: float64}}
+balance: {{ranks_per_node: 4}}
+""")
+    for difference, encoding in run_ranks(frame_gradients, ranks, str(videos)):
+        assert difference <= 1e-9 and encoding == set(range(ranks))

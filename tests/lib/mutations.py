@@ -229,6 +229,12 @@ MUTATIONS = [Mutation(*row) for row in (
      "p.numel() // module.num_experts * experts", "p.numel()",
      "tests/models/test_packed_models.py",
      "Examples are placed, and MFU is told, as if each token were sent to all experts."),
+    ("frames at the numbers of the file", "orchmllm/data/media/video_processor.py",
+     '"frames_indices": seconds})', '"frames_indices": [*range(len(seconds))]})',
+     "tests/data/test_processed_videos.py", "Times in the text are not those of the frames."),
+    ("a slice of the frames of another", "orchmllm/data/media/video_processor.py",
+     "elif number:", "elif number and not out[-1].insert(0, [medium]):",
+     "tests/data/test_processed_videos.py", "Features of a video are in another order."),
 
 )]
 

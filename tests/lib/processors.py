@@ -4,6 +4,7 @@ and no weights; and what their processors make of conversations, by transformers
 from __future__ import annotations
 
 import importlib.util
+import json
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -16,7 +17,7 @@ _PAD = ["<pad>", "<bos>", "<eos>", "<turn>", "<end>"]
 _TEMPLATE = ("{{% for m in messages %}}{{{{ '<turn>' + m['role'] + '\\n' }}}}"
              "{{% if m['content'] is string %}}{{{{ m['content'] }}}}{{% else %}}"
              "{{% for p in m['content'] %}}{{% if p['type'] == 'image' %}}{image}"
-             "{{% elif p['type'] == 'audio' %}}{audio}"
+             "{{% elif p['type'] == 'audio' %}}{audio}{video}"
              "{{% else %}}{{{{ p['text'] }}}}{{% endif %}}{{% endfor %}}{{% endif %}}"
              "{{{{ '<end>\\n' }}}}{{% endfor %}}"
              "{{% if add_generation_prompt %}}{{{{ '<turn>assistant\\n' }}}}{{% endif %}}")
@@ -253,6 +254,18 @@ OPTIONS = {"gemma3_pan_and_scan": {
     "pan_and_scan_min_ratio_to_activate": 1.2}}
 
 
+def video_token(family: str) -> str:
+    """What a family has for videos, if they are more to it than images."""
+    return "<|video_pad|>" if family in ("qwen2_vl", "qwen2_5_vl", "qwen3_vl") else ""
+
+
+def write_video_settings(folder: Path, patch: int, **settings: Any) -> None:
+    """As published folders have them. What of a video is kept is as small as the images."""
+    (folder / "video_preprocessor_config.json").write_text(json.dumps({
+        "patch_size": patch, "temporal_patch_size": 2, "merge_size": 2,
+        "size": {"shortest_edge": 8 * patch**2, "longest_edge": 2048 * patch**2}, **settings}))
+
+
 def write_processor(family: str, folder: Path) -> Path:
     """Writes config.json, the processor and its tokenizer; returns the folder."""
     import transformers
@@ -261,13 +274,19 @@ def write_processor(family: str, folder: Path) -> Path:
     tok = tokenizer(named, more, adds_bos=family in ADD_BOS)
     processor = build(tok)
     begin = "{{ bos_token }}" if family in WRITE_BOS else ""
-    processor.chat_template = begin + _TEMPLATE.format(image=image, audio=(audio or [""])[0])
+    video = video_token(family) and image.replace("image", "video")
+    processor.chat_template = begin + _TEMPLATE.format(
+        image=image, audio=(audio or [""])[0],
+        video=video and "{% elif p['type'] == 'video' %}" + video)
     processor.save_pretrained(folder)
     feature = named.get("image_token", named.get("context_image_token"))
     if family == "aya_vision":
         feature = "<|IMG_PATCH|>"
     ids = {f"{name}_id": tok.convert_tokens_to_ids(token) for name, token in named.items()
            if name == "audio_token"}
+    if video:
+        write_video_settings(folder, processor.image_processor.patch_size)
+        ids["video_token_id"] = tok.convert_tokens_to_ids(video_token(family))
     if feature:
         ids["image_token_id"] = tok.convert_tokens_to_ids(feature)
     for name, token in _STARTS.items() if family.startswith("qwen2_5_omni") else ():

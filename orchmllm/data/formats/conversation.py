@@ -13,7 +13,7 @@ from orchmllm.data.formats.columns import MEDIA, from_json
 from orchmllm.data.media.medium import Medium, RowError, is_image
 from orchmllm.data.media.parts import KEYS, refuse_unread
 from orchmllm.data.media.root import MediaRoot, from_base64
-from orchmllm.data.media.video import expand
+from orchmllm.data.media.video import expand, images_as_video
 from orchmllm.plan.layout import AUDIO, VISION
 
 ROLES = {"system": "system", "developer": "system", "human": "user", "user": "user",
@@ -52,10 +52,10 @@ def video_of(value: object, root: MediaRoot,
              options: Mapping = MappingProxyType({})) -> list[Medium]:
     """The frames of a video (and its sound, if that is asked for): a list of images, or a file."""
     if isinstance(value, list | tuple) and not isinstance(value, Medium):
-        return [root.medium(VISION, frame) for frame in value]
+        return images_as_video([root.medium(VISION, frame) for frame in value], root.video, options)
     medium = root.file(VISION, value)
     if is_image(value):
-        return [medium]
+        return images_as_video([medium], root.video, options)
     own = value if isinstance(value, Mapping) else {}
     return expand(medium, root.video, {**own, **options}, root.of(own).of(options).part)
 

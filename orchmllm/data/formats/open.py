@@ -119,7 +119,7 @@ class DataSource:
         media = media_of(conversation)
         if media and problem:
             raise problem
-        timed = {m._replace(frame=None, modality=AUDIO, part=None) for m in media
+        timed = {m._replace(frame=None, sampled=None, modality=AUDIO, part=None) for m in media
                  if m.modality == AUDIO or m.frame is not None}
         if part is not None and media and len(timed) != 1:
             raise RowError(f"the row names {part.start} s to {part.end} s, of {len(timed)} clips "

@@ -77,6 +77,15 @@ class Frame(NamedTuple):
     demuxer: str
 
 
+class Sampled(NamedTuple):
+    """Which of the frames that are read of a video, or of a list of images, this one is: the
+    `number`-th (from 0) of those at `seconds`, of length_s that are read."""
+
+    number: int
+    seconds: tuple[float, ...]
+    length_s: float
+
+
 class VideoSampling(NamedTuple):
     """Which frames of a video are read: `frames` of them at equal distances, or (0) fps a second,
     and at most max_frames. audio: whether its sound follows them as a clip."""
@@ -96,8 +105,9 @@ class Part(NamedTuple):
 
 class Medium(NamedTuple):
     """modality: VISION or AUDIO. name: for people. The bytes are `data`, or `size` bytes at
-    `offset` of the file `path` (size -1: the whole file). frame: which picture of a video. part:
-    first and last second of a clip that are read; None: all of it."""
+    `offset` of the file `path` (size -1: the whole file). frame: which picture of a video.
+    sampled: where it is among those that are read of it. part: first and last second of a clip that
+    are read; None: all of it."""
 
     modality: int
     name: str
@@ -106,6 +116,7 @@ class Medium(NamedTuple):
     size: int = -1
     data: bytes | None = None
     frame: Frame | None = None
+    sampled: Sampled | None = None
     part: tuple[float, float] | None = None
 
     @property

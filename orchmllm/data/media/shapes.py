@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 from types import FunctionType
+from typing import Any, NamedTuple
 
 import numpy as np
 from PIL import Image
@@ -12,15 +13,31 @@ from transformers import WhisperFeatureExtractor
 from transformers import image_processing_backends as backends
 from transformers.image_processing_backends import PilBackend
 
-# Of an image height and width in pixels as displayed; of a clip 0 and its samples, at the rate of
-# the processor.
-Size = tuple[int, int]
+from orchmllm.data.media.kinds import VIDEO
+from orchmllm.data.media.medium import Sampled
+from orchmllm.plan.layout import AUDIO, VISION
+
+
+class Size(NamedTuple):
+    """Of an image or a video in pixels as displayed; of a clip 0 and its samples, at the rate of
+    the processor. sampled: the frames of a video."""
+
+    height: int
+    width: int
+    sampled: Sampled | None = None
 
 
 def blank(size: Size) -> Image.Image | np.ndarray:
     """A black image, or a silent clip."""
-    height, width = size
+    height, width, _ = size
     return Image.new("RGB", (width, height)) if height else np.zeros(width, np.float32)
+
+
+def kind_of(medium: Any) -> int:
+    """Modality of what a processor is given: an image, a clip, or the size of a video."""
+    if isinstance(medium, Size):
+        return VIDEO
+    return AUDIO if getattr(medium, "ndim", 0) == 1 else VISION
 
 
 def sized(height: int, width: int) -> np.ndarray:

@@ -6,7 +6,7 @@ video it is; those of one video that are decoded together are decoded in one pas
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 
 import numpy as np
 
@@ -18,6 +18,7 @@ from orchmllm.data.media.medium import (
     Medium,
     Part,
     RowError,
+    Sampled,
     VideoHeader,
     VideoSampling,
     reading,
@@ -48,11 +49,40 @@ def expand(medium: Medium, sampling: VideoSampling, options: Mapping, part: Part
         raise
     except (MediaError, ValueError) as error:
         raise RowError(getattr(error, "reason", str(error)), medium.name, VISION) from error
-    out = [medium._replace(modality=VISION, frame=Frame(begin + second, header, demuxer))
-           for second in seconds]
+    out = as_video([medium._replace(modality=VISION, frame=Frame(begin + second, header, demuxer))
+                   for second in seconds], seconds, end - begin)
     if sampling.audio and header.has_audio:
         out.append(cut(medium._replace(modality=AUDIO), span and Part(*span)))
     return out
+
+
+def as_video(frames: Sequence[Medium], seconds: Sequence[float], length_s: float) -> list[Medium]:
+    """The frames of one video, of which each says what it is of. seconds: of each, after the start
+    of the length_s that are read."""
+    seconds, length_s = tuple(seconds), max(length_s, 1e-3)
+    return [frame._replace(sampled=Sampled(k, seconds, length_s))
+            for k, frame in enumerate(frames)]
+
+
+def images_as_video(frames: Sequence[Medium], sampling: VideoSampling, options: Mapping
+                   ) -> list[Medium]:
+    """A video that is given as its frames, of which `fps` follow each other in a second: the
+    content part's, or those that `sampling` reads of files. Raises RowError."""
+    try:
+        fps = number_of(options, "fps", 0) or sampling.fps
+    except ValueError as error:
+        raise RowError(str(error)) from error
+    return as_video(frames, [k / fps for k in range(len(frames))], len(frames) / fps)
+
+
+def number_of(options: Mapping, key: str, default: float, kind=(int, float)) -> float:
+    """Raises ValueError."""
+    value = options.get(key, default)
+    if value is None:
+        return default
+    if isinstance(value, bool) or not isinstance(value, kind) or not 0 <= value <= 1e6:
+        raise ValueError(f"{key} of a video is {value!r:.80}: must be a number from 0 to 1e6")
+    return value
 
 
 def chosen(header: VideoHeader, sampling: VideoSampling, options: Mapping,
@@ -61,16 +91,8 @@ def chosen(header: VideoHeader, sampling: VideoSampling, options: Mapping,
     frame is read: each in the middle of an equal part of it, or as `timestamps` say. Raises
     ValueError."""
     length_s = header.duration_s if length_s is None else length_s
-
-    def number(key: str, default: float, kind=(int, float)) -> float:
-        value = options.get(key, default)
-        if value is None:
-            return default
-        if isinstance(value, bool) or not isinstance(value, kind) or not 0 <= value <= 1e6:
-            raise ValueError(f"{key} of a video is {value!r:.80}: must be a number from 0 to 1e6")
-        return value
-
-    most = min(sampling.max_frames, number("max_frames", sampling.max_frames, int)) or 1
+    most = min(sampling.max_frames,
+               number_of(options, "max_frames", sampling.max_frames, int)) or 1
     times = options.get("timestamps")
     if times is not None:
         if not isinstance(times, list) or not 0 < len(times) <= most:
@@ -82,8 +104,8 @@ def chosen(header: VideoHeader, sampling: VideoSampling, options: Mapping,
                 raise ValueError(f"a timestamp of a video is {t!r:.80}: must be from 0 to below "
                                  f"its {length_s:.6g} s")
         return [float(t) for t in times]
-    wanted = number("nframes", 0 if options.get("fps") else sampling.frames, int) or (
-        length_s * number("fps", sampling.fps))
+    wanted = number_of(options, "nframes", 0 if options.get("fps") else sampling.frames, int) or (
+        length_s * number_of(options, "fps", sampling.fps))
     there = int(header.num_frames * length_s / max(header.duration_s, 1e-3)) + 1
     count = max(1, min(int(wanted + 0.5), most, header.num_frames, there))
     return [(k + 0.5) * length_s / count for k in range(count)]
@@ -98,7 +120,7 @@ def pictures(media: Collection[Medium], geometry: VisionGeometry
     videos: dict[Medium, list[Medium]] = {}
     for medium in media:
         if medium.frame is not None:
-            videos.setdefault(medium._replace(frame=None), []).append(medium)
+            videos.setdefault(medium._replace(frame=None, sampled=None), []).append(medium)
     for video, wanted in videos.items():
         header, seconds = wanted[0].frame.video, [m.frame.second for m in wanted]
         width, height = size = geometry.resized(header.width, header.height)

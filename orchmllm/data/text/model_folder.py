@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 
 def load_processor(folder: Path) -> tuple[Any, Any]:
@@ -53,6 +55,26 @@ def of_images(kind: type) -> type:
 
     OfImages.__name__ = kind.__name__  # which transformers compares
     return OfImages
+
+
+def image_grids(processor: Any, out: Mapping[str, Any], features: Sequence[int], patch: int
+                ) -> tuple[tuple[int, int, int], ...]:
+    """(t, h, w) of each image of an example: t tiles of h x w patches. out: the tensors that a
+    processor made of it; features: rows of features of each; patch: pixels of its side."""
+    if "image_grid_thw" in out:
+        return tuple(map(tuple, out["image_grid_thw"].tolist()))
+    shape, sizes = out["pixel_values"].shape, out.get("image_sizes")
+    h, w = shape[-2] // patch, shape[-1] // patch
+    if sizes is not None and len(shape) == 4:  # padded to the largest image of the example
+        return tuple((1, int(h) // patch, int(w) // patch) for h, w in sizes)
+    if sizes is None or len(sizes) == 1 or shape[1] == 1:
+        total = int(np.prod(shape[:-3]))
+        return tuple((total * count // sum(features), h, w) for count in features)
+    from transformers.models.llava_next.modeling_llava_next import image_size_to_num_patches
+
+    pinpoints = processor.image_processor.image_grid_pinpoints
+    return tuple((image_size_to_num_patches(size, pinpoints, shape[-1]), h, w)
+                 for size in sizes.tolist())  # padded to the most tiles of the example
 
 
 def most_tokens(config: Any) -> int:

@@ -12,7 +12,8 @@ import os
 from collections.abc import Mapping, Sequence
 from functools import cached_property, lru_cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from types import MappingProxyType
+from typing import Any
 
 import numpy as np
 from PIL import Image
@@ -20,59 +21,49 @@ from torch import Tensor
 
 from orchmllm.data.formats.conversation import Turn, media_of
 from orchmllm.data.formats.scanned import digest
+from orchmllm.data.media.kinds import VIDEO
 from orchmllm.data.media.medium import Medium, RowError
-from orchmllm.data.media.shapes import Size, blank, of_clips, of_shapes, of_some, sized
+from orchmllm.data.media.shapes import Size, kind_of, of_clips, of_shapes, of_some, sized
+from orchmllm.data.media.video_processor import PROCESSORS, Videos, with_videos
 from orchmllm.data.text.clips import Clips
-from orchmllm.data.text.model_folder import load_processor, most_tokens
-from orchmllm.data.text.spans import Span, Text, before
+from orchmllm.data.text.model_folder import image_grids, load_processor, most_tokens
+from orchmllm.data.text.spans import Expanded, Span, Text, Tokens, before
 from orchmllm.data.text.tokenizer import ChatTokenizer
 from orchmllm.plan.geometry import AudioGeometry, SegmentLengths, text_lengths
 from orchmllm.plan.layout import AUDIO, TEXT, VISION
 
-_KINDS = {VISION: "images", AUDIO: "clips"}
-
-
-class Expanded(NamedTuple):
-    """What the media of an example become. texts: in place of the placeholder of each; grids:
-    (t, h, w) of each: t tiles of h x w patches, or 1, 1 and the frames of a clip."""
-
-    texts: tuple[str, ...]
-    grids: tuple[tuple[int, int, int], ...]
-
-
-class Tokens(NamedTuple):
-    """An example's sequence. ids (n,) int32, learnt (n,) bool; segments: (modality, lengths) in
-    reading order."""
-
-    ids: np.ndarray
-    learnt: np.ndarray
-    segments: list[tuple[int, SegmentLengths]]
+_KINDS = {VISION: "images", AUDIO: "clips", VIDEO: "videos"}
 
 
 class Processor:
     """folder: of a model of transformers, with config.json, its processor, tokenizer.json and a
     chat template. Code of the folder is never run, images are resized by Pillow, and videos are
-    read as images. token_ids: modality -> the token that stands for a row of features. options: of
-    the call of the processor for images (size, do_pan_and_scan, ...), instead of its own. Raises
-    ValueError naming the folder if it cannot be used."""
+    read as images where the family has no tokens for them. token_ids: modality -> the token that
+    stands for a row of features; patch: pixels of its side; videos: the part for them, or None.
+    options: of the call of the processor for images (size, do_pan_and_scan, ...), instead of its
+    own. Raises ValueError naming the folder if it cannot be used."""
 
     def __init__(self, folder: str | os.PathLike, options: Mapping[str, Any] | None = None
                  ) -> None:
         self.folder, self.options = Path(folder), dict(options or {})
         self._processor, config = load_processor(self.folder)
+        self.videos: Videos | None = None
+        if config.model_type in PROCESSORS:
+            self.videos = Videos(self.folder, config.model_type)
+            self._processor.video_processor = self.videos.processor
         self._shapes = copy.copy(self._processor)
         self._some = copy.copy(self._processor)
         self._marks: dict[int, str] = {}
         self.token_ids: dict[int, int] = {}
         self._clips: Clips | None = None
-        self._have_grids = False
+        self._have_grids, self.patch = False, 0
         try:
             if hasattr(self._processor, "image_processor"):
                 images = self._processor.image_processor
                 self._shapes.image_processor = of_shapes(images)
                 self._some.image_processor = of_some(images)
                 self._have_grids = "image_grid_thw" in images.model_input_names
-                self._patch = int(np.max(config.vision_config.patch_size))
+                self.patch = int(np.max(config.vision_config.patch_size))
                 self._marks[VISION] = self._processor.image_token
                 self.token_ids[VISION] = int(config.image_token_id)
             if hasattr(self._processor, "feature_extractor"):
@@ -84,9 +75,15 @@ class Processor:
         except AttributeError as error:
             raise ValueError(f"{folder}: its config.json does not say {error.name}, so it is no "
                              "model of images or clips that is known here") from error
+        self._is_omni = len(self._marks) > 1
+        if self.videos is not None:
+            self._marks[VIDEO] = self._processor.video_token
+            self.token_ids[VIDEO] = int(config.video_token_id)
         self._features = {modality: self._processor.tokenizer.convert_ids_to_tokens(token)
                           for modality, token in self.token_ids.items()}
-        self._is_omni = len(self._marks) > 1
+        if self.videos is not None and self._features[VIDEO] is None:
+            raise ValueError(f"{folder}: its tokenizer does not have the token "
+                             f"{self.token_ids[VIDEO]}, which config.json names for videos")
         self._most_tokens = most_tokens(config)
         template = self._processor.chat_template
         if isinstance(template, dict):
@@ -96,9 +93,9 @@ class Processor:
                              "the model's instruct version into it")
         self.tokenizer = ChatTokenizer(self.folder, template, self._marks)
         self.expanded = lru_cache(maxsize=1024)(self._expanded)
-        media = tuple(Medium(modality, "") for modality in self._marks)
+        media = tuple(Medium(m, "") for m in self._marks if m != VIDEO)
         talk = [Turn("user", (*media, "Who is it?"), False), Turn("assistant", ("Anna.",), True)]
-        sizes = {VISION: (224, 336), AUDIO: (0, self.audio and self.audio.sample_rate)}
+        sizes = {VISION: Size(224, 336), AUDIO: Size(0, self.audio and self.audio.sample_rate)}
         try:
             self.tokens(self.rendered(talk), [sizes[m.modality] for m in media])
         except RowError as error:
@@ -122,16 +119,22 @@ class Processor:
         import transformers
 
         return digest([self._processor.to_dict(), self.tokenizer.digest, self.options,
-                       getattr(self, "_patch", 0), self._clips and self._clips.identity,
+                       self.patch, self._clips and self._clips.identity,
+                       self.videos and self.videos.identity,
                        sorted(self.token_ids.items()), self._most_tokens,
                        *(package.__version__ for package in (transformers, tokenizers, PIL))])
 
     def rendered(self, turns: Sequence[Turn]) -> list[Span]:
-        """A conversation as the template writes it. Raises RowError."""
-        for other in {medium.modality for medium in media_of(turns)} - self._marks.keys():
-            (kind,) = (_KINDS[modality] for modality in self._marks)
+        """A conversation as the template writes it; a video is one medium where the model has
+        tokens for it. Raises RowError."""
+        media = media_of(turns)
+        for other in {medium.modality for medium in media} - self._marks.keys():
+            kind, *_ = (_KINDS[modality] for modality in self._marks)
             raise RowError(f"the model takes {kind} alone: leave rows with {_KINDS[other]} out")
-        return self.tokenizer.spans(turns)
+        if self.videos is None or not any(medium.sampled for medium in media):
+            return self.tokenizer.spans(turns)
+        self.videos.check(self.tokenizer.writes(VIDEO))
+        return self.tokenizer.spans(with_videos(turns))
 
     @staticmethod
     def resized(width: int, height: int) -> tuple[int, int]:
@@ -152,8 +155,9 @@ class Processor:
              ) -> tuple[Tokens, dict[str, Tensor]]:
         """(The sequence of a rendered conversation and its media, the processor's other tensors by
         argument name). media: images of Pillow, as arrays small ones can be read with another side
-        for the channels; clips (n,) float32; or as `sized` makes them, whose content is not wanted.
-        limit: see `tokens`; no medium crosses it. Raises RowError."""
+        for the channels; clips (n,) float32; or as `sized` makes them, whose content is not wanted;
+        and Sizes of videos, whose tensor is on the meta device: see Videos.pixels. limit: see
+        `tokens`; no medium crosses it. Raises RowError."""
         text = "".join(self._marks[span.modality] if isinstance(span, Medium) else span.text
                        for span in spans)
         has_pixels = any(isinstance(medium, Image.Image) for medium in media)
@@ -165,39 +169,45 @@ class Processor:
         return tokens, {name: value[:, : len(tokens.ids)] if name.endswith("type_ids") else value
                         for name, value in out.items()}
 
-    def arguments_like(self, ids: Tensor, sizes: Sequence[Size]) -> dict[str, Tensor]:
-        """The processor's tensors for an example with these ids (n,) and blank media."""
-        out, _ = self._run(self._processor, self._written(sizes) or "no media",
-                           [blank(size) for size in sizes], "pt")
+    def arguments_like(self, ids: Tensor, media: list, **options: Any) -> dict[str, Tensor]:
+        """The processor's tensors for an example with these ids (n,) and media. options: of its
+        call, for images and videos alike."""
+        out, _ = self._run(self._processor, self._written(media) or "no media", media, "pt",
+                           options)
         del out["input_ids"]
-        kinds = (ids == self.token_ids.get(VISION, -1)).long()[None]
+        kinds = sum(kind * (ids == self.token_ids.get(modality, -1)).long()[None]
+                    for kind, modality in enumerate((VISION, VIDEO), 1))
         return {name: kinds if name.endswith("type_ids") else value for name, value in out.items()}
 
-    def _written(self, sizes: Sequence[Size]) -> str:
-        return "\n".join(self._marks[VISION if height else AUDIO] for height, _ in sizes)
+    def _written(self, media: list) -> str:
+        return "\n".join(self._marks[kind_of(medium)] for medium in media)
 
     def _expanded(self, sizes: tuple[Size, ...]) -> Expanded:
         """What media of these sizes become, which are all media of an example: processors treat
         several in another way than one. Raises RowError."""
         if not sizes:
             return Expanded((), ())
-        media = [sized(*size) for size in sizes]
+        media = [size if size.sampled else sized(*size[:2]) for size in sizes]
         tensors = "np" if VISION in self._marks else "pt"  # audioflamingo3's knows no other
-        return self._run(self._shapes, self._written(sizes), media, tensors)[1]
+        if any(size.sampled for size in sizes):
+            tensors = None  # what is on the meta device cannot become an array
+        return self._run(self._shapes, self._written(media), media, tensors)[1]
 
-    def _run(self, processor: Any, text: str, media: list, tensors: str
-             ) -> tuple[dict[str, Any], Expanded]:
+    def _run(self, processor: Any, text: str, media: list, tensors: str | None,
+             options: Mapping[str, Any] = MappingProxyType({})) -> tuple[dict[str, Any], Expanded]:
         """(The arguments that a processor makes of one text and its media, what the media
-        become). Raises RowError."""
-        is_clip = [getattr(medium, "ndim", 0) == 1 for medium in media]
-        images, clips = ([m for m, clip in zip(media, is_clip, strict=True) if clip == wanted]
-                         for wanted in (False, True))
+        become). options: of its call for images and videos. Raises RowError."""
+        kinds = [kind_of(medium) for medium in media]
+        images, clips, videos = ([m for m, kind in zip(media, kinds, strict=True) if kind == wanted]
+                                 for wanted in (VISION, AUDIO, VIDEO))
         given = {"audio": clips, "audio_kwargs": {"sampling_rate": self.audio.sample_rate}
                  } if clips else {}
+        if videos:
+            given |= self.videos.arguments(videos, options)
         try:
             # Nested as apply_chat_template does it: some processors tell examples by the lists.
             out = processor(text=[text], images=[images] if images else None,
-                            images_kwargs=self.options, return_tensors=tensors,
+                            images_kwargs={**self.options, **options}, return_tensors=tensors,
                             add_special_tokens=self._adds_special_tokens(text),
                             return_text_replacement_offsets=True, **given)
         except MemoryError:
@@ -208,31 +218,13 @@ class Processor:
         out.pop("attention_mask", None)
         offsets = out.pop("text_replacement_offsets", [])
         texts = tuple(o["replacement"] for row in offsets for o in row)
-        shown, heard = ([t for t, clip in zip(texts, is_clip, strict=True) if clip == wanted]
-                        for wanted in (False, True))
-        grids = [iter(self._grids(out, shown)) if images else iter(()),
-                 iter(self._clips.grids(out, clips, heard)) if clips else iter(())]
-        return dict(out), Expanded(texts, tuple(next(grids[clip]) for clip in is_clip))
-
-    def _grids(self, out: Mapping[str, Any], texts: Sequence[str]
-               ) -> tuple[tuple[int, int, int], ...]:
-        """(t, h, w) of each image of an example. out: the processor's tensors; texts: what it
-        writes for the images."""
-        if "image_grid_thw" in out:
-            return tuple(map(tuple, out["image_grid_thw"].tolist()))
-        shape, sizes = out["pixel_values"].shape, out.get("image_sizes")
-        h, w = shape[-2] // self._patch, shape[-1] // self._patch
-        if sizes is not None and len(shape) == 4:  # padded to the largest image of the example
-            return tuple((1, int(h) // self._patch, int(w) // self._patch) for h, w in sizes)
-        features = [text.count(self._features[VISION]) for text in texts]
-        if sizes is None or len(sizes) == 1 or shape[1] == 1:
-            total = int(np.prod(shape[:-3]))
-            return tuple((total * count // sum(features), h, w) for count in features)
-        from transformers.models.llava_next.modeling_llava_next import image_size_to_num_patches
-
-        pinpoints = self._processor.image_processor.image_grid_pinpoints
-        return tuple((image_size_to_num_patches(size, pinpoints, shape[-1]), h, w)
-                     for size in sizes.tolist())  # padded to the most tiles of the example
+        shown, heard = ([t for t, kind in zip(texts, kinds, strict=True) if kind == wanted]
+                        for wanted in (VISION, AUDIO))
+        features = [text.count(self._features[VISION]) for text in shown]
+        grids = {VISION: zip(image_grids(processor, out, features, self.patch) if images else ()),
+                 AUDIO: zip(self._clips.grids(out, clips, heard) if clips else ()),
+                 VIDEO: Videos.grids(out)}
+        return dict(out), Expanded(texts, tuple(next(grids[kind]) for kind in kinds))
 
     def _tokens(self, spans: Sequence[Span], expanded: Expanded, limit: int
                 ) -> tuple[Tokens | None, int]:
@@ -250,28 +242,33 @@ class Processor:
         features = sum(counted.values())
         at = np.flatnonzero(np.isin(ids, [*self.token_ids.values()]))
         ends = np.cumsum(features)
-        first, last = at[ends - features], at[ends - 1]
+        begins, last = at[ends - features], at[ends - 1]
         # The token behind a medium belongs to it where the model looks for it.
         fit = int((last + self._is_omni < (limit or len(ids))).sum())
         if fit < len(features):
             return None, fit
-        if self._have_grids and (first[1:] == last[:-1] + 1).any():
+        if self._have_grids and (begins[1:] == last[:-1] + 1).any():
             raise RowError("two media have no token between them, so the model cannot tell them "
                            "apart: write text between them")
         ids, learnt = ids[: limit or None], learnt[: limit or None]
         if self._is_omni:
-            ids, learnt = self._clips.bracketed(ids, learnt, first)
+            ids, learnt = self._clips.bracketed(ids, learnt, begins)
         if self._most_tokens and len(ids) > self._most_tokens:
             raise RowError(f"it has {len(ids)} tokens, but after {self._most_tokens} this model's "
                            "rotary positions change for other examples of the batch, too: set "
                            f"data.max_example_tokens to {self._most_tokens} or less")
+        num_items = np.array([len(grids) for grids in expanded.grids], np.int64)
+        kinds = np.repeat(np.stack([*counted.values()]).argmax(0) if len(num_items) else [],
+                          num_items)
+        features = np.repeat(features // np.maximum(num_items, 1), num_items)
+        first = at[np.cumsum(features) - features]
         starts = np.append(first, len(ids))  # text runs from the end of an image's features
         counts = np.diff(starts, prepend=0) - np.append(0, features)
         segments = [(TEXT, text_lengths(int(counts[0])))]
-        for k, ((t, h, w), tokens, count) in enumerate(
-                zip(expanded.grids, features, counts[1:], strict=True)):
+        grids = [grid for of_medium in expanded.grids for grid in of_medium]
+        for k, (t, h, w), tokens, count in zip(kinds, grids, features, counts[1:], strict=True):
             rows = t * h * w
-            modality = next(m for m in counted if counted[m][k])
+            modality = AUDIO if [*counted][int(k)] == AUDIO else VISION
             positions = (rows + 1) // 2 if modality == AUDIO else rows  # a convolution of stride 2
             segments += [(modality, SegmentLengths(rows, positions, int(tokens), (t, h, w))),
                          (TEXT, text_lengths(int(count)))]

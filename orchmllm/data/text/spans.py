@@ -5,7 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import numpy as np
+
+from orchmllm.data.media.kinds import VIDEO
 from orchmllm.data.media.medium import Medium
+from orchmllm.plan.geometry import SegmentLengths
 from orchmllm.plan.layout import AUDIO, VISION
 
 
@@ -25,6 +29,24 @@ def before(spans: Sequence[Span], medium: int) -> Sequence[Span]:
     """The spans before a medium, by its number."""
     at = [k for k, span in enumerate(spans) if isinstance(span, Medium)]
     return spans[: at[medium]] if medium < len(at) else spans
+
+
+class Expanded(NamedTuple):
+    """What the media of an example become. texts: in place of the placeholder of each; grids:
+    (t, h, w) of the encoder's items of each: t tiles of h x w patches, or 1, 1 and the frames of a
+    clip. An image and a clip are one item."""
+
+    texts: tuple[str, ...]
+    grids: tuple[tuple[tuple[int, int, int], ...], ...]
+
+
+class Tokens(NamedTuple):
+    """An example's sequence. ids (n,) int32, learnt (n,) bool; segments: (modality, lengths) in
+    reading order."""
+
+    ids: np.ndarray
+    learnt: np.ndarray
+    segments: list[tuple[int, SegmentLengths]]
 
 
 class Placeholder(NamedTuple):
@@ -52,4 +74,5 @@ PLACEHOLDERS = {
         Placeholder("<audio_soft_token>"), Placeholder("<|audio|>"), Placeholder("<audio>"),
         Placeholder("[AUDIO]")),
 }
-PART = {VISION: "image", AUDIO: "audio"}  # the type of a content part
+# The type of a content part. A video is one for a model that has tokens for it.
+PART = {VISION: "image", AUDIO: "audio", VIDEO: "video"}

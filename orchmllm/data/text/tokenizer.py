@@ -19,6 +19,7 @@ from typing import NamedTuple
 import numpy as np
 
 from orchmllm.data.formats.conversation import DOCUMENT, Turn
+from orchmllm.data.media.kinds import VIDEO
 from orchmllm.data.media.medium import Medium, RowError
 from orchmllm.data.text.spans import PART, PLACEHOLDERS, Placeholder, Span, Text
 from orchmllm.data.text.templates import ChatTemplate, read_json, read_template
@@ -86,7 +87,7 @@ class ChatTokenizer:
             *self.template, special, [t.content for t in added.values()], str(path),
             {m: (Placeholder(t),) for m, t in media.items()} if media else PLACEHOLDERS)
         for modality, token in (media or {}).items():
-            if not self._chat.placeholders.get(modality):
+            if modality != VIDEO and not self.writes(modality):
                 kind = {VISION: "an image", AUDIO: "a clip"}[modality]
                 raise ValueError(f"{path}: the chat template does not write {token} for {kind}")
         self._stand_ins, self._ids = self._add_stand_ins(added)
@@ -118,6 +119,10 @@ class ChatTokenizer:
 
     def __reduce__(self):
         return ChatTokenizer, self._arguments  # worker processes open the file themselves
+
+    def writes(self, modality: int) -> bool:
+        """Whether the chat template writes a known placeholder for media of a modality."""
+        return bool(self._chat and self._chat.placeholders.get(modality))
 
     @property
     def end_id(self) -> int | None:

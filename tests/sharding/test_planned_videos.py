@@ -1,0 +1,76 @@
+"""Videos among images and text on real ranks: the slices of one video are encoded on several ranks,
+and every gradient is that of stock transformers in one process, example by example."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from orchmllm.data.processed import ProcessedRows
+from orchmllm.models.hf import WholeModel
+from orchmllm.tools.data.build_index import build_index
+from tests.lib.ranks import run_ranks
+from tests.lib.videos import write_video
+from tests.lib.whole_folders import write_model
+from tests.sharding.test_planned_phases import compared, recipe
+
+# Media of each example: frames of a video, or (0) an image. Of the steps of 8 examples the second
+# has one video alone.
+MEDIA = [[8, 0], [0], [], [3, 1], [], [0, 2, 0], [5], [], [9], *[[]] * 7]
+
+
+def write_rows(folder: Path) -> None:
+    rng = np.random.default_rng(0)
+    write_video(folder / "v.mp4", count=28, rate=8, size=(112, 56))
+    with open(folder / "data.jsonl", "w", encoding="utf-8") as file:
+        for i, media in enumerate(MEDIA):
+            parts = []
+            for k, count in enumerate(media):
+                size = (*rng.integers(20, 120, 2).tolist(), 3)
+                name = f"{i}_{k}.png"
+                Image.fromarray(rng.integers(0, 256, size, np.uint8)).save(folder / name)
+                parts += [{"type": "video", "video": "v.mp4", "nframes": count} if count
+                          else {"type": "image", "image": name}, {"type": "text", "text": "and"}]
+            parts.append({"type": "text", "text": "What is " + "it? " * int(rng.integers(1, 9))})
+            file.write(json.dumps({"messages": [
+                {"role": "user", "content": parts},
+                {"role": "assistant", "content": "the red row " * int(rng.integers(1, 6))}]})
+                + "\n")
+
+
+@pytest.mark.slow
+@pytest.mark.dist
+@pytest.mark.parametrize("name", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl"])
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_gradients_of_videos_are_those_of_stock_transformers(name, ranks, tmp_path):
+    write_model(name, tmp_path, torch.float64)
+    write_rows(tmp_path)
+    run = recipe(tmp_path)
+    off = replace(run, balance=replace(run.balance, enabled=False))
+    first, second = run_ranks(compared, ranks, tmp_path, name, [run, off])[0]
+    assert sum(first["encoded"]) == sum((count + 1) // 2 or 1 for row in MEDIA[:8] for count in row)
+    assert sum(second["encoded"]) == 5 and sum(n > 0 for n in second["held"]) == 1
+    assert sum(n > 0 for n in second["encoded"]) == ranks  # of one video
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["qwen2_5_vl", "qwen3_vl"])
+def test_a_video_that_is_gone_goes_through_the_model_as_it_was_planned(name, tmp_path):
+    model = write_model(name, tmp_path, torch.float64)
+    write_rows(tmp_path)
+    data = recipe(tmp_path).data
+    rows = ProcessedRows(tmp_path, data)
+    build_index(rows.sources[0], rows.reader, tmp_path / "index", num_workers=1)
+    rows = ProcessedRows(tmp_path, data)
+    (tmp_path / "v.mp4").unlink()
+    told, whole = [], WholeModel(model, torch.float64)
+    for i in (0, 3, 5):
+        example = rows.load(i, on_error=lambda segment, error: told.append(str(error)))
+        assert float(whole(whole.join([example])).detach()) == 0.0
+    assert len(told) == 3 and all("the file is missing" in reason for reason in told)
