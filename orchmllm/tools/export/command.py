@@ -4,12 +4,10 @@
     orchmllm export runs/x/checkpoints/step_00001000 --out exported
 
 exported/llm is a Qwen2 model, exported/tokenizer its tokenizer, exported/audio a Whisper encoder,
-exported/vision our own encoder, which has no class in transformers; connectors.safetensors has the
-layers between, orchmllm.json says what is what. `orchmllm generate exported` answers with all of
-it. A run starts from it with model.llm.pretrained=exported/llm and so on: docs/weights.md. Of a run
-with model.pretrained or model.config, exported is the model and its processor, for transformers'
-from_pretrained; with model.lora it is an adapter folder, for peft's PeftModel.from_pretrained:
-docs/models.md.
+exported/vision our own encoder; connectors.safetensors has the layers between, orchmllm.json says
+what is what. `orchmllm generate exported` answers with all of it, and a run starts from it:
+docs/weights.md. Of a run with model.pretrained or model.config, exported is the model and its
+processor, with model.lora an adapter folder for peft: docs/models.md.
 """
 
 from __future__ import annotations
