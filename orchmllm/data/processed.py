@@ -28,10 +28,10 @@ from orchmllm.data.media.decode import OnError, decode_samples, fail, upright_im
 from orchmllm.data.media.headers import audio_header, image_header
 from orchmllm.data.media.kinds import VIDEO
 from orchmllm.data.media.medium import MediaError, Medium, RowError, Sampled
-from orchmllm.data.media.shapes import Size, blank, sized
+from orchmllm.data.media.shapes import Content, Size, blank, kind_of, sized
 from orchmllm.data.media.video import pictures
 from orchmllm.data.media.video_processor import items_of
-from orchmllm.data.segments import KINDS, VIDEOS, is_content, of_slice
+from orchmllm.data.segments import KINDS, VIDEOS, is_content
 from orchmllm.data.storage.remote import Storage
 from orchmllm.data.text.processor import Processor
 from orchmllm.data.text.spans import Tokens, before
@@ -152,8 +152,9 @@ class ProcessedRows(ConversationDataset):
         if problem is not None:
             if text or row.problem is None:
                 fail(0, problem, on_error)
-            example = self._filler(row)
-        example = _whole(example) if segments is None else _parted(example, segments)
+            example = self._filler(row, segments)
+        if segments is not None:
+            example = _parted(example, segments)
         return example if text else replace(example, input_ids=None, labels=None)
 
     def _row(self, i: int, text: bool = True) -> MeasuredExample:
@@ -180,10 +181,10 @@ class ProcessedRows(ConversationDataset):
             own = segments[len(names): len(names) + len(items)]
             if not own:  # it comes after the cut
                 break
-            size, first = sizes[own[0]], items[0][0]
-            media.append(size._replace(sampled=first.sampled) if first.sampled
-                         else content[own[0]][0] if own[0] in content else sized(*size[:2]))
-            names |= dict.fromkeys(own, VIDEOS if first.sampled else KINDS[first.modality].content)
+            size = sizes[own[0]]._replace(sampled=items[0][0].sampled)
+            shown = own[0] in content and not size.sampled
+            media.append(content[own[0]][0] if shown else sized(size))
+            names |= dict.fromkeys(own, KINDS[kind_of(size)].content)
         spans = before(self.processor.rendered(row.turns), len(media))
         tokens, arguments = self.processor.load(spans, media, self.reader.max_example_tokens)
         found = layout_of(int(layout.example_id[0]), tokens)
@@ -192,14 +193,16 @@ class ProcessedRows(ConversationDataset):
         ids = torch.from_numpy(tokens.ids.astype(np.int64))
         learnt = torch.from_numpy(tokens.learnt & (not failed))
         arguments.pop(VIDEOS, None)  # without pixels
-        parts = {s: of_slice(self.processor.videos.pixels(frames, *layout.grid[s, 1:].tolist()),
-                             layout.grid[s]) for s, frames in content.items() if names[s] == VIDEOS}
-        return ProcessedExample(int(layout.example_id[0]), ids,
-                                ids.where(learnt, torch.tensor(IGNORE_INDEX)), arguments, layout,
-                                parts, names)
+        slices = [self.processor.videos.pixels(frames, *layout.grid[s, 1:].tolist())
+                  for s, frames in content.items() if names[s] == VIDEOS]
+        if slices:
+            arguments[VIDEOS] = torch.cat(slices)
+        return ProcessedExample(
+            int(layout.example_id[0]), ids, ids.where(learnt, torch.tensor(IGNORE_INDEX)),
+            arguments, layout, arguments=names)
 
     def _decoded(self, items: Mapping[int, list[Medium]], sizes: Mapping[int, Size],
-                 on_error: OnError) -> tuple[dict[int, list], bool]:
+                 on_error: OnError) -> tuple[dict[int, list[Content]], bool]:
         """(The pictures, or the clip, of each segment, blank where they cannot be decoded; whether
         there are such). items: of segments."""
         shown = pictures([medium for item in items.values() for medium in item], self.processor)
@@ -214,45 +217,39 @@ class ProcessedRows(ConversationDataset):
                 out[segment] = [blank(sizes[segment])] * len(item)
         return out, failed
 
-    def _filler(self, row: MeasuredExample) -> ProcessedExample:
-        """An example of the planned lengths that nothing is learnt of: media are black or
-        silent."""
+    def _filler(self, row: MeasuredExample, wanted: Collection[int] | None) -> ProcessedExample:
+        """An example of the planned lengths that nothing is learnt of: media are black or silent.
+        wanted: segments whose content is loaded (None: all)."""
         layout, processor = row.layout, self.processor
         segments = np.flatnonzero(layout.modality != TEXT)
         token = {TEXT: self.tokenizer.end_id or 0, **processor.token_ids}
         names = {s: KINDS[m].content for s, m in zip(
             segments.tolist(), layout.modality[segments].tolist(), strict=True)}
-        media, options = [blank(Size(*size)) for size in row.sizes], {}
-        if processor.videos and media:  # the row, which says what is an image, may be gone
-            media, options = [], {"do_resize": False}
+        sizes, options = [Size(*size) for size in row.sizes], {}
+        if processor.videos and sizes:  # the row, which says what is an image, may be gone
+            sizes, options = [], {"do_resize": False}
             token[VISION], names = token[VIDEO], dict.fromkeys(names, VIDEOS)
             for own in np.split(segments, np.flatnonzero(np.diff(segments) > 1) + 1):
                 count = processor.videos.merged * len(own)
-                media.append(Size(*(layout.grid[own[0], 1:] * processor.patch).tolist(),
+                sizes.append(Size(*(layout.grid[own[0], 1:] * processor.patch).tolist(),
                                   Sampled(0, tuple(range(count)), count)))
         ids = torch.from_numpy(np.repeat([token[m] for m in layout.modality.tolist()],
                                          layout.num_tokens))
-        arguments = processor.arguments_like(ids, media, **options)
-        shape = arguments.pop(VIDEOS, torch.empty(0, 0)).shape
-        parts = {s: of_slice(torch.zeros(layout.rows[s], shape[1]), layout.grid[s])
-                 for s, name in names.items() if name == VIDEOS}
-        return ProcessedExample(int(layout.example_id[0]), ids,
-                                torch.full_like(ids, IGNORE_INDEX), arguments, layout, parts, names)
-
-
-def _whole(example: ProcessedExample) -> ProcessedExample:
-    """With the pixels of videos among the tensors of the processor."""
-    if not example.parts:
-        return example
-    rows = torch.cat([part[VIDEOS] for part in example.parts.values()])
-    return replace(example, media={**example.media, VIDEOS: rows}, parts={})
+        arguments = processor.arguments_like(ids, sizes, **options)
+        if VIDEOS in arguments:
+            rows = sum(int(layout.rows[s]) for s in names if wanted is None or s in wanted)
+            arguments[VIDEOS] = torch.zeros(rows, arguments[VIDEOS].shape[1])
+        return ProcessedExample(int(layout.example_id[0]), ids, torch.full_like(ids, IGNORE_INDEX),
+                                arguments, layout, arguments=names)
 
 
 def _parted(example: ProcessedExample, segments: Collection[int]) -> ProcessedExample:
-    """Of a whole example the tensors of these media, and those that the text model reads."""
-    cut = dict(example.parts)
+    """Of an example the tensors of these media, and those that the text model reads. Of videos it
+    has the pixels of these media alone."""
+    cut = {}
     for kind in KINDS.values():
-        media = [s for s, name in example.arguments.items() if name == kind.content]
+        media = [s for s, name in example.arguments.items()
+                 if name == kind.content and (name != VIDEOS or s in segments)]
         cut |= zip(media, kind.parts(example.media, example.lengths.grid[media]), strict=True)
     return replace(example, parts={s: cut[s] for s in segments}, media={
         n: v for n, v in example.media.items() if not is_content(n)})

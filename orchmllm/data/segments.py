@@ -10,22 +10,19 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from orchmllm.data.media.kinds import VIDEO
 from orchmllm.plan.layout import AUDIO, VISION
 
 IN_ONE_ROW = "pixel_attention_mask"  # its families put the media of an example in one row
 VIDEOS = "pixel_values_videos"  # the argument that holds videos
 OF_EXAMPLE = "batch_num_images"  # says of an example how many images it has
-_OF_MEDIA = ("pixel_", "image_")  # how the names of tensors begin that hold media or their sizes
+# How the names of tensors begin that hold images or their sizes.
+_OF_IMAGES = ("pixel_", "image_")
 
 
 def is_content(name: str) -> bool:
     """Whether a tensor of a processor holds pixels or frames, which the encoder alone reads."""
     return name.startswith("pixel_") or name == "input_features"
-
-
-def of_slice(pixels: Tensor, grid: np.ndarray) -> dict[str, Tensor]:
-    """The tensors of an item of a video. grid (3,): 1, and its patches."""
-    return {VIDEOS: pixels, "video_grid_thw": torch.from_numpy(grid[None])}
 
 
 def parts(tensors: Mapping[str, Tensor], grids: np.ndarray) -> list[dict[str, Tensor]]:
@@ -40,7 +37,7 @@ def parts(tensors: Mapping[str, Tensor], grids: np.ndarray) -> list[dict[str, Te
     for name, value in tensors.items():
         if name == OF_EXAMPLE:
             out = [part | {name: value} for part in out]
-        if not name.startswith(_OF_MEDIA):
+        if not name.startswith(_OF_IMAGES) or name == VIDEOS:
             continue
         across = int(IN_ONE_ROW in tensors)
         rows = value.shape[across]
@@ -51,6 +48,14 @@ def parts(tensors: Mapping[str, Tensor], grids: np.ndarray) -> list[dict[str, Te
         for part, piece in zip(out, value.split(counts.tolist(), across), strict=True):
             part[name] = piece
     return out
+
+
+def parts_of_slices(tensors: Mapping[str, Tensor], grids: np.ndarray) -> list[dict[str, Tensor]]:
+    """The same of each of n slices of videos, of which `tensors` hold the pixels of these alone.
+    grids (n, 3): 1, and the patches of each."""
+    pixels = tensors[VIDEOS].split(grids.prod(1).tolist()) if len(grids) else ()
+    return [{VIDEOS: rows, "video_grid_thw": torch.from_numpy(grid[None])}
+            for rows, grid in zip(pixels, grids, strict=True)]
 
 
 def parts_of_clips(tensors: Mapping[str, Tensor], grids: np.ndarray) -> list[dict[str, Tensor]]:
@@ -66,10 +71,13 @@ def parts_of_clips(tensors: Mapping[str, Tensor], grids: np.ndarray) -> list[dic
 
 
 class Kind(NamedTuple):
-    """content: the argument of the model that holds the media."""
+    """name: of one medium, for people. content: the argument of the model that holds the media."""
 
+    name: str
     content: str
     parts: Callable[[Mapping[str, Tensor], np.ndarray], list[dict[str, Tensor]]]
 
 
-KINDS = {VISION: Kind("pixel_values", parts), AUDIO: Kind("input_features", parts_of_clips)}
+KINDS = {VISION: Kind("image", "pixel_values", parts),
+         VIDEO: Kind("video", VIDEOS, parts_of_slices),
+         AUDIO: Kind("clip", "input_features", parts_of_clips)}

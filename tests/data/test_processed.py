@@ -193,7 +193,7 @@ def test_rows_that_cannot_be_used_are_told_of(tmp_path):
     reasons = [str(rows.problem(i)) for i in range(1, 7)]
     for reason, wanted in zip(reasons, (
             "special token <|image_pad|>", "special token <end>", "broken.png",
-            "sides differ", "images alone", "nothing to learn"), strict=True):
+            "sides differ", "images and videos alone", "nothing to learn"), strict=True):
         assert wanted in reason
     assert rows.problem(0) is None
     for i in range(1, 7):

@@ -18,6 +18,7 @@ from orchmllm.data.formats.conversation import Turn
 from orchmllm.data.media import headers
 from orchmllm.data.media.decode import decode_samples
 from orchmllm.data.media.medium import Medium, RowError
+from orchmllm.data.media.shapes import Size
 from orchmllm.data.processed import ProcessedRows
 from orchmllm.data.text.model_folder import load_processor
 from orchmllm.data.text.processor import Processor
@@ -64,7 +65,7 @@ def compared(family: str, folder: Path, count: int) -> tuple[int, int, int]:
         mask = next(v for k, v in theirs.items() if k.endswith("_mask") and k != "attention_mask")
         tokens = int((ids == stock.audio_token_id).sum())
         try:
-            ours = processor.tokens(spans, [(0, n)])
+            ours = processor.tokens(spans, [Size(0, n)])
         except RowError as error:
             kind = "long" if "is too long" in str(error) else "short"
             assert f"is too {kind}" in str(error), error

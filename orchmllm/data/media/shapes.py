@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import copy
 from types import FunctionType
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from PIL import Image
@@ -27,25 +27,33 @@ class Size(NamedTuple):
     sampled: Sampled | None = None
 
 
-def blank(size: Size) -> Image.Image | np.ndarray:
-    """A black image, or a silent clip."""
-    height, width, _ = size
-    return Image.new("RGB", (width, height)) if height else np.zeros(width, np.float32)
+# A medium as a processor is given it: an image, which may be an array (height, width, 3); a clip
+# (n,); or the size of a video, whose pixels are made by themselves.
+Content = Image.Image | np.ndarray | Size
 
 
-def kind_of(medium: Any) -> int:
-    """Modality of what a processor is given: an image, a clip, or the size of a video."""
-    if isinstance(medium, Size):
-        return VIDEO
-    return AUDIO if getattr(medium, "ndim", 0) == 1 else VISION
+def kind_of(content: Content) -> int:
+    """VISION, VIDEO or AUDIO; of any size, too."""
+    if isinstance(content, Size):
+        return VIDEO if content.sampled else VISION if content.height else AUDIO
+    return AUDIO if getattr(content, "ndim", 0) == 1 else VISION
 
 
-def sized(height: int, width: int) -> np.ndarray:
-    """(height, width, 3) uint8: an image of this size that takes no memory. Without a height a
-    clip (width,) of samples that are not known, NaN."""
-    if not height:
-        return np.broadcast_to(np.float32(np.nan), width)
-    return np.broadcast_to(np.zeros((), np.uint8), (height, width, 3))
+def blank(size: Size) -> Content:
+    """A black image, a silent clip, or a video."""
+    kind = kind_of(size)
+    if kind == VISION:
+        return Image.new("RGB", (size.width, size.height))
+    return np.zeros(size.width, np.float32) if kind == AUDIO else size
+
+
+def sized(size: Size) -> Content:
+    """The same without memory: an array for an image, and a clip of samples that are not known,
+    NaN."""
+    kind = kind_of(size)
+    if kind == VISION:
+        return np.broadcast_to(np.zeros((), np.uint8), (size.height, size.width, 3))
+    return np.broadcast_to(np.float32(np.nan), size.width) if kind == AUDIO else size
 
 
 def _resized(image: np.ndarray, size: tuple[int, int], **options) -> np.ndarray:

@@ -1,5 +1,4 @@
-"""The processor of a model of transformers: what it makes of a conversation's text, images and
-clips.
+"""The processor of a model of transformers: what it makes of a conversation's text and media.
 
 It expands the placeholder of every medium itself and makes the tensors. Which tokens are learnt is
 told by the project's own rendering of the chat template: the ids of both have to be the same.
@@ -23,8 +22,9 @@ from orchmllm.data.formats.conversation import Turn, media_of
 from orchmllm.data.formats.scanned import digest
 from orchmllm.data.media.kinds import VIDEO
 from orchmllm.data.media.medium import Medium, RowError
-from orchmllm.data.media.shapes import Size, kind_of, of_clips, of_shapes, of_some, sized
+from orchmllm.data.media.shapes import Size, blank, kind_of, of_clips, of_shapes, of_some, sized
 from orchmllm.data.media.video_processor import PROCESSORS, Videos, with_videos
+from orchmllm.data.segments import KINDS
 from orchmllm.data.text.clips import Clips
 from orchmllm.data.text.model_folder import image_grids, load_processor, most_tokens
 from orchmllm.data.text.spans import Expanded, Span, Text, Tokens, before
@@ -32,7 +32,7 @@ from orchmllm.data.text.tokenizer import ChatTokenizer
 from orchmllm.plan.geometry import AudioGeometry, SegmentLengths, text_lengths
 from orchmllm.plan.layout import AUDIO, TEXT, VISION
 
-_KINDS = {VISION: "images", AUDIO: "clips", VIDEO: "videos"}
+_TYPES = {VISION: 1, VIDEO: 2, AUDIO: 3}  # of tokens, in mm_token_type_ids
 
 
 class Processor:
@@ -48,42 +48,14 @@ class Processor:
         self.folder, self.options = Path(folder), dict(options or {})
         self._processor, config = load_processor(self.folder)
         self.videos: Videos | None = None
-        if config.model_type in PROCESSORS:
-            self.videos = Videos(self.folder, config.model_type)
-            self._processor.video_processor = self.videos.processor
-        self._shapes = copy.copy(self._processor)
-        self._some = copy.copy(self._processor)
+        self._clips: Clips | None = None
         self._marks: dict[int, str] = {}
         self.token_ids: dict[int, int] = {}
-        self._clips: Clips | None = None
-        self._have_grids, self.patch = False, 0
         try:
-            if hasattr(self._processor, "image_processor"):
-                images = self._processor.image_processor
-                self._shapes.image_processor = of_shapes(images)
-                self._some.image_processor = of_some(images)
-                self._have_grids = "image_grid_thw" in images.model_input_names
-                self.patch = int(np.max(config.vision_config.patch_size))
-                self._marks[VISION] = self._processor.image_token
-                self.token_ids[VISION] = int(config.image_token_id)
-            if hasattr(self._processor, "feature_extractor"):
-                clips = of_clips(self._processor.feature_extractor)
-                self._shapes.feature_extractor = self._some.feature_extractor = clips
-                self._clips = Clips(self._processor, config)
-                self._marks[AUDIO] = self._processor.audio_token
-                self.token_ids[AUDIO] = int(config.audio_token_id)
+            self._read_parts(config)
         except AttributeError as error:
             raise ValueError(f"{folder}: its config.json does not say {error.name}, so it is no "
                              "model of images or clips that is known here") from error
-        self._is_omni = len(self._marks) > 1
-        if self.videos is not None:
-            self._marks[VIDEO] = self._processor.video_token
-            self.token_ids[VIDEO] = int(config.video_token_id)
-        self._features = {modality: self._processor.tokenizer.convert_ids_to_tokens(token)
-                          for modality, token in self.token_ids.items()}
-        if self.videos is not None and self._features[VIDEO] is None:
-            raise ValueError(f"{folder}: its tokenizer does not have the token "
-                             f"{self.token_ids[VIDEO]}, which config.json names for videos")
         self._most_tokens = most_tokens(config)
         template = self._processor.chat_template
         if isinstance(template, dict):
@@ -92,6 +64,12 @@ class Processor:
             raise ValueError(f"{folder}: it has no chat template: put the chat_template.jinja of "
                              "the model's instruct version into it")
         self.tokenizer = ChatTokenizer(self.folder, template, self._marks)
+        self._features = {kind: self._processor.tokenizer.convert_ids_to_tokens(token)
+                          for kind, token in self.token_ids.items()}
+        missing = [self.token_ids[kind] for kind, token in self._features.items() if token is None]
+        if missing:
+            raise ValueError(f"{folder}: its tokenizer does not have the token {missing[0]}, which "
+                             "config.json names for media")
         self.expanded = lru_cache(maxsize=1024)(self._expanded)
         media = tuple(Medium(m, "") for m in self._marks if m != VIDEO)
         talk = [Turn("user", (*media, "Who is it?"), False), Turn("assistant", ("Anna.",), True)]
@@ -101,6 +79,31 @@ class Processor:
         except RowError as error:
             raise ValueError(f"{folder}: its processor cannot be used for a medium, a question and "
                              f"an answer: {error}") from error
+
+    def _read_parts(self, config: Any) -> None:
+        """The parts of the processor for images, videos and clips, of those that it has. Raises
+        AttributeError for what a configuration does not say."""
+        processor, marks, tokens = self._processor, self._marks, self.token_ids
+        self._have_grids, self.patch = False, 0
+        if config.model_type in PROCESSORS:
+            self.videos = Videos(self.folder, config.model_type)
+            processor.video_processor = self.videos.processor
+        self._shapes, self._some = copy.copy(processor), copy.copy(processor)
+        if hasattr(processor, "image_processor"):
+            images = processor.image_processor
+            self._shapes.image_processor = of_shapes(images)
+            self._some.image_processor = of_some(images)
+            self._have_grids = "image_grid_thw" in images.model_input_names
+            self.patch = int(np.max(config.vision_config.patch_size))
+            marks[VISION], tokens[VISION] = processor.image_token, int(config.image_token_id)
+        if self.videos is not None:
+            marks[VIDEO], tokens[VIDEO] = processor.video_token, int(config.video_token_id)
+        if hasattr(processor, "feature_extractor"):
+            clips = of_clips(processor.feature_extractor)
+            self._shapes.feature_extractor = self._some.feature_extractor = clips
+            self._clips = Clips(processor, config)
+            marks[AUDIO], tokens[AUDIO] = processor.audio_token, int(config.audio_token_id)
+        self._is_omni = marks.keys() >= {VISION, AUDIO}
 
     @property
     def audio(self) -> AudioGeometry | None:
@@ -129,8 +132,9 @@ class Processor:
         tokens for it. Raises RowError."""
         media = media_of(turns)
         for other in {medium.modality for medium in media} - self._marks.keys():
-            kind, *_ = (_KINDS[modality] for modality in self._marks)
-            raise RowError(f"the model takes {kind} alone: leave rows with {_KINDS[other]} out")
+            taken = " and ".join(f"{KINDS[kind].name}s" for kind in self._marks)
+            raise RowError(f"the model takes {taken} alone: leave rows with {KINDS[other].name}s "
+                           "out")
         if self.videos is None or not any(medium.sampled for medium in media):
             return self.tokenizer.spans(turns)
         self.videos.check(self.tokenizer.writes(VIDEO))
@@ -155,9 +159,9 @@ class Processor:
              ) -> tuple[Tokens, dict[str, Tensor]]:
         """(The sequence of a rendered conversation and its media, the processor's other tensors by
         argument name). media: images of Pillow, as arrays small ones can be read with another side
-        for the channels; clips (n,) float32; or as `sized` makes them, whose content is not wanted;
-        and Sizes of videos, whose tensor is on the meta device: see Videos.pixels. limit: see
-        `tokens`; no medium crosses it. Raises RowError."""
+        for the channels; clips (n,) float32; or as `sized` makes them, whose content is not wanted.
+        The tensor of videos is on the meta device: see Videos.pixels. limit: see `tokens`; no
+        medium crosses it. Raises RowError."""
         text = "".join(self._marks[span.modality] if isinstance(span, Medium) else span.text
                        for span in spans)
         has_pixels = any(isinstance(medium, Image.Image) for medium in media)
@@ -169,29 +173,29 @@ class Processor:
         return tokens, {name: value[:, : len(tokens.ids)] if name.endswith("type_ids") else value
                         for name, value in out.items()}
 
-    def arguments_like(self, ids: Tensor, media: list, **options: Any) -> dict[str, Tensor]:
-        """The processor's tensors for an example with these ids (n,) and media. options: of its
-        call, for images and videos alike."""
-        out, _ = self._run(self._processor, self._written(media) or "no media", media, "pt",
-                           options)
+    def arguments_like(self, ids: Tensor, sizes: Sequence[Size], **options: Any
+                       ) -> dict[str, Tensor]:
+        """The processor's tensors for an example with these ids (n,) and blank media. options: of
+        its call, for images and videos alike."""
+        out, _ = self._run(self._processor, self._written(sizes) or "no media",
+                           [*map(blank, sizes)], "pt", options)
         del out["input_ids"]
-        kinds = sum(kind * (ids == self.token_ids.get(modality, -1)).long()[None]
-                    for kind, modality in enumerate((VISION, VIDEO), 1))
-        return {name: kinds if name.endswith("type_ids") else value for name, value in out.items()}
+        types = sum(_TYPES[kind] * (ids == token).long()[None]
+                    for kind, token in self.token_ids.items())
+        return {name: types if name.endswith("type_ids") else value for name, value in out.items()}
 
-    def _written(self, media: list) -> str:
-        return "\n".join(self._marks[kind_of(medium)] for medium in media)
+    def _written(self, sizes: Sequence[Size]) -> str:
+        return "\n".join(self._marks[kind_of(size)] for size in sizes)
 
     def _expanded(self, sizes: tuple[Size, ...]) -> Expanded:
         """What media of these sizes become, which are all media of an example: processors treat
         several in another way than one. Raises RowError."""
         if not sizes:
             return Expanded((), ())
-        media = [size if size.sampled else sized(*size[:2]) for size in sizes]
         tensors = "np" if VISION in self._marks else "pt"  # audioflamingo3's knows no other
         if any(size.sampled for size in sizes):
             tensors = None  # what is on the meta device cannot become an array
-        return self._run(self._shapes, self._written(media), media, tensors)[1]
+        return self._run(self._shapes, self._written(sizes), [*map(sized, sizes)], tensors)[1]
 
     def _run(self, processor: Any, text: str, media: list, tensors: str | None,
              options: Mapping[str, Any] = MappingProxyType({})) -> tuple[dict[str, Any], Expanded]:
@@ -238,7 +242,7 @@ class Processor:
         for modality, count in counted.items():
             if (ids == self.token_ids[modality]).sum() != count.sum():
                 raise RowError(f"its text contains the token {self._features[modality]}, which "
-                               f"stands for {_KINDS[modality]}")
+                               f"stands for {KINDS[modality].name}s")
         features = sum(counted.values())
         at = np.flatnonzero(np.isin(ids, [*self.token_ids.values()]))
         ends = np.cumsum(features)
@@ -258,17 +262,16 @@ class Processor:
                            "rotary positions change for other examples of the batch, too: set "
                            f"data.max_example_tokens to {self._most_tokens} or less")
         num_items = np.array([len(grids) for grids in expanded.grids], np.int64)
-        kinds = np.repeat(np.stack([*counted.values()]).argmax(0) if len(num_items) else [],
-                          num_items)
-        features = np.repeat(features // np.maximum(num_items, 1), num_items)
+        features = np.repeat(features // num_items, num_items)
         first = at[np.cumsum(features) - features]
         starts = np.append(first, len(ids))  # text runs from the end of an image's features
         counts = np.diff(starts, prepend=0) - np.append(0, features)
         segments = [(TEXT, text_lengths(int(counts[0])))]
+        modalities = np.where(ids[first] == self.token_ids.get(AUDIO, -1), AUDIO, VISION).tolist()
         grids = [grid for of_medium in expanded.grids for grid in of_medium]
-        for k, (t, h, w), tokens, count in zip(kinds, grids, features, counts[1:], strict=True):
+        for modality, (t, h, w), tokens, count in zip(
+                modalities, grids, features, counts[1:], strict=True):
             rows = t * h * w
-            modality = AUDIO if [*counted][int(k)] == AUDIO else VISION
             positions = (rows + 1) // 2 if modality == AUDIO else rows  # a convolution of stride 2
             segments += [(modality, SegmentLengths(rows, positions, int(tokens), (t, h, w))),
                          (TEXT, text_lengths(int(count)))]

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 from transformers import PROCESSOR_MAPPING, AutoImageProcessor
 
-from orchmllm.data.media.shapes import of_shapes, sized
+from orchmllm.data.media.shapes import Size, of_shapes, sized
 from orchmllm.models.families import part_of, read_config
 from orchmllm.models.hf import meta_model
 from orchmllm.plan.geometry import SegmentLengths
@@ -58,7 +58,7 @@ class Pictures:
 
     def _segment_lengths(self, width: int, height: int) -> SegmentLengths:
         """Of an image of so many pixels."""
-        out = self._processor([sized(height, width)], return_tensors="np", **self._options)
+        out = self._processor([sized(Size(height, width))], return_tensors="np", **self._options)
         if "image_grid_thw" in out:
             t, h, w = out["image_grid_thw"][0].tolist()
         else:
