@@ -23,7 +23,7 @@ from transformers.integrations.moe import ExpertsInterface
 from orchmllm.batch import SequenceLengths
 from orchmllm.config.job import Job
 from orchmllm.models.hf import meta_model, num_parameters
-from orchmllm.models.whole_flops import around, feature_width
+from orchmllm.models.whole_flops import around, feature_width, part_flops
 from orchmllm.plan.layout import ENCODERS
 from orchmllm.sharding.activations import BlockBytes
 from orchmllm.sharding.blocks import keep_products
@@ -150,16 +150,16 @@ class WholeMemory(MemoryModel):
         return super().of(replace(job, recipe=replace(job.recipe, model=described)), on_cpu)
 
     def _block(self, phase: str) -> BlockBytes:
-        if phase not in meta_model(self.model.folder).blocks():
+        if phase not in part_flops(self.model.folder):
             return super()._block(phase)
         return block_bytes(self.model.folder, phase, getattr(self.model, phase).frozen,
                            self.fsdp.forward_dtype)
 
     def _batch(self, loads: Loads) -> np.ndarray:
         """Pixels and frames in float32, and as the forward pass casts them."""
-        out, whole = loads.phases["llm"].tokens * 32.0, meta_model(self.model.folder)
-        for part in whole.blocks().keys() & ENCODERS.keys():
-            front, _ = around(whole, part)
+        out = loads.phases["llm"].tokens * 32.0
+        for part in part_flops(self.model.folder).keys() & ENCODERS.keys():
+            front, _ = _around(self.model.folder, part)
             values = front[0].in_channels if part == "audio" else sum(
                 m.weight[0].numel() for m in front)
             out = out + loads.phases[part].rows * float(values * (4 + self.element))
@@ -176,17 +176,22 @@ class WholeMemory(MemoryModel):
     def _around(self, phase: str, loads: Loads) -> np.ndarray:
         """The inputs and outputs of products."""
         lengths, e = loads.phases[phase], self.element
-        whole = meta_model(self.model.folder)
-        if phase not in whole.blocks():
+        if phase not in part_flops(self.model.folder):
             return np.zeros(len(lengths.rows))
         if phase == "llm":  # what the layers get, and the last norm: its input in float32
             return lengths.tokens * float(
                 e * feature_width(self.model.folder) + (4 + 2 * e) * self.model.llm.hidden_size)
-        front, connector = around(whole, phase)
+        front, connector = _around(self.model.folder, phase)
         patch = self.model.learns(phase) * sum(_front_values(m) for m in front)
         token = self.model.features_learn(phase) * sum(
             sum(m.weight.shape[:2]) for m in connector)
         return float(e * patch) * lengths.rows + float(e * token) * lengths.tokens
+
+
+@lru_cache(maxsize=8)
+def _around(folder: str, phase: str) -> tuple[list[nn.Module], list[nn.Module]]:
+    """See `around`, which reads the whole model; a bisection asks a hundred times."""
+    return around(meta_model(folder), phase)
 
 
 def _front_values(module: nn.Module) -> int:
