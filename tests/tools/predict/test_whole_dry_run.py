@@ -16,6 +16,7 @@ from orchmllm.config.fsdp import CHOICES, FsdpConfig
 from orchmllm.config.job import resolve
 from orchmllm.config.model import ModelConfig
 from orchmllm.config.recipe import Recipe, read_recipe
+from orchmllm.data.media.shapes import Size
 from orchmllm.data.text.processor import Processor
 from orchmllm.models.families import model_class
 from orchmllm.models.flops import Lengths, phase_work
@@ -291,7 +292,7 @@ def test_sizes_of_images_are_the_whole_processors(name, tmp_path):
     write_model(name, tmp_path)
     processor = Processor(tmp_path)
     for width, height in np.random.default_rng(0).integers(40, 120, (8, 2)).tolist():
-        expanded = processor.expanded(((height, width),))
+        expanded = processor.expanded((Size(height, width),))
         got = pictures(str(tmp_path)).segment_lengths(width, height)
-        assert got.grid == tuple(expanded.grids[0])
+        assert (got.grid,) == expanded.grids[0]
         assert got.num_tokens == expanded.texts[0].count(processor._features[VISION])
