@@ -38,7 +38,8 @@ def computed(world, model: ModelConfig, name: str, shard_size: int, choice: str)
     """Gradients are those of peft, example by example, and the ranks sum nothing else. Returns the
     names of what learns."""
     cls = type(models.build(name))
-    stock = cls.from_pretrained(model.folder, dtype=torch.float64).train()
+    stock = cls.from_pretrained(
+        model.folder, dtype=torch.float64, experts_implementation="eager").train()
     config = FsdpConfig(param_dtype="float64", shard_size=shard_size)
     whole = load_whole(Path(model.folder), model, config, torch.device("cpu"),
                        dict.fromkeys(PHASES, choice), seed=5)
