@@ -101,6 +101,11 @@ def _whole(model: ModelConfig) -> list[WeightSource]:
             if getattr(model, part).frozen and not hasattr(config, f"{part}_config"):
                 raise ValueError(f"model.{part}.frozen has no effect with a {config.model_type}, "
                                  "which has no such part: leave it out")
+        parts = [p for p in ("vision", "audio", "llm")
+                 if p == "llm" or hasattr(config, f"{p}_config")]
+        if not any(map(model.learns, (*parts, "connector"))):
+            raise ValueError(f"nothing would learn: a {config.model_type} has {', '.join(parts)} "
+                             "and connectors, and all of them are frozen: set one to false")
         if not model.pretrained:
             return []
         if model.lora.rank:

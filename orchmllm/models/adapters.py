@@ -35,7 +35,11 @@ def check_adapters(model: ModelConfig) -> None:
 
     need_peft()
     whole = meta_model(model.folder)
-    targets(whole, model)
+    with_adapters = set(map(part_of, targets(whole, model)))
+    for part in whole.blocks():
+        if part != "llm" and model.learns(part) and part not in with_adapters:
+            raise ValueError(f"model.lora.target_modules: no layer of {part} is among them: set "
+                             f"model.{part}.frozen to true, or name one of its layers, too")
     for name in connectors(whole) if model.lora.connector else ():
         if any(whole.hf.get_submodule(name).children()):
             raise ValueError(f"model.lora.connector: {name} has a weight of the connector beside "

@@ -17,9 +17,17 @@ def other_kind(path: Path, saved: Mapping, model: ModelConfig) -> str:
     section; "" if both are of one kind."""
     whole = bool(saved.get("pretrained") or saved.get("config"))
     kinds = ("a model of this project's own parts", "a whole model of transformers")
-    return "" if whole == bool(model.folder) else (
-        f"run.init_from: {path} has {kinds[whole]}, and this recipe trains {kinds[not whole]}: "
-        "give a run of the same kind, or change model.*")
+    if whole != bool(model.folder):
+        return (f"run.init_from: {path} has {kinds[whole]}, and this recipe trains "
+                f"{kinds[not whole]}: give a run of the same kind, or change model.*")
+    adapters = bool(saved.get("lora", {}).get("rank"))
+    if adapters == bool(model.lora.rank):
+        return ""
+    kinds = ("all weights", "adapters alone")
+    export = "orchmllm export --merged" if adapters else "orchmllm export"
+    return (f"run.init_from: {path} has {kinds[adapters]}, and this recipe trains "
+            f"{kinds[not adapters]} (model.lora.rank): write it to a folder with {export}, and "
+            "name that in model.pretrained in place of run.init_from")
 
 
 def mismatch(path: Path, parameters: Mapping[str, Tensor]) -> str:

@@ -13,11 +13,13 @@ from tqdm import tqdm
 
 from orchmllm.config.model import ModelConfig
 from orchmllm.config.recipe import Recipe
+from orchmllm.config.train import TrainConfig
 from orchmllm.data.formats.open import check_source, open_tokenizer, sources_of
 from orchmllm.data.loading.preprocess_handshake import servers_of
 from orchmllm.data.storage.remote import Storage
 from orchmllm.data.text.tokenizer import ChatTokenizer
 from orchmllm.models.families import read_config
+from orchmllm.plan.layout import ENCODERS
 from orchmllm.runtime.lineage import START_CURE, list_saved, start_of
 
 SPARE_BYTES = 64 << 20  # for logs and the state of a checkpoint
@@ -39,6 +41,7 @@ def checks(recipe: Recipe, state_bytes: int) -> list[tuple[str, Callable[[], obj
     recipe."""
     storage = Storage(recipe.data.remote)
     return [("run folder", partial(check_run_folder, recipe, state_bytes)),
+            ("learning rates", partial(check_rates, recipe)),
             ("run.init_from", partial(check_start, recipe)),
             ("preprocessing", partial(servers_of, recipe.data)),
             *((f"data {source.path}", partial(check_source, source, storage))
@@ -68,6 +71,20 @@ def check_vocabulary(tokenizer: ChatTokenizer, model: ModelConfig) -> None:
         key = f"{model.folder}/config.json: vocab_size" if model.folder else "model.llm.vocab_size"
         raise ValueError(f"{key} is {size}, but the tokenizer has "
                          f"{tokenizer.vocab_size} tokens: raise it")
+
+
+def check_rates(recipe: Recipe) -> None:
+    """Raises ValueError for a learning rate or a weight decay of an encoder that a whole model of
+    transformers has not."""
+    if not recipe.model.folder:
+        return
+    config = read_config(Path(recipe.model.folder))
+    for part in ENCODERS:
+        for name in (f"{part}_lr", f"{part}_weight_decay"):
+            if getattr(recipe.train, name) != getattr(TrainConfig, name) and (
+                    not hasattr(config, f"{part}_config")):
+                raise ValueError(f"train.{name} has no effect with a {config.model_type}, which "
+                                 "has no such part: leave it out")
 
 
 def check_start(recipe: Recipe) -> None:

@@ -140,6 +140,9 @@ class RunCheckpoints(Checkpointer):
         self._keep_pretrained(state["model"])
         before, now = state.get("attempt", {"attempt": 0}), self._attempt["settings"]
         changed = differences(before.get("settings", now), now)
+        if "model.weights" in changed:
+            raise CheckpointError(f"run.init_from: {path} has adapters of other weights than those "
+                                  "in the folder of model.pretrained: name the folder of that run")
         return {"checkpoint": str(path), "step": state["step"], "attempt": before["attempt"],
                 "changed": {key: pair for key, pair in changed.items()
                             if class_of(key) not in ("start", "init")}}

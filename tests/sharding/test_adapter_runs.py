@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 
 import numpy as np
@@ -9,7 +10,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from orchmllm.config.model import ModelConfig
 from orchmllm.config.recipe import Recipe
+from orchmllm.models.families import part_of
 from orchmllm.runtime.checkpoint import CheckpointError
 from orchmllm.sharding.units import checkpoint_bytes
 from orchmllm.tools.export.export import export
@@ -101,6 +104,45 @@ def test_what_is_saved_and_exported(tmp_path):
     more = replace(run, train=replace(run.train, num_steps=4))
     told = run_ranks(refused, 2, more, "qwen3_vl")[0]
     assert "model.weights is " in told and "the checkpoint has" in told
+
+
+def test_a_merged_export_of_a_model_that_takes_clips(tmp_path):
+    stock = saved("qwen2_audio", tmp_path / "model")
+    run = recipe(tmp_path / "run", lora_model(tmp_path / "model"), 1)
+    run_ranks(learnt, 1, run, "qwen2_audio")
+    export(tmp_path / "run", tmp_path / "merged", merged=True)
+    merged = models.stock_of(tmp_path / "merged").state_dict()
+    before = stock.state_dict()
+    changed = {n for n, t in merged.items() if not torch.equal(t, before[n])}
+    assert merged.keys() == before.keys() and {part_of(n) for n in changed} == {"audio", "llm"}
+
+
+def test_the_next_stage_of_adapters_is_that_of_the_same_weights(tmp_path):
+    """It goes on with the adapters; other weights beside them, no adapters in either stage, are
+    refused in one line."""
+    stock = saved("qwen3_vl", tmp_path / "model")
+    base = ModelConfig(pretrained=str(tmp_path / "model"))
+    run = recipe(tmp_path / "first", lora_model(tmp_path / "model"), 1)
+    weights, names, _ = run_ranks(learnt, 1, run, "qwen3_vl")[0]
+    run_ranks(learnt, 1, replace(run, model=base, run=replace(run.run, dir=str(
+        tmp_path / "full"))), "qwen3_vl")
+
+    def next_of(first: str, model: ModelConfig) -> Recipe:
+        return replace(run, model=model, train=replace(run.train, lr=1e-12), run=replace(
+            run.run, dir=str(tmp_path / "next"), init_from=str(tmp_path / first)))
+
+    for second, told in (
+            (next_of("first", base), "has adapters alone, and this .* orchmllm export --merged"),
+            (next_of("full", run.model), "has all weights, and this recipe trains adapters")):
+        assert re.search(told, run_ranks(refused, 2, second, "qwen3_vl")[0])
+    second = next_of("first", run.model)
+    after, *_ = run_ranks(learnt, 2, second, "qwen3_vl")[0]
+    assert all(np.allclose(after[n], weights[n], rtol=0, atol=1e-9) for n in names)
+    with torch.no_grad():
+        next(stock.parameters()).add_(1.0)
+    stock.save_pretrained(tmp_path / "model")
+    second = replace(second, run=replace(second.run, dir=str(tmp_path / "other")))
+    assert "has adapters of other weights" in run_ranks(refused, 2, second, "qwen3_vl")[0]
 
 
 def refused(world, run: Recipe, name: str) -> str:

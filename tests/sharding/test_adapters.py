@@ -4,6 +4,7 @@ against peft on stock transformers in one process."""
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from math import prod
 from pathlib import Path
 
@@ -21,6 +22,7 @@ from orchmllm.models.families import part_of
 from orchmllm.models.flops import Lengths
 from orchmllm.models.hf import WholeModel, meta_model
 from orchmllm.models.whole_flops import whole_work
+from orchmllm.plan.assign import PHASES
 from orchmllm.sharding.hf import freeze, load_whole, ordered
 from orchmllm.sharding.init import local_rows, seed_adapters
 from orchmllm.sharding.units import units
@@ -36,15 +38,17 @@ def computed(world, model: ModelConfig, name: str, shard_size: int, choice: str)
     """Gradients are those of peft, example by example, and the ranks sum nothing else. Returns the
     names of what learns."""
     cls = type(models.build(name))
-    stock = cls.from_pretrained(model.folder, dtype=torch.float64).train()
+    stock = cls.from_pretrained(
+        model.folder, dtype=torch.float64, experts_implementation="eager").train()
     config = FsdpConfig(param_dtype="float64", shard_size=shard_size)
     whole = load_whole(Path(model.folder), model, config, torch.device("cpu"),
-                       {"vision": choice, "llm": choice}, seed=5)
+                       dict.fromkeys(PHASES, choice), seed=5)
     for n, p in whole.hf.named_parameters():
         if n.endswith(ENDS[1]):
             local, first = local_rows(p.detach())
             local.copy_(drawn(n, p)[first:first + len(local)])
-    inputs = [[models.sample(name, stock, [Item("image", r + 1)], r), models.sample(
+    kinds = models.kinds_of(name)
+    inputs = [[models.sample(name, stock, [Item(k, r + 1) for k in kinds], r), models.sample(
         name, stock, [], 9 + r)] for r in range(world.world_size)]
     loss = whole(whole.join([models.as_example(i, one)
                              for i, one in enumerate(inputs[world.rank])]))
@@ -88,8 +92,8 @@ def test_adapters_of_tower_and_text_of_every_family(name, tmp_path):
     saved(name, tmp_path)
     found = run_ranks(computed, 2, lora_model(tmp_path, alpha=5, use_rslora=True), name, 0,
                       "full")[0]
-    assert {part_of(n) for n in found} == {"vision", "llm"} and all(
-        n.endswith(ENDS) for n in found)
+    assert {part_of(n) for n in found} == {"llm", *meta_model(str(tmp_path)).blocks()}
+    assert all(n.endswith(ENDS) for n in found)
 
 
 @pytest.mark.slow
@@ -142,10 +146,14 @@ def test_what_adapters_cannot_be_on_is_refused_before_ranks_start(tmp_path, monk
             (lora_model(qwen, "vision", target_modules=("qkv",)), "of llm is called 'qkv': "),
             (lora_model(qwen, target_modules=("1.self_attn.q_proj",)),
              "did you mean 'self_attn.q_proj'[?]"),
+            (lora_model(qwen, target_modules=("q_proj",)),
+             "no layer of vision is among them: set model.vision.frozen to true"),
+            (replace(lora_model(qwen, "vision", "llm", rank=0), connectors_frozen=True),
+             "nothing would learn: .* has vision, llm and connectors, and all of them are frozen"),
             (lora_model(tmp_path / "llava", connector=True), "connector: model has a weight of")):
         with pytest.raises(PretrainedError, match=told):
             find_sources(model)
-    assert find_sources(lora_model(qwen, target_modules=("q_proj",), connector=True))
+    assert find_sources(lora_model(qwen, "vision", target_modules=("q_proj",), connector=True))
     monkeypatch.setitem(sys.modules, "peft", None)
     with pytest.raises(PretrainedError, match="package peft, which is not installed: pip install"):
         find_sources(lora_model(qwen))
@@ -161,7 +169,7 @@ def test_units_are_those_that_are_sharded(frozen, connector, tmp_path):
     whole = meta_model(str(tmp_path))
     adapters.inject(whole, model)
     freeze(whole, model)
-    forward, _ = ordered(whole, FsdpConfig(), set(frozen))
+    forward, _ = ordered(whole, FsdpConfig())
     sizes, inside = {}, set()
     for unit in reversed(forward):
         own = [p for p in unit.module.parameters() if id(p) not in inside]

@@ -10,6 +10,7 @@ from tempfile import TemporaryDirectory
 from orchmllm.config.model import ModelConfig
 from orchmllm.hf.sources import find_sources, fingerprint
 from orchmllm.hf.tensors import TORCH_DTYPES, FileTensor, renamed, write_file
+from orchmllm.models.families import model_class, read_config
 from orchmllm.tools.export.whole import copy_processor, of_checkpoint, save_model
 
 WEIGHTS = "adapter_model.safetensors"  # as peft names it
@@ -51,13 +52,13 @@ def write_merged(model: ModelConfig, trained_from: str, saved: dict[str, FileTen
                          f"(fingerprint {found}, the checkpoint has {trained_from}): restore them")
     import torch
     from peft import PeftModel
-    from transformers import AutoModelForImageTextToText
     from transformers.utils import logging
 
     logging.disable_progress_bar()
     kept = next(t.dtype for name, t in saved.items() if name.startswith("model."))
-    hf = AutoModelForImageTextToText.from_pretrained(
-        source, dtype=getattr(torch, TORCH_DTYPES[kept]), local_files_only=True)
+    config = read_config(source)
+    hf = model_class(config).from_pretrained(
+        source, config=config, dtype=getattr(torch, TORCH_DTYPES[kept]), local_files_only=True)
     with TemporaryDirectory(dir=folder.parent) as adapters:
         note = write_adapters(model, saved, "", Path(adapters), lambda text: None)
         hf = PeftModel.from_pretrained(hf, adapters).merge_and_unload(safe_merge=True)
