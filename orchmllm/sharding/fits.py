@@ -61,9 +61,12 @@ def decide(
     full = {p: fixed.get(p, "full") for p in PHASES}
     try:
         return choose_checkpointing(memory, loads, budget_bytes / taken, fixed, by_layer)
-    except ValueError as e:
+    except ValueError:
         if memory.peak(loads, full) <= budget_bytes:
             return full
+    try:  # what is said is of the whole budget
+        return choose_checkpointing(memory, loads, budget_bytes, fixed, by_layer)
+    except ValueError as e:
         given, cure = (_in_microbatches if kept else _smaller)(
             recipe, memory, loads, full, budget_bytes, kept)
         if not cure:
