@@ -50,7 +50,8 @@ def stock_of(folder: Path) -> nn.Module:
     from_pretrained would have it."""
     config = read_config(folder)
     kind = model_class(config)
-    model = kind.from_pretrained(folder, dtype=torch.float64).train()
+    config._experts_implementation = "eager"  # the product of all experts has no float64
+    model = kind.from_pretrained(folder, config=config, dtype=torch.float64).train()
     learns = {name: p.requires_grad for name, p in kind._from_config(config).named_parameters()}
     for name, p in model.named_parameters():
         p.requires_grad_(learns[name])
