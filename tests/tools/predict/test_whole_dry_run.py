@@ -189,9 +189,11 @@ ABOUT = {"gemma3": 0.02, "internvl": 0.005, "mistral3": 0.01, "llava": 0.01, "ll
 PARTS = ("vision", "connector", "llm")
 
 
+# Linear attention pads an example to whole chunks: tests/models/test_packed_models.py counts it.
 @pytest.mark.parametrize("name", [
     "qwen3_vl", *(pytest.param(name, marks=pytest.mark.slow) for name in models.ADMITTED
-                  if name != "qwen3_vl" and "image" in models.kinds_of(name))])
+                  if name != "qwen3_vl" and "image" in models.kinds_of(name)
+                  and not name.startswith("qwen3_5"))])
 def test_flop_of_forward_and_backward_are_those_that_torch_counts(name, tmp_path):
     """Whatever is frozen, without attention, which torch does not count on a CPU."""
     model, seen = models.build(name).float(), []
