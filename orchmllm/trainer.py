@@ -87,7 +87,6 @@ class Trainer:
             recipe, self.dataset, self.train_rows, spec, world.world_size, device_bytes,
             self.checkpointer.kept_batch, gather=self._gather, known=self.checkpointer.memory,
             log=self._log)
-        self.long.choice = self.memory.choice
         self.orchestrator.refuses = self.memory.refuses
         self.attention = describe_attention(recipe.model, self.device.type, compute_dtype(
             recipe.fsdp))  # chosen before the first step; a kernel that fails is found here
@@ -159,7 +158,7 @@ class Trainer:
     def _train_steps(self) -> None:
         """To the last step, or back to a checkpoint before a step that is not finite."""
         for step in self.loader():
-            self.long.tell(step)
+            self.long.tell(step, self.memory.choice)
             with self.profiler.around(step):
                 row = self.train_step(step)
                 self.model.clock.switch("logging")
@@ -296,7 +295,6 @@ class Trainer:
         return row
 
     def close(self) -> None:
-        for part in (self.display, self.profiler, self.incidents):
-            part.close()
-        if self._metrics is not None:
-            self._metrics.close()
+        for part in (self.display, self.profiler, self.incidents, self._metrics):
+            if part is not None:
+                part.close()

@@ -224,12 +224,11 @@ class LongExamples:
 
     When it is made: rows of an index that cannot fit. `tell`, before each step: at first the table,
     of all rows if they are indexed, and later a line where a phase waits for one example, and
-    longer than before. choice: what `auto` chose."""
+    longer than before."""
 
     def __init__(self, job: Job, spec: PlanSpec, dataset, device_bytes: float,
                  log: Callable[[str], object], shows: bool = True) -> None:
         self._room = Room.of(job, device_bytes, memory_of(job, on_cpu=not device_bytes))
-        self.choice = self._room.choice
         self._costs, self._place, self._log = spec.costs, dataset.name, log
         self._shows, self._rows = shows, None
         self._told: dict[str, float] = {}
@@ -242,14 +241,14 @@ class LongExamples:
         if lines := self._room.misfits(self._rows, self._place):
             self._log("\n".join(lines))
 
-    def tell(self, step: Step) -> None:
-        """step: as it is loaded, before it is trained."""
+    def tell(self, step: Step, choice: Choice) -> None:
+        """step: as it is loaded, before it is trained. choice: what is recomputed in it."""
         if not self._shows:
             return
         batches = [plan.layout for plan in step.plans]
         if not self._told:
-            if self.choice != self._room.choice:
-                self._room = replace(self._room, choice=self.choice)
+            if choice != self._room.choice:
+                self._room = replace(self._room, choice=choice)
                 self._warn()
             found = heaviest(batches, self._costs, self._rows, self._room.fits)
             self._log("\n".join(table(found, self._room, self._place)))

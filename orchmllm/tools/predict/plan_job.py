@@ -19,6 +19,7 @@ from pathlib import Path
 from orchmllm.cli.options import at_least, in_one_line, recipe_parser
 from orchmllm.config.job import resolve
 from orchmllm.config.recipe import read_recipe
+from orchmllm.plan.assign import PHASES
 from orchmllm.tools.predict.examples import examples_of
 from orchmllm.tools.predict.options import cluster_of, cluster_options
 from orchmllm.tools.predict.search import Found, Search
@@ -88,8 +89,8 @@ def main(argv: list[str]) -> int:
           f"{settings_table(best, search)}")
     # With balance.group: shard a shard size of 0 is refused, also for one shard of all ranks.
     lines = best[0].setting.overrides(gpus if recipe.balance.group == "world" else 0)
-    if recipe.model.folder:
-        lines = [line for line in lines if not line.startswith("fsdp.audio_")]
+    absent = tuple(f"fsdp.{p}_" for p in PHASES if p not in search.phases())
+    lines = [line for line in lines if not line.startswith(absent)]
     if train.global_batch_size:  # or it would go on deciding the batch
         lines.append(f"train.global_batch_size={whole or 0}")
     print("\nOverrides: " + " ".join(lines))

@@ -25,6 +25,7 @@ from orchmllm.plan.step import plan_step
 from orchmllm.sharding.choice import choose_checkpointing
 from orchmllm.sharding.fits import MISSED, budget_of, decide, joined, with_real_batch
 from orchmllm.sharding.memory import Loads, MemoryModel, loads_of
+from orchmllm.sharding.units import by_role
 from orchmllm.tools.predict.examples import Examples
 from orchmllm.tools.predict.hardware import Hardware
 from orchmllm.tools.predict.step_time import (
@@ -106,6 +107,10 @@ class Search:
         recipe = with_real_batch(self.recipe, self.num_ranks)
         self.recipe = replace(recipe, train=replace(recipe.train, global_batch_size=0))
         self.budget, self.allowed_by = budget_of(self.recipe, self.hardware.sheet.memory_bytes)
+
+    def phases(self) -> list[str]:
+        """Those of which the model has layers."""
+        return [p for p in PHASES if by_role(self.recipe.model, p)["block"].size]
 
     def batches(self) -> list[tuple[int, int]]:
         """(batch size, microbatches) that are tried."""
@@ -198,8 +203,8 @@ class Search:
             works, _ = self.drawn(batch, group)
             kinds = [k for k in KEEPS if k != "node" or 1 < self.hardware.ranks_per_node < group]
             choices = {p: list(product(kinds, CHOICES)) for p in PHASES}
-            if self.recipe.model.folder:
-                choices["audio"] = choices["audio"][:1]  # there is none
+            for phase in set(PHASES) - set(self.phases()):
+                choices[phase] = choices[phase][:1]
             tables = []
             for phase in PHASES:
                 tables.append(np.array([np.mean([phase_seconds(

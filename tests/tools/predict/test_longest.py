@@ -14,6 +14,7 @@ from orchmllm.config.job import resolve
 from orchmllm.config.recipe import FsdpConfig, load_recipe
 from orchmllm.data.stream import open_dataset
 from orchmllm.models.flops import plan_spec
+from orchmllm.plan.assign import PHASES
 from orchmllm.plan.cost import CostModel
 from orchmllm.plan.geometry import SegmentLengths, text_lengths
 from orchmllm.plan.layout import ENCODERS, TEXT, BatchLayout
@@ -244,7 +245,8 @@ def test_statistics_and_the_log_of_a_run_name_the_row(folder, capsys, monkeypatc
         for index, rows in enumerate(([0, 1, 2, 3], [0, 1, 2, 30], [4, 5, 6, 30])):
             plan = plan_step(dataset.layouts(np.array(rows), [2, 2]), spec)
             examples.tell(Step(index, plan.layout, [Microbatch(plan, plan.for_rank(0))],
-                               phases=phase_figures(plan.layout, [plan])))
+                               phases=phase_figures(plan.layout, [plan])),
+                          dict.fromkeys(PHASES, "none"))
         return "\n".join(lines)
 
     without = logged()

@@ -82,7 +82,7 @@ def test_predicted_peak_is_the_tracked_one(name):
 
 
 AUTO = ("none", "kept", "LLM kept", "hybrid, 2,560 ranks", "float32", "large loss", "accumulated",
-        "three ahead", "Qwen2-VL", "padded audio")
+        "three ahead", "7B, pretrained", "padded audio")
 
 
 @pytest.mark.slow

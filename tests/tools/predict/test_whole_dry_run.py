@@ -88,7 +88,10 @@ def test_a_model_that_takes_clips_needs_the_index(name, tmp_path, capsys):
     assert found["lengths"].startswith("the recipe's own, 12 rows")
     assert found["phases"]["audio"]["balanced"] < found["phases"]["audio"]["none"]
     assert plan_job.main([str(recipe), "--ranks", "2", "--out", str(tmp_path / "job.txt")]) == 0
-    assert read_recipe(recipe, (tmp_path / "job.txt").read_text().split())
+    changes = (tmp_path / "job.txt").read_text().split()
+    assert read_recipe(recipe, changes)
+    named = {change.split(".")[1].partition("_")[0] for change in changes if "checkpoint" in change}
+    assert named == set(found["phases"])
 
 
 @pytest.mark.parametrize("parts", [(), ("vision", "connector"), ("llm",), ("audio",)])
