@@ -16,7 +16,6 @@ from orchmllm.config.recipe import Recipe
 from orchmllm.runtime.attempts import read_attempts
 from orchmllm.runtime.checkpoint import CheckpointError
 from orchmllm.runtime.run_state import Progress
-from orchmllm.sharding.init import plain_name
 from orchmllm.sharding.optimizer import make_optimizer
 from orchmllm.train import main as train_command
 from orchmllm.trainer import Trainer
@@ -39,7 +38,7 @@ def stage(folder: Path, steps: int, *parts: str, start: Path | None = None, **ch
 
 def parameters(trainer: Trainer) -> dict[str, np.ndarray]:
     """Whole, by name."""
-    return {plain_name(name): p.full_tensor().detach().numpy().copy()
+    return {name: p.full_tensor().detach().numpy().copy()
             for name, p in trainer.model.named_parameters()}
 
 
