@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 ADAPTER = "default"  # peft's name of an adapter that was given none
 WEIGHTS = (f"lora_A.{ADAPTER}.weight", f"lora_B.{ADAPTER}.weight")
+EXPERTS = ("gate_proj", "up_proj", "down_proj")
 
 
 def check_adapters(model: ModelConfig) -> None:
@@ -35,7 +36,13 @@ def check_adapters(model: ModelConfig) -> None:
 
     need_peft()
     whole = meta_model(model.folder)
-    with_adapters = set(map(part_of, targets(whole, model)))
+    found = targets(whole, model)
+    if whole.hf.config.model_type == "glm4v_moe" and (
+            taken := next((n for n in found if n.endswith(EXPERTS)), None)):
+        raise ValueError(f"model.lora.target_modules: peft takes {taken} of a glm4v_moe for "
+                         "weights of experts, and puts no adapter there: name other layers, such "
+                         "as q_proj")
+    with_adapters = set(map(part_of, found))
     for part in whole.blocks():
         if part != "llm" and model.learns(part) and part not in with_adapters:
             raise ValueError(f"model.lora.target_modules: no layer of {part} is among them: set "

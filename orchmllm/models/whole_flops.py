@@ -33,7 +33,7 @@ class PartFlops(NamedTuple):
     that attend to each other; row: of a patch or frame before the blocks, or of a target's logits;
     token: of what is behind the blocks; tower, first: of that what belongs to the tower, and what
     of the connectors has none of their weights before it; read: the share of the blocks whose
-    output is read, which alone have a backward pass."""
+    output is read, which alone have a backward pass; second: of row what has weights before it."""
 
     position: int
     pair: int
@@ -42,6 +42,7 @@ class PartFlops(NamedTuple):
     tower: int = 0
     first: int = 0
     read: float = 1.0
+    second: int = 0
 
 
 @lru_cache(maxsize=4)
@@ -83,7 +84,7 @@ def part_flops(folder: str) -> dict[str, PartFlops]:
         layer = getattr(config, f"{part}_feature_layer", -1)  # of LLaVA the last but one
         read = 1 + (layer + 1) / len(stacks[part]) if isinstance(layer, int) and layer < 0 else 1.0
         out[part] = PartFlops(position, pair, sum(map(_row_flops, front)), token, tower, first,
-                              read)
+                              read, sum(map(_row_flops, front[1:])) if part == "audio" else 0)
     return out
 
 
@@ -141,8 +142,9 @@ def whole_work(model: ModelConfig, phase: str, lengths: Lengths, checkpointing: 
     again = float(checkpointing == "full" and passes > 0)
     return Work(
         forward=np.stack([front + blocks + connector, attention]),
-        # Pixels and frames need no gradient.
+        # Pixels and frames need no gradient, what a convolution before another makes does.
         backward=np.stack([(passes if causal else max(passes - 1, 0)) * front
+                           + max(passes - 1, 0) * flops.second * lengths.rows
                            + passes * flops.read * blocks + behind * lengths.tokens,
                            2 * min(passes, 1) * flops.read * attention]),
         recompute=again * np.stack([blocks, attention]))

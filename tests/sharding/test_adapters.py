@@ -90,8 +90,12 @@ def test_adapters_alone_learn_and_travel(tmp_path):
 @pytest.mark.parametrize("name", ["qwen3_vl", *OTHERS])
 def test_adapters_of_tower_and_text_of_every_family(name, tmp_path):
     saved(name, tmp_path)
-    found = run_ranks(computed, 2, lora_model(tmp_path, alpha=5, use_rslora=True), name, 0,
-                      "full")[0]
+    model = lora_model(tmp_path, alpha=5, use_rslora=True)
+    if name == "glm4v_moe":
+        with pytest.raises(PretrainedError, match="for weights of experts, and puts no adapter"):
+            find_sources(model)
+        model = lora_model(tmp_path, target_modules=("q_proj", "qkv"))
+    found = run_ranks(computed, 2, model, name, 0, "full")[0]
     assert {part_of(n) for n in found} == {"llm", *meta_model(str(tmp_path)).blocks()}
     assert all(n.endswith(ENDS) for n in found)
 
