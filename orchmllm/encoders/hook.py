@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import inspect
 import logging
-import math
 import sys
 from collections import ChainMap
 from collections.abc import Mapping, Sequence
@@ -52,7 +51,6 @@ class EncoderHandle:
     last balanced; remove(): the model is as before."""
 
     without_gradients = False  # whether a trainer looks at its loss, on all ranks
-    moves = True  # False, on all ranks: what is encoded stays where it is, in the same collectives
 
     def __init__(
         self, owner: nn.Module, encoders: Sequence[Encoder], inferred: bool, *,
@@ -127,8 +125,7 @@ class EncoderHandle:
         worlds = self._tables(self._count, items, self._error or error)
         shares = [
             sharing.assign(encoder, local, world, cost,
-                           min_gain=self._min_gain if self.moves else math.inf,
-                           ranks_per_node=self.gather.per_node)
+                           min_gain=self._min_gain, ranks_per_node=self.gather.per_node)
             for encoder, local, world, cost in zip(
                 self.encoders, items, worlds, self._costs, strict=True) if len(world.meta)]
         self._report(shares)

@@ -78,9 +78,7 @@ def run_local(module: str, args: list[str], num_ranks: int, *, cpu_only: bool = 
     config = LaunchConfig(
         min_nodes=1, max_nodes=1, nproc_per_node=num_ranks, rdzv_backend="c10d",
         rdzv_endpoint="localhost:0", max_restarts=0, monitor_interval=0.1,
-        # The others are for _StopRequests; an older torch takes all of them for itself.
-        **({"signals_to_handle": "SIGHUP,SIGQUIT"} if hasattr(LaunchConfig, "signals_to_handle")
-           else {}),
+        signals_to_handle="SIGHUP,SIGQUIT",  # the others are for _StopRequests
     )
     _silence_elastic()
     try:
