@@ -188,7 +188,7 @@ def test_what_a_forward_pass_keeps_is_predicted(name, phase, tmp_path):
 
 # Left out of the count: a product that is no module, class tokens and newlines, a cast.
 ABOUT = {"gemma3": 0.02, "internvl": 0.005, "mistral3": 0.01, "llava": 0.01, "llava_next": 0.01,
-         "llava_onevision": 0.01}
+         "llava_onevision": 0.01, "vipllava": 0.01}
 PARTS = ("vision", "connector", "llm")
 
 
