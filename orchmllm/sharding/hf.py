@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers.core_model_loading import MergeModulelist, WeightConverter
 
 from orchmllm.config.model import ModelConfig
 from orchmllm.config.recipe import FsdpConfig
@@ -144,6 +143,8 @@ def _converted_by_rows(device: torch.device | None) -> Iterator[None]:
     """Within it from_pretrained converts weights by the sizes of this rank's rows. By itself it
     compares what it has read with all rows, and so transposes what `save_pretrained` wrote of
     Qwen3-VL-MoE; and it cannot stack the experts of a rank that has none of them."""
+    from transformers.core_model_loading import MergeModulelist, WeightConverter  # new in 5.0
+
     convert = WeightConverter.convert
 
     def by_rows(self: WeightConverter, name: str, model: nn.Module, **keys: Any) -> dict:

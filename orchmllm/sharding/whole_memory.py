@@ -8,7 +8,6 @@ import copy
 import inspect
 from dataclasses import replace
 from functools import lru_cache
-from types import FunctionType
 from typing import Any
 
 import numpy as np
@@ -17,8 +16,6 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy
 from transformers import AttentionInterface
-from transformers.integrations import moe
-from transformers.integrations.moe import ExpertsInterface
 
 from orchmllm.batch import SequenceLengths
 from orchmllm.config.job import Job
@@ -43,26 +40,20 @@ def fused(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *_: Any,
 AttentionInterface.register(NAME, fused)
 
 
-def _grouped(x: Tensor, weight: Tensor, offs: Tensor, *, is_transposed: bool, **_: Any) -> Tensor:
-    """The product of all experts, by an operator that any dtype has without memory."""
-    return torch.ops.transformers.grouped_mm_fallback(
-        x, weight if is_transposed else weight.transpose(-2, -1), offs)
-
-
-# transformers' own order of steps, with this product.
-ExpertsInterface.register(NAME, FunctionType(
-    moe.grouped_mm_experts_forward.__code__, {**vars(moe), "_grouped_linear": _grouped}))
-
-
 class _Products(TorchDispatchMode):
-    """Collects the outputs that selective checkpointing keeps."""
+    """Collects the outputs that selective checkpointing keeps. The product of all experts, which
+    only bfloat16 has without memory, has its shape in any dtype."""
 
     def __init__(self) -> None:
         super().__init__()
         self.kept: list[Tensor] = []
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten._grouped_mm.default:
+            x, weight = args[:2]
+            out = x.new_empty(len(x), weight.shape[-1])
+        else:
+            out = func(*args, **(kwargs or {}))
         if keep_products(None, func, *args) == CheckpointPolicy.MUST_SAVE:
             self.kept += [t for t in (out if isinstance(out, tuple) else (out,))
                           if isinstance(t, Tensor)]
@@ -86,7 +77,8 @@ def block_bytes(folder: str, phase: str, frozen: bool, dtype: str) -> BlockBytes
         block = copy.deepcopy(alike[0]).to(getattr(torch, dtype))
         for module in block.modules():
             if hasattr(module, "config"):
-                module.config._attn_implementation = module.config._experts_implementation = NAME
+                module.config._attn_implementation = NAME
+                module.config._experts_implementation = "grouped_mm"
         block.requires_grad_(not frozen)
         short, long = (_measured(block, config, n, learns=phase == "llm" or not frozen)
                        for n in (SHORT, LONG))
