@@ -16,7 +16,7 @@ from orchmllm.config.balance import PhaseConfig
 from tests.lib.processors import CLIPS
 from tests.lib.ranks import run_ranks
 from tests.lib.whole_folders import write_clip, write_model
-from tests.sharding.test_planned_phases import compared, recipe
+from tests.sharding.test_planned_phases import compared, frozen_compared, recipe
 
 pytestmark = pytest.mark.dist
 # Clips of each example. Of the steps of 8 examples the second has one clip (of three windows, where
@@ -67,3 +67,18 @@ def test_gradients_are_those_of_stock_transformers(name, ranks, shard_size, tmp_
         assert first["moved"] > 0  # some clips are encoded on other ranks than their example's
         assert 0 in second["encoded"] and 0 in second["held"]
         assert (0 in last["examples"]) == (ranks > 2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name, settings, learns", [
+    ("qwen2_audio", [("audio", "connector")], False),
+    ("qwen2_audio", [("audio",), ("connector", "llm"), ("audio", "llm")], True),
+    ("qwen2_5_omni", [("vision", "audio", "connector")], False),
+    ("qwen2_5_omni", [("vision", "connector"), ("audio", "connector")], True)])
+def test_what_is_frozen_sends_nothing_back_and_changes_no_other_gradient(
+        name, settings, learns, tmp_path):
+    """Ranks without clips, a step with one clip and one without any are among the steps."""
+    write_model(name, tmp_path, torch.float64)
+    write_rows(tmp_path, name)
+    for found in run_ranks(frozen_compared, 3, tmp_path, name, settings, 0):
+        assert all(exchanges and any(exchanges) is learns for exchanges in found.values())

@@ -26,11 +26,13 @@ from orchmllm.config.recipe import DataConfig, FsdpConfig, Recipe, RunConfig, Tr
 from orchmllm.data.loading.step_loader import StepLoader
 from orchmllm.data.processed import ProcessedRows
 from orchmllm.data.sampler import GlobalSampler
+from orchmllm.encoders import planned
+from orchmllm.encoders.results import Features
 from orchmllm.models.families import part_of
 from orchmllm.trainer import Trainer
 from tests.lib import whole_models as models
 from tests.lib.processors import FAMILIES
-from tests.lib.ranks import run_ranks
+from tests.lib.ranks import RankFailure, run_ranks
 from tests.lib.recipes import frozen
 from tests.lib.whole_folders import write_model
 
@@ -173,9 +175,10 @@ def test_gradients_are_those_of_stock_transformers(name, ranks, shard_size, tmp_
 def frozen_compared(world, folder: Path, name: str, settings: list[tuple[str, ...]], shard_size: int
                     ) -> dict[tuple[str, ...], list[bool]]:
     """By what is frozen, of each exchange of features whether it is in the backward pass. Gradients
-    of what learns are those of stock transformers."""
+    of what learns, summed over two balanced microbatches, are those of stock transformers."""
     FAMILIES[name](transformers)
-    stock, run = models.stock_of(folder), recipe(folder)
+    stock, run = models.stock_of(folder), recipe(folder, accumulation_steps=2)
+    every, greedy = {part_of(n) for n, _ in stock.named_parameters()}, PhaseConfig(policy="greedy")
     rows, wanted = ProcessedRows(folder, run.data), {}
     found: dict[tuple[str, ...], list[bool]] = {}
 
@@ -188,10 +191,10 @@ def frozen_compared(world, folder: Path, name: str, settings: list[tuple[str, ..
         trainer = Trainer(replace(
             run, run=RunConfig(dir=f"{run.run.dir}{number}"), model=frozen(*parts, model=run.model),
             fsdp=replace(run.fsdp, shard_size=shard_size), balance=replace(
-                run.balance, vision=PhaseConfig(policy="greedy"))), world)
+                run.balance, vision=greedy, audio=greedy)), world)
         try:
             learns = [n for n, p in trainer.model.hf.named_parameters() if p.requires_grad]
-            assert {part_of(n) for n in learns} == {"vision", "connector", "llm"} - {*parts}
+            assert {part_of(n) for n in learns} == every - {*parts}
             for step in steps_of(trainer):
                 with mock.patch.object(exchange, "all_to_all", logged):
                     summed(trainer, step)
@@ -217,6 +220,34 @@ def test_what_is_frozen_sends_nothing_back_and_changes_no_other_gradient(
     for found in run_ranks(frozen_compared, ranks, tmp_path, "qwen3_vl", settings, shard_size):
         for parts, exchanges in found.items():
             assert exchanges and any(exchanges) == (not {"vision", "connector"} <= {*parts}), parts
+
+
+def one_row_less(world, run: Recipe) -> None:
+    """The encoder of rank 1 makes it of its first medium."""
+    FAMILIES["qwen3_vl"](transformers)
+    trainer, made = Trainer(run, world), planned.flatten
+
+    def less(*args) -> Features:
+        found = made(*args)
+        return replace(found, rows=found.rows[1:], counts=found.counts - np.eye(
+            1, len(found.counts), dtype=np.int64)[0])
+
+    if world.rank == 1:
+        planned.flatten = less
+    for step in steps_of(trainer):
+        summed(trainer, step)
+
+
+@pytest.mark.slow
+def test_an_encoder_that_makes_other_rows_on_one_rank_ends_all(tmp_path):
+    """That rank says why; the others, which wait for its features, end with it."""
+    write_model("qwen3_vl", tmp_path, torch.float64)
+    write_rows(tmp_path)
+    with pytest.raises(RankFailure) as found:
+        run_ranks(one_row_less, 3, recipe(tmp_path), timeout_s=120.0)
+    assert found.value.errors.keys() == {0, 1, 2}
+    kind, told, _ = found.value.errors[1]
+    assert kind == "RuntimeError" and "rows of features of its media, where" in told
 
 
 @pytest.mark.slow
