@@ -39,7 +39,7 @@ def learnt(world, run: Recipe, name: str) -> tuple[dict[str, np.ndarray], list[s
         trainer.close()
 
 
-@pytest.mark.parametrize("name", ["qwen3_vl", "internvl"])
+@pytest.mark.parametrize("name", ["qwen3_vl", "internvl", "qwen2_5_omni"])
 def test_a_run_is_the_same_balanced_unbalanced_and_resumed_on_other_ranks(name, tmp_path):
     saved(name, tmp_path / "model")
     run = recipe(tmp_path / "two", lora_model(tmp_path / "model", connector=True), 4)
