@@ -12,7 +12,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from orchmllm.comm.agree import describe, raise_first
+from orchmllm.comm.agree import RemoteError, describe, raise_first
 from orchmllm.comm.exchange import RowGather, gather_texts
 from orchmllm.config.model import ModelConfig
 from orchmllm.config.recipe import Recipe
@@ -40,7 +40,9 @@ def build(
     with starting_weights(recipe.model, recipe.run.seed, recipe.run.folder, gather) as folder:
         try:
             model = load_whole(folder, recipe.model, recipe.fsdp, device, checkpointing,
-                               ranks_per_node, recipe.run.seed)
+                               ranks_per_node, recipe.run.seed, lambda: agreed(gather, None))
+        except RemoteError:  # all have it
+            raise
         except Exception as e:  # the others wait
             error = e
         agreed(gather, error)

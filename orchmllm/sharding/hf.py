@@ -32,11 +32,12 @@ from orchmllm.sharding.init import seed_adapters
 def load_whole(
     folder: Path, model: ModelConfig, config: FsdpConfig, device: torch.device,
     checkpointing: Mapping[str, str], ranks_per_node: int = 1, seed: int = 0,
+    before_collectives: Callable[[], None] = lambda: None,
 ) -> WholeModel:
     """The sharded model of a folder with its weights, in train mode; collective over all ranks.
     Raises ValueError if weights are missing or have another shape. checkpointing: see
     orchmllm.sharding.blocks.recompute. ranks_per_node: see orchmllm.sharding.gathers. seed: of
-    adapters."""
+    adapters. before_collectives: called when the model is known, before groups are made."""
     from transformers.distributed import DistributedConfig
     from transformers.utils import logging
 
@@ -52,6 +53,7 @@ def load_whole(
         freeze(whole, model)
         fixed.update(name for name, p in hf.named_parameters() if not p.requires_grad)
         recompute(whole, checkpointing)
+        before_collectives()
         shard_all(whole, ordered(whole, config), config, device, ranks_per_node)
         adapters.take_out(hf, layers)
         made.append(whole)
