@@ -12,7 +12,7 @@ see orchmllm.data.media.shapes.Size. orchmllm.tools.data.build_index writes it.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
 
@@ -26,6 +26,7 @@ from orchmllm.plan.layout import TEXT, BatchLayout
 from orchmllm.plan.rearrange import ranges
 
 VERSION = 7
+ROWS_AT_ONCE = 100_000  # of an index that is read as a whole
 
 
 class LengthIndex:
@@ -65,14 +66,16 @@ class LengthIndex:
                                       self.table[ranges(start, counts)])
 
 
-def usable_rows(indexes: Sequence[LengthIndex]) -> BatchLayout:
-    """All usable rows of sources that follow each other, each source on a rank."""
-    parts, first = [], 0
+def usable_rows(indexes: Sequence[LengthIndex]) -> Iterator[BatchLayout]:
+    """All usable rows of sources that follow each other, ROWS_AT_ONCE or fewer at a time."""
+    first = 0
     for index in indexes:
-        rows = np.setdiff1d(np.arange(len(index)), list(index.problems))
-        parts.append(index.layout(rows, first + rows))
+        usable = np.ones(len(index), bool)
+        usable[list(index.problems)] = False
+        for start in range(0, len(index), ROWS_AT_ONCE):
+            rows = start + np.flatnonzero(usable[start: start + ROWS_AT_ONCE])
+            yield index.layout(rows, first + rows)
         first += len(index)
-    return BatchLayout.concat(parts)
 
 
 def joined_layouts(

@@ -8,9 +8,10 @@ example; T, tokens of a rank; L*, the length at which attention costs as much as
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
+from itertools import chain
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -66,19 +67,17 @@ class LongItem:
 
 def heaviest(
     batches: Sequence[BatchLayout], costs: Mapping[str, CostModel],
-    rows: BatchLayout | None = None,
+    rows: Iterable[BatchLayout] = (),
     fits: Callable[[str, BatchLayout], Sequence[int]] = lambda phase, alone: (),
 ) -> list[LongItem]:
-    """Of the phases that have items, in a step that holds the heaviest one. rows: all that may be
-    drawn, if they are known: the heaviest of them then takes the place of that of the batches.
+    """Of the phases that have items, in a step that holds the heaviest one. rows: parts of all that
+    may be drawn, if they are known: the heaviest of them takes the place of that of a batch.
     fits: (phase, the item as an example of its own) -> LongItem.fits."""
-    found = []
+    found, longest = [], _longest_of(chain(rows, batches), costs)
     for phase, cost in costs.items():
-        batch = max(batches, key=lambda b: b.item_lengths(phase).max(initial=0))
-        every = batch if rows is None else rows
-        if not len(every.item_lengths(phase)):
+        if (alone := longest.get(phase)) is None:
             continue
-        alone = _alone(every, phase, int(every.item_lengths(phase).argmax()))
+        batch = max(batches, key=lambda b: b.item_lengths(phase).max(initial=0))
         length = alone.item_lengths(phase)
         lengths = np.concatenate([np.sort(batch.item_lengths(phase))[:-1], length])
         loads = cost(lengths)
@@ -87,6 +86,18 @@ def heaviest(
             float(loads[-1] * batch.num_ranks / loads.sum()),
             float(lengths.sum() / batch.num_ranks),
             cost.linear / cost.quadratic if cost.quadratic else 0.0, fits(phase, alone)))
+    return found
+
+
+def _longest_of(parts: Iterable[BatchLayout], phases: Iterable[str]) -> dict[str, BatchLayout]:
+    """phase -> its longest item, as an example of its own; without phases that have none."""
+    found: dict[str, BatchLayout] = {}
+    for part in parts:
+        for phase in phases:
+            lengths = part.item_lengths(phase)
+            before = int(found[phase].item_lengths(phase)[0]) if phase in found else -1
+            if lengths.max(initial=-1) > before:
+                found[phase] = _alone(part, phase, int(lengths.argmax()))
     return found
 
 
@@ -146,17 +157,22 @@ class Room:
         return tuple(self._longest(loads_alone(alone), int(alone.item_lengths(phase)[0]), choice)
                      for choice in (self.choice, FULL))
 
-    def misfits(self, rows: BatchLayout | None, place: Callable[[int], str]) -> list[str]:
-        """Lines that name the rows that no plan can make fit, and what helps; none if the rows or
-        the memory are not known."""
-        if not self.budget or rows is None:
+    def misfits(self, rows: Iterable[BatchLayout], place: Callable[[int], str]) -> list[str]:
+        """Lines that name the rows that no plan can make fit, and what helps; none if the memory is
+        not known. rows: in parts."""
+        if not self.budget:
             return []
-        needed = self._needed(rows, self.choice)
-        wrong = np.flatnonzero(needed > self.budget)
-        wrong = wrong[np.argsort(-needed[wrong], kind="stable")]
-        if not len(wrong):
+        parts, needs = [], []
+        for part in rows:
+            needed = self._needed(part, self.choice)
+            wrong = np.flatnonzero(needed > self.budget)
+            parts.append(part.taken(wrong, [len(wrong)]))
+            needs.append(needed[wrong])
+        needed = np.concatenate([[], *needs])
+        if not len(needed):
             return []
-        unfit = rows.taken(wrong, [len(wrong)])
+        order = np.argsort(-needed, kind="stable")
+        unfit = BatchLayout.concat(parts).taken(order, [len(order)])
         tokens = int(unfit.tokens_per_example[0])
         cut = self._longest(loads_alone(unfit.taken([0], [1]), not self.spreads), tokens,
                             self.choice)
@@ -167,9 +183,10 @@ class Room:
         cures = [f"  data.max_example_tokens={cut}"] * (cut < tokens)
         cures += [f"  fsdp.activation_checkpointing=full, with which {full:,} of them fit"] * (
             full > 0)
-        return [f"warning: rows that cannot fit {room}, even alone: {len(wrong):,}",
-                *(f"  {place(int(rows.example_id[i]))}: {rows.tokens_per_example[i]:,} tokens, "
-                  f"predicted {needed[i] / 1e9:.3g} GB" for i in wrong[:MOST_NAMED].tolist()),
+        return [f"warning: rows that cannot fit {room}, even alone: {len(order):,}",
+                *(f"  {place(int(unfit.example_id[k]))}: {unfit.tokens_per_example[k]:,} tokens, "
+                  f"predicted {needed[i] / 1e9:.3g} GB"
+                  for k, i in enumerate(order[:MOST_NAMED].tolist())),
                 "what helps:", *cures, "  shorter media, more ranks, or larger GPUs"]
 
     def _needed(self, rows: BatchLayout, choice: Choice) -> np.ndarray:
@@ -230,15 +247,14 @@ class LongExamples:
                  log: Callable[[str], object], shows: bool = True) -> None:
         self._room = Room.of(job, device_bytes, memory_of(job, on_cpu=not device_bytes))
         self._costs, self._place, self._log = spec.costs, dataset.name, log
-        self._shows, self._rows = shows, None
+        self._shows = shows
         self._told: dict[str, float] = {}
         indexes = getattr(dataset, "indexes", ())
-        if shows and indexes and None not in indexes:
-            self._rows = usable_rows(indexes)
+        self._indexes = indexes if shows and None not in indexes else ()
         self._warn()
 
     def _warn(self) -> None:
-        if lines := self._room.misfits(self._rows, self._place):
+        if lines := self._room.misfits(usable_rows(self._indexes), self._place):
             self._log("\n".join(lines))
 
     def tell(self, step: Step, choice: Choice) -> None:
@@ -250,9 +266,8 @@ class LongExamples:
             if choice != self._room.choice:
                 self._room = replace(self._room, choice=choice)
                 self._warn()
-            found = heaviest(batches, self._costs, self._rows, self._room.fits)
+            found = heaviest(batches, self._costs, usable_rows(self._indexes), self._room.fits)
             self._log("\n".join(table(found, self._room, self._place)))
-            self._rows = None  # which may be large
             self._told = dict.fromkeys(PHASES, 1.0)
         late = {p: self._costs[p] for p, figures in step.phases.items()
                 if figures["imbalance_after"] > TOLD_FROM * self._told[p]}

@@ -46,10 +46,12 @@ class Lengths:
 
 def read_lengths(names: Sequence[str], indexes: Sequence[LengthIndex]) -> Lengths:
     """Joins the indexes; unusable rows are left out."""
-    every = usable_rows(indexes)
+    every = BatchLayout.concat([*usable_rows(indexes)])
+    source = np.searchsorted(np.cumsum([len(index) for index in indexes]), every.example_id,
+                             side="right")
     tokens, counts = ({m: sums_of((every.modality == code) * values, every.segments_per_example)
                        for m, code in MODALITIES.items()} for values in (every.num_tokens, 1))
-    return Lengths(list(names), every.rank_of_example, tokens, counts)
+    return Lengths(list(names), source, tokens, counts)
 
 
 def lengths_table(lengths: Lengths) -> str:

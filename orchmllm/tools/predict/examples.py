@@ -3,7 +3,7 @@ those of a statistics file, or a mix drawn from published statistics."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
@@ -34,13 +34,14 @@ class Examples:
     """What global batches are drawn from. what: in words. draw(num_ranks, batch_size, seed): a
     global batch in equal shares. epoch: examples of an epoch, 0 if nobody knows. capped: the draws
     are capped mini-batches, one a rank where batch_size is the recipe's train.batch_size. rows():
-    all that may be drawn, None if that is not known; place(dataset index): where one is."""
+    all that may be drawn, in parts, none if that is not known; place(dataset index): where one
+    is."""
 
     what: str
     draw: Callable[[int, int, int], BatchLayout]
     epoch: int = 0
     capped: bool = False
-    rows: Callable[[], BatchLayout | None] = lambda: None
+    rows: Callable[[], Iterable[BatchLayout]] = lambda: ()
     place: Callable[[int], str] = lambda i: ""
 
 
@@ -186,7 +187,7 @@ def of_file(recipe: Recipe, path: Path) -> Examples:
         chosen = np.random.default_rng(seed).choice(len(lines), count, replace=count > len(lines))
         return pool.taken(chosen, np.full(num_ranks, batch_size))
 
-    return Examples(f"{len(lines)} examples of {path}", draw, len(lines), False, lambda: pool,
+    return Examples(f"{len(lines)} examples of {path}", draw, len(lines), False, lambda: [pool],
                     lambda i: f"{path}, line {i + 1}")
 
 

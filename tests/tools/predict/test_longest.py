@@ -111,7 +111,13 @@ def test_a_row_that_fits_where_its_images_are_encoded_elsewhere():
 
     def said(job, gigabytes: float) -> str:
         room = replace(Room.of(job, 0, MemoryModel.of(job)), budget=gigabytes * 1e9)
-        return "\n".join(room.misfits(replace(rows, example_id=np.arange(3)), "row {}".format))
+        every = replace(rows, example_id=np.arange(3))
+        parts = [every.taken(part, [len(part)]) for part in (np.array([0]), np.array([1, 2]))]
+        told = room.misfits(parts, "row {}".format)
+        assert told == room.misfits([every], "row {}".format)
+        costs = plan_spec(job).costs
+        assert heaviest([every], costs, parts) == heaviest([every], costs)
+        return "\n".join(told)
 
     def named(*args) -> list[str]:
         return re.findall(r"^  row (\d): [\d,]+ tokens, predicted", said(*args), re.M)
