@@ -5,14 +5,23 @@
 For each phase a stack of blocks runs forward and backward on the CPU, on one thread and in float32,
 with nothing, with what is no product, and with everything computed again. Bytes are those that are
 still allocated after the forward pass, from the allocator's own events; times are CPU seconds of
-the thread, the median of --repeats rounds in which the ways take turns.
+the thread inside of the blocks, where the backward pass calls them again: the median of --repeats
+rounds in which the ways take turns.
+
+The prediction of time is that of orchmllm.sharding.memory with what this machine takes: for the
+forward pass of the same layer, for a byte that operators which are no products move (one rate for
+all phases), and for the calls alone, from sequences of one position. Freed memory stays with the
+process, as with the allocator of a GPU.
 """
 
 from __future__ import annotations
 
 import argparse
+import ctypes
 import os
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
@@ -20,15 +29,21 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import CheckpointPolicy
 
 from orchmllm.batch import SequenceLengths
 from orchmllm.config.fsdp import CHOICES
 from orchmllm.config.model import AudioConfig, LLMConfig, ModelConfig, VisionConfig
+from orchmllm.models.flops import lengths_of, phase_work
 from orchmllm.models.mllm import MultimodalModel
 from orchmllm.plan.assign import PHASES
 from orchmllm.sharding.activations import block_bytes
-from orchmllm.sharding.blocks import recompute, stacks
-from orchmllm.sharding.memory import SELECTIVE_SHARE
+from orchmllm.sharding.blocks import keep_products, recompute, stacks
+from orchmllm.sharding.whole_memory import Products
+
+CACHE_BYTES = 16 << 20  # more than a core has of its own
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of malloc.h
 
 
 def model_of(layers: int, width: int) -> ModelConfig:
@@ -64,42 +79,99 @@ def kept_bytes(stack: nn.ModuleList, phase: str, x: Tensor, seqlens: SequenceLen
     return left
 
 
-def seconds(stack: nn.ModuleList, phase: str, x: Tensor, seqlens: SequenceLengths
+@contextmanager
+def timed(cls: type) -> Iterator[list[float]]:
+    """Seconds of each call of a block's forward pass, also of one that is ended early."""
+    forward, spent = cls.forward, []
+
+    def timed_forward(*args, **kwargs):
+        started = time.thread_time()
+        try:
+            return forward(*args, **kwargs)
+        finally:
+            spent.append(time.thread_time() - started)
+
+    cls.forward = timed_forward
+    try:
+        yield spent
+    finally:
+        cls.forward = forward
+
+
+def seconds(stack: nn.ModuleList, cls: type, phase: str, x: Tensor, seqlens: SequenceLengths
             ) -> tuple[float, float]:
-    """Of the forward pass, and of both."""
-    started = time.thread_time()
-    out = forward(stack, phase, x, seqlens)
-    between = time.thread_time()
-    out.square().sum().backward()
-    return between - started, time.thread_time() - started
+    """Of a block of this class: in the forward pass, and again in the backward pass."""
+    with timed(cls) as spent:
+        forward(stack, phase, x, seqlens).square().sum().backward()
+    return sum(spent[:len(stack)]) / len(stack), sum(spent[len(stack):]) / len(stack)
+
+
+class Others(TorchDispatchMode):
+    """Adds up the CPU seconds of the operators that are no products. What a product made is in no
+    cache of the core when they begin, as in a recomputation, where it was made long before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seconds, self.other = 0.0, torch.zeros(CACHE_BYTES // 4)
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        started = time.thread_time()
+        out = func(*args, **(kwargs or {}))
+        spent = time.thread_time() - started
+        if keep_products(None, func) == CheckpointPolicy.MUST_SAVE:
+            self.other.add_(1)
+        else:
+            self.seconds += spent
+        return out
+
+
+def memory_rate(config: ModelConfig, lengths: list[int], repeats: int) -> float:
+    """Bytes/s that operators which are no products read and write, in all phases together."""
+    model, seqlens = MultimodalModel(config), SequenceLengths.from_lengths(lengths)
+    moved = seconds = 0.0
+    for phase, stack in stacks(model).items():
+        x = torch.randn(seqlens.total, getattr(config, phase).hidden_size)
+        with Products() as products:
+            forward(stack, phase, x, seqlens)
+        moved += products.moved
+        times = []
+        for _ in range(repeats + 1):
+            with Others() as others:
+                forward(stack, phase, x, seqlens)
+            times.append(others.seconds)
+        seconds += float(np.median(times[1:]))
+    return moved / seconds
 
 
 def measured(config: ModelConfig, phase: str, lengths: list[int], repeats: int
              ) -> dict[str, tuple[float, float]]:
-    """choice -> (bytes saved, seconds more) of a layer; none: (0, seconds of its forward pass)."""
+    """choice -> (bytes saved, seconds again) of a layer; none: (0, seconds of its forward pass)."""
     torch.manual_seed(0)
     model = MultimodalModel(config)
     stack, seqlens = stacks(model)[phase], SequenceLengths.from_lengths(lengths)
     x = torch.randn(seqlens.total, getattr(config, phase).hidden_size, requires_grad=True)
-    kept, times = {}, {choice: [] for choice in CHOICES}
+    kept, times, cls = {}, {choice: [] for choice in CHOICES}, type(stack[0])
     for turn in range(repeats + 1):  # the first one warms up
         for choice in CHOICES:
             recompute(model, dict.fromkeys(PHASES, choice))
             if not turn:
                 kept[choice] = kept_bytes(stack, phase, x, seqlens)
-            times[choice].append(seconds(stack, phase, x, seqlens))
-    table = {choice: np.array(found[1:]) for choice, found in times.items()}  # (repeats, 2)
+            times[choice].append(seconds(stack, cls, phase, x, seqlens))
     return {choice: ((kept["none"] - kept[choice]) / len(stack), float(np.median(
-        table["none"][:, 0] if choice == "none" else table[choice][:, 1] - table["none"][:, 1]
-        ) / len(stack))) for choice in CHOICES}
+        [s[choice != "none"] for s in times[choice][1:]]))) for choice in CHOICES}
 
 
-def predicted(config: ModelConfig, phase: str, positions: int, forward_s: float
+def predicted(config: ModelConfig, phase: str, lengths: list[int], forward_s: float, rate: float
               ) -> dict[str, tuple[float, float]]:
-    """The same by orchmllm.sharding.memory. forward_s: of a layer's forward pass, as measured."""
-    kept = block_bytes(phase, getattr(config, phase), 4, on_cpu=True).kept
-    return {choice: ((kept["none"] - kept[choice]) * positions, share * forward_s)
-            for choice, share in (("selective", SELECTIVE_SHARE), ("full", 1.0))}
+    """The same by orchmllm.sharding.memory. forward_s: of a layer's forward pass, as measured;
+    rate: see memory_rate."""
+    block = block_bytes(phase, getattr(config, phase), 4, on_cpu=True)
+    work = phase_work(phase, config, lengths_of(
+        phase, getattr(config, phase), np.array(lengths)), "full").recompute.sum(axis=1)
+    moved = block.moved * sum(lengths) / rate
+    times = {"selective": moved, "full": block.again(*(forward_s * work / work.sum()), moved)}
+    return {choice: ((block.kept["none"] - block.kept[choice]) * sum(lengths), time_s)
+            for choice, time_s in times.items()}
 
 
 def main() -> None:
@@ -110,16 +182,24 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=7)
     args = parser.parse_args()
     torch.set_num_threads(1)
+    libc = ctypes.CDLL(None)
+    libc.mallopt(M_MMAP_THRESHOLD, 2**30)
+    libc.mallopt(M_TRIM_THRESHOLD, 2**31 - 1)
     config = model_of(args.layers, args.width)
+    rate = memory_rate(config, args.lengths, args.repeats)
     print(f"{args.layers} layers x {args.width}, {sum(args.lengths):,} positions, float32, load "
-          f"average {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores\nof a layer:")
+          f"average {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores, {rate / 1e9:.1f} GB/s\n"
+          "of a layer:")
     for phase in PHASES:
         found = measured(config, phase, args.lengths, args.repeats)
-        wanted = predicted(config, phase, sum(args.lengths), found["none"][1])
+        calls = measured(config, phase, [1] * len(args.lengths), args.repeats)
+        wanted = predicted(config, phase, args.lengths, found["none"][1], rate)
         for choice, (size, time_s) in wanted.items():
+            time_s += calls[choice][1]
             print(f"  {phase:6s} {choice:9s} saves {found[choice][0] / 1e6:7.2f} MB (predicted "
-                  f"{size / 1e6:7.2f}), takes {1e3 * found[choice][1]:7.1f} ms more (predicted "
-                  f"{1e3 * time_s:7.1f})", flush=True)
+                  f"{size / 1e6:7.2f}), takes {1e3 * found[choice][1]:7.1f} ms (predicted "
+                  f"{1e3 * time_s:7.1f}, of that {1e3 * calls[choice][1]:.1f} for the calls)",
+                  flush=True)
 
 
 if __name__ == "__main__":

@@ -27,12 +27,13 @@ from orchmllm.models.flops import plan_spec
 from orchmllm.plan.assign import PHASES
 from orchmllm.plan.layout import BatchLayout
 from orchmllm.plan.step import plan_step
+from orchmllm.sharding.memory import MemoryModel
 from orchmllm.tools.compare import main as compare
 from orchmllm.tools.compare import variant
 from orchmllm.tools.data.command import index_all
 from orchmllm.tools.predict.examples import open_recipe
 from orchmllm.tools.predict.hardware import Hardware
-from orchmllm.tools.predict.step_time import rank_seconds, work_of
+from orchmllm.tools.predict.step_time import slowest_compute, work_of
 
 ROOT = Path(__file__).parents[1]
 TOLERANCE = 0.1  # relative
@@ -49,14 +50,15 @@ def predicted(recipe: Recipe, ranks: int, steps: int) -> dict[str, float]:
     rows, batch = range(len(index) - recipe.data.num_validation), recipe.train.batch_size
     sampler = GlobalSampler(rows, ranks * batch, seed=recipe.run.seed)
     found = dict.fromkeys(("off", "on"), 0.0)
+    memory = MemoryModel.of(resolve(recipe, ranks, 2))
     for step in range(steps):
         layout = BatchLayout.concat([index.layout(*[sampler.batch(step)] * 2)], [batch] * ranks)
         for name in found:
             plan = plan_step(layout, plan_spec(resolve(
                 variant(recipe, name == "on"), layout.num_ranks, 2)))
             work = work_of(plan, recipe.model)
-            found[name] += sum(float(sum(rank_seconds(
-                work, p, Hardware(), recipe.fsdp.checkpointing(p))).max()) for p in PHASES)
+            found[name] += sum(sum(slowest_compute(
+                work, p, memory, recipe.fsdp.checkpointing(p), Hardware())[0][0]) for p in PHASES)
     return found
 
 

@@ -17,6 +17,7 @@ import numpy as np
 from orchmllm.config.fsdp import CHOICES
 from orchmllm.config.model import AudioConfig, LLMConfig, VisionConfig
 
+ROTATED = 7  # reads and writes of a rotation, for each number of q or k
 Counts = Mapping[str, "int | np.ndarray"]  # of CHOICES -> layers; arrays (n, 1) for n cases at once
 
 
@@ -34,11 +35,21 @@ class Stack(NamedTuple):
 class BlockBytes:
     """Per position. kept: choice -> bytes that stay until the backward pass. forward: what exists
     at the same time where nothing is kept. backward: gradients inside one block, beside what
-    `none` keeps."""
+    `none` keeps. moved: what all operators but products and attention read and write where a
+    block recomputes. repeated: the share of the products' FLOP that `full` computes again: torch
+    stops as soon as all is there that the backward pass reads, and it does not read the output of
+    the last product and what follows it."""
 
     kept: dict[str, float]
     forward: float
     backward: float
+    moved: float = 0.0
+    repeated: float = 1.0
+
+    def again(self, products, attention, moved):
+        """What `full` repeats of a forward pass. products: with what is moved between them; all in
+        one unit, FLOP or seconds."""
+        return products - (1 - self.repeated) * (products - moved) + attention
 
     def stack(self, counts: Counts) -> Stack:
         """Of so many blocks: the first ones are those of `full`, the last ones those of `none`. At
@@ -66,7 +77,11 @@ def block_bytes(phase: str, config: VisionConfig | AudioConfig | LLMConfig, e: i
         none += 2 * size
     kept = {"none": e * none + stats, "selective": e * (7 * size + ffn) + stats - 16,
             "full": e * size}
-    return BlockBytes(kept, e * (2 * ffn + 2 * size), e * (ffn + size))
+    moved = e * ((7 + 2 * on_cpu) * size + 2 * ffn)  # norms, a residual; the activation
+    if phase == "vision":
+        moved += e * ROTATED * 2 * size
+    return BlockBytes(kept, e * (2 * ffn + 2 * size), e * (ffn + size), moved,
+                      1 - ffn / (4 * size + 2 * ffn))
 
 
 def rms_norm_bytes(config: LLMConfig, e: int, on_cpu: bool) -> int:
@@ -86,7 +101,11 @@ def _llm_block(config: LLMConfig, e: int, on_cpu: bool) -> BlockBytes:
     kept = {"none": norms + attention + mlp,
             "selective": e * (5 * size + 2 * kv + 2 * ffn) + 4 * config.num_heads,
             "full": e * size}
-    return BlockBytes(kept, e * (3 * ffn + 2 * size), e * (ffn + 2 * size))
+    # Norms, which a CPU computes in steps, and a residual; rotations; the activation and what it
+    # multiplies.
+    moved = e * ((11 + 8 * on_cpu) * size + ROTATED * (size + kv) + 5 * ffn)
+    return BlockBytes(kept, e * (3 * ffn + 2 * size), e * (ffn + 2 * size), moved,
+                      1 - ffn / (2 * size + 2 * kv + 3 * ffn))
 
 
 def vision_root(config: VisionConfig, width: int, e: int) -> tuple[float, float, float]:

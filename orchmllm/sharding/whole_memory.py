@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import CheckpointPolicy
 from transformers import AttentionInterface
 
@@ -40,13 +41,15 @@ def fused(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *_: Any,
 AttentionInterface.register(NAME, fused)
 
 
-class _Products(TorchDispatchMode):
-    """Collects the outputs that selective checkpointing keeps. The product of all experts, which
-    only bfloat16 has without memory, has its shape in any dtype."""
+class Products(TorchDispatchMode):
+    """Collects the outputs that selective checkpointing keeps, the products' FLOP, and the bytes
+    that all other operators read and write. The product of all experts, which only bfloat16 has
+    without memory, has its shape in any dtype."""
 
     def __init__(self) -> None:
         super().__init__()
         self.kept: list[Tensor] = []
+        self.flop = self.moved = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func is torch.ops.aten._grouped_mm.default:
@@ -54,10 +57,21 @@ class _Products(TorchDispatchMode):
             out = x.new_empty(len(x), weight.shape[-1])
         else:
             out = func(*args, **(kwargs or {}))
+        read, made = ([t for t in tree_leaves(x) if isinstance(t, Tensor)] for x in (
+            (args, kwargs), out))
         if keep_products(None, func, *args) == CheckpointPolicy.MUST_SAVE:
-            self.kept += [t for t in (out if isinstance(out, tuple) else (out,))
-                          if isinstance(t, Tensor)]
+            self.kept += made
+            if "attention" not in str(func):
+                rows = args[1] if "addmm" in str(func) else args[0]
+                self.flop += 2 * made[0].numel() * rows.shape[-1]
+        elif func._schema.is_mutable or not {_storage(t) for t in made} & {
+                _storage(t) for t in read}:  # not a view
+            self.moved += sum(t.nbytes for t in made + read)
         return out
+
+
+def _storage(tensor: Tensor) -> int:
+    return tensor.untyped_storage()._cdata
 
 
 @lru_cache(maxsize=8)
@@ -89,12 +103,13 @@ def block_bytes(folder: str, phase: str, frozen: bool, dtype: str) -> BlockBytes
     # The gradients of the largest tensor and of what it was made of; without a backward pass
     # nothing is there but for a moment.
     return BlockBytes({c: mean[c] for c in ("none", "selective", "full")}, mean["made"],
-                      2 * largest)
+                      2 * largest, mean["moved"], mean["repeated"] / mean["flop"])
 
 
 def _measured(block: nn.Module, config: Any, n: int, learns: bool) -> dict[str, int]:
     """Bytes for n positions: what stays by each choice of checkpointing, all that is saved
-    (`made`), and the largest tensor of it."""
+    (`made`), the largest tensor of it, and what is `moved` until the last of it is there. FLOP of
+    products: all, and those that are `repeated` until then."""
     names = inspect.signature(block.forward).parameters
     heads = getattr(config, "num_attention_heads", None) or config.num_heads
     width = getattr(config, "embed_dim", None) or config.hidden_size
@@ -108,20 +123,26 @@ def _measured(block: nn.Module, config: Any, n: int, learns: bool) -> dict[str, 
     linear = {"seqlens": SequenceLengths.from_lengths([n])} if hasattr(block, "linear_attn") else {}
     apart = [*block.parameters(), *block.buffers(), angles]
     saved: list[Tensor] = []
-    with torch.autograd.graph.saved_tensors_hooks(
-            lambda t: saved.append(t) or t, lambda t: t), _Products() as products:
+    until = {"moved": 0, "repeated": 0}
+
+    def save(tensor: Tensor) -> Tensor:
+        saved.append(tensor)
+        until.update(moved=products.moved, repeated=products.flop)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(save, lambda t: t), Products() as products:
         block(hidden, **{k: v for k, v in given.items() if k in names}, **linear)
     held = _bytes(saved, apart)
     return {"none": sum(held), "full": _bytes([hidden], [])[0] * learns,
             "selective": sum(_bytes([hidden, *products.kept], apart)) * learns,
-            "made": sum(held), "largest": max(held, default=0)}
+            "made": sum(held), "largest": max(held, default=0), "flop": products.flop, **until}
 
 
 def _bytes(tensors: list[Tensor], apart: list[Tensor]) -> list[int]:
     """Of the storages of the tensors, but for those of `apart`."""
-    storages = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}
+    storages = {_storage(t): t.untyped_storage().nbytes() for t in tensors}
     for t in apart:
-        storages.pop(t.untyped_storage()._cdata, None)
+        storages.pop(_storage(t), None)
     return list(storages.values())
 
 
@@ -141,9 +162,9 @@ class WholeMemory(MemoryModel):
         described = replace(model, **parts)
         return super().of(replace(job, recipe=replace(job.recipe, model=described)), on_cpu)
 
-    def _block(self, phase: str) -> BlockBytes:
+    def block(self, phase: str) -> BlockBytes:
         if phase not in part_flops(self.model.folder):
-            return super()._block(phase)
+            return super().block(phase)
         return block_bytes(self.model.folder, phase, getattr(self.model, phase).frozen,
                            self.fsdp.forward_dtype)
 

@@ -11,22 +11,25 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 
 from orchmllm.batch import SequenceLengths
 from orchmllm.config.fsdp import CHOICES, as_choice, layer_counts
 from orchmllm.config.job import resolve
 from orchmllm.config.recipe import FsdpConfig, RecipeError, load_recipe
-from orchmllm.models.flops import plan_spec
+from orchmllm.models.flops import lengths_of, phase_work, plan_spec
 from orchmllm.models.mllm import MultimodalModel
 from orchmllm.plan.assign import PHASES
 from orchmllm.plan.layout import BatchLayout
 from orchmllm.plan.step import plan_step
 from orchmllm.runtime import measured
 from orchmllm.runtime.metrics import read_rows
+from orchmllm.sharding.activations import block_bytes
 from orchmllm.sharding.blocks import recompute, stacks
 from orchmllm.sharding.choice import choose_checkpointing
 from orchmllm.sharding.memory import MemoryModel, loads_of
 from orchmllm.sharding.run_memory import RunMemory
+from orchmllm.sharding.whole_memory import Products
 from orchmllm.trainer import Trainer
 from scripts import bench_recompute as bench
 from tests.lib.gradients import Case, all_gradients, reference_gradients, worst_difference
@@ -233,6 +236,34 @@ def test_gradients_are_those_of_one_process_without_recomputation(ranks):
         assert error <= 1e-9, f"{name}: {where} differs by {error:.1e}"
 
 
+@pytest.mark.parametrize("phase", PHASES)
+def test_what_is_repeated_is_what_torch_repeats(phase):
+    """FLOP of products by torch's counter; bytes that the other operators move, by each of them,
+    until all is there that the backward pass reads."""
+    config, lengths = bench.model_of(2, 512), [70, 25, 5, 40]
+    model, seqlens = MultimodalModel(config), SequenceLengths.from_lengths(lengths)
+    stack, x = stacks(model)[phase], torch.randn(seqlens.total, 512, requires_grad=True)
+    flop = {}
+    for choice in CHOICES:
+        recompute(model, dict.fromkeys(PHASES, choice))
+        with FlopCounterMode(display=False) as counter:
+            bench.forward(stack, phase, x, seqlens).sum().backward()
+        flop[choice] = counter.get_total_flops()
+    block = block_bytes(phase, getattr(config, phase), 4, on_cpu=True)
+    work = phase_work(phase, config, lengths_of(phase, getattr(config, phase), np.array(lengths)),
+                      "full")
+    assert flop["selective"] == flop["none"]
+    assert flop["full"] - flop["none"] == pytest.approx(
+        block.repeated * work.recompute[0].sum(), rel=1e-9)
+    recompute(model, dict.fromkeys(PHASES, "none"))
+    seen = []
+    stack[0].register_forward_pre_hook(lambda *_: seen.append(products.moved))
+    with Products() as products, torch.autograd.graph.saved_tensors_hooks(
+            lambda t: seen.append(products.moved) or t, lambda t: t):
+        bench.forward(stack[:1], phase, x, seqlens)
+    assert block.moved * seqlens.total == pytest.approx(seen[-1] - seen[0], rel=0.02)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("phase", PHASES)
 def test_a_layer_saves_what_is_predicted(phase):
@@ -240,7 +271,7 @@ def test_a_layer_saves_what_is_predicted(phase):
     """
     config, lengths = bench.model_of(4, 128), [70, 25, 5, 40]
     found = bench.measured(config, phase, lengths, 1)
-    for choice, (size, _) in bench.predicted(config, phase, sum(lengths), 0.0).items():
+    for choice, (size, _) in bench.predicted(config, phase, lengths, 1.0, 1e9).items():
         assert found[choice][0] == pytest.approx(size, rel=0.1), choice
     model = MultimodalModel(config)
     stack, seqlens = stacks(model)[phase], SequenceLengths.from_lengths(lengths)

@@ -191,7 +191,7 @@ def measure(plan: StepPlan, memory: MemoryModel, choice: dict[str, str],
     work = work_of(plan, memory.model, padded_phases(memory.model))
     slowest, even = 0.0, {}
     for phase in PHASES:
-        seconds = sum(rank_seconds(work, phase, hardware, "none", memory.fsdp.forward_dtype))
+        seconds = sum(rank_seconds(work, phase, hardware, memory.fsdp.forward_dtype))
         slowest += float(seconds.max())
         if seconds.any():
             even[phase] = imbalance(seconds)

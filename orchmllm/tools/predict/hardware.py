@@ -8,6 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+import numpy as np
+
 from orchmllm.config.job import Job, resolve
 from orchmllm.config.recipe import Recipe
 from orchmllm.models.gpus import GPUS, Gpu
@@ -52,11 +54,16 @@ class Hardware:
         known = self.measured.get(phase)
         return known["fixed"] + layers * known["layer"] if known else 0.0
 
-    def efficiencies(self, phase: str) -> tuple[float, float]:
-        """Shares of the peak that a phase's products and its attention reach."""
+    def rates(self, phase: str, dtype: str) -> np.ndarray:
+        """(2, 1) FLOP/s that a phase's products and its attention reach."""
         known = self.measured.get(phase)
-        return ((known["products"], known["attention"]) if known else
-                (self.product_efficiency, self.attention_efficiency))
+        return self.peak(dtype) * np.array([[known["products"]], [known["attention"]]] if known else
+                                           [[self.product_efficiency], [self.attention_efficiency]])
+
+    @property
+    def memory_rate(self) -> float:
+        """Bytes/s of the GPU's memory that are reached."""
+        return self.sheet.memory_bandwidth * self.memory_efficiency
 
 
 def cluster(gpu: str = "h100-sxm", *, gbit: float = 400, per_node: int = 8,

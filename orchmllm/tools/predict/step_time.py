@@ -14,7 +14,7 @@ from math import gcd, log2
 
 import numpy as np
 
-from orchmllm.config.fsdp import DTYPE_BYTES, layer_counts
+from orchmllm.config.fsdp import DTYPE_BYTES
 from orchmllm.config.job import Job
 from orchmllm.config.model import ModelConfig
 from orchmllm.models.flops import (
@@ -28,7 +28,7 @@ from orchmllm.plan.assign import PHASES
 from orchmllm.plan.layout import ENCODERS
 from orchmllm.plan.step import StepPlan
 from orchmllm.sharding import fits
-from orchmllm.sharding.memory import SELECTIVE_SHARE, MemoryModel
+from orchmllm.sharding.memory import MemoryModel
 from orchmllm.sharding.units import Unit, by_role
 from orchmllm.tools.predict.hardware import Hardware
 from orchmllm.tools.predict.transfers import Move, moves_of
@@ -78,12 +78,13 @@ class StepTime:
 @dataclass(frozen=True)
 class PlanWork:
     """FLOP of the ranks in one microbatch. forward, backward, again: phase -> (2, d), products and
-    attention, `again` what full checkpointing repeats; head: (d,) forward FLOP of the head;
-    layers: of each phase; moves: of rows between ranks."""
+    attention, `again` what full checkpointing repeats; positions: phase -> (d,); head: (d,)
+    forward FLOP of the head; layers: of each phase; moves: of rows between ranks."""
 
     forward: Mapping[str, np.ndarray]
     backward: Mapping[str, np.ndarray]
     again: Mapping[str, np.ndarray]
+    positions: Mapping[str, np.ndarray]
     head: np.ndarray
     layers: Mapping[str, int]
     useful: float
@@ -97,39 +98,44 @@ def work_of(plan: StepPlan, model: ModelConfig, pad: frozenset[str] = frozenset(
     """What the ranks do in a planned microbatch. pad: phases whose batches are padded. all_gather:
     rows travel by it."""
     parts: dict[str, dict[str, np.ndarray]] = {"forward": {}, "backward": {}, "recompute": {}}
-    useful, d = 0.0, plan.layout.num_ranks
+    useful, positions, d = 0.0, {}, plan.layout.num_ranks
     for phase in PHASES:
         rank, real = item_rank(plan, phase), phase_lengths(plan.layout, phase)
         lengths: Lengths = padded_lengths(plan, phase) if phase in pad else real
         work = phase_work(phase, model, lengths, "full")
         for name, into in parts.items():
             into[phase] = np.stack([np.bincount(rank, x, d) for x in getattr(work, name)])
+        positions[phase] = np.bincount(rank, lengths.positions, d)
         useful += float(phase_work(phase, model, real).useful.sum())
     rank, llm = item_rank(plan, "llm"), phase_lengths(plan.layout, "llm")
     tokens = np.bincount(rank, llm.tokens, d)
     with_logits = np.bincount(rank, llm.rows, d) if model.folder else tokens
     return PlanWork(
-        parts["forward"], parts["backward"], parts["recompute"],
+        parts["forward"], parts["backward"], parts["recompute"], positions,
         head=2.0 * model.llm.hidden_size * model.llm.vocab_size * with_logits, useful=useful,
         layers={p: getattr(model, p).num_layers for p in PHASES}, tokens=float(tokens.sum()),
         num_ranks=d, moves=tuple(moves_of(plan, all_gather, [
             phase for phase in ENCODERS if model.features_learn(phase)])))
 
 
-def rank_seconds(work: PlanWork, phase: str, hardware: Hardware, choice: str,
-                 dtype: str = "bfloat16") -> tuple[np.ndarray, np.ndarray]:
-    """(d,) seconds of computing, forward and backward (with what is recomputed). choice: see
-    orchmllm.config.fsdp.layer_counts."""
-    rate = hardware.peak(dtype) * np.array(hardware.efficiencies(phase))
+def rank_seconds(work: PlanWork, phase: str, hardware: Hardware, dtype: str = "bfloat16"
+                 ) -> tuple[np.ndarray, np.ndarray]:
+    """(d,) seconds of computing, forward and backward, where nothing is recomputed."""
+    rate = hardware.rates(phase, dtype)
     fixed = hardware.fixed_s(phase, work.layers[phase])
-    forward, backward, again = (x[phase] / rate[:, None] for x in (
-        work.forward, work.backward, work.again))
-    if again.any():  # a frozen encoder repeats nothing
-        layers = work.layers[phase]
-        counts = layer_counts(choice, layers)
-        backward = backward + (counts["full"] * again
-                               + counts["selective"] * SELECTIVE_SHARE * forward) / layers
-    return forward.sum(axis=0) + fixed / 3, backward.sum(axis=0) + 2 * fixed / 3
+    return ((work.forward[phase] / rate).sum(axis=0) + fixed / 3,
+            (work.backward[phase] / rate).sum(axis=0) + 2 * fixed / 3)
+
+
+def repeated_seconds(work: PlanWork, phase: str, hardware: Hardware, choice: str,
+                     memory: MemoryModel) -> np.ndarray:
+    """(d,) seconds of what the layers of a phase compute again. choice: see
+    orchmllm.config.fsdp.layer_counts."""
+    products, attention = work.again[phase] / work.layers[phase] / hardware.rates(
+        phase, memory.fsdp.forward_dtype)
+    counts, block = memory.counts(phase, choice), memory.block(phase)
+    moved = block.moved * work.positions[phase] / hardware.memory_rate
+    return counts["full"] * block.again(products, attention, moved) + counts["selective"] * moved
 
 
 def gather_bandwidth(shards: int, hardware: Hardware, num_ranks: int) -> float:
@@ -220,14 +226,16 @@ def slowest_compute(work: PlanWork, phase: str, memory: MemoryModel, choice: str
                     hardware: Hardware) -> tuple[Compute, float]:
     """(((forward, backward) seconds of the phase's slowest rank, of that the LLM's head), seconds
     that the mean rank waits for it)."""
-    seconds = rank_seconds(work, phase, hardware, choice, memory.fsdp.forward_dtype)
-    total = seconds[0] + seconds[1]
+    dtype = memory.fsdp.forward_dtype
+    forward, backward = rank_seconds(work, phase, hardware, dtype)
+    backward += repeated_seconds(work, phase, hardware, choice, memory)
+    total = forward + backward
     slowest, head = int(total.argmax()), (0.0, 0.0)
     if phase == "llm":
-        rate = hardware.peak(memory.fsdp.forward_dtype) * hardware.efficiencies(phase)[0]
+        rate = hardware.rates(phase, dtype)[0, 0]
         passes = (1, 1 if memory.model.llm.frozen or memory.model.lora.rank else 2)
         head = tuple(n * float(work.head[slowest]) / rate for n in passes)
-    return (tuple(float(x[slowest]) for x in seconds), head), float(
+    return ((float(forward[slowest]), float(backward[slowest])), head), float(
         total[slowest] - total.mean())
 
 
@@ -264,7 +272,7 @@ def update_seconds(memory: MemoryModel, hardware: Hardware) -> float:
     """Norm, clipping and AdamW over the shards of a rank: as fast as memory is read, the host's
     with CPU offload."""
     bandwidth = (hardware.host_memory_bandwidth if memory.fsdp.cpu_offload
-                 else hardware.sheet.memory_bandwidth * hardware.memory_efficiency)
+                 else hardware.memory_rate)
     return UPDATE_PASSES * memory.state_bytes()["gradients"] / bandwidth
 
 

@@ -96,7 +96,7 @@ def test_ratios_of_84b_are_those_of_an_independent_simulation():
         for name, (balance, padded) in schemes.items():
             work = work_of(plan_step(replace(layout), replace(spec, balance=balance)),
                            recipe.model, padded)
-            seconds[name] += sum(float(sum(rank_seconds(work, p, Hardware(), "none")).max())
+            seconds[name] += sum(float(sum(rank_seconds(work, p, Hardware())).max())
                                  for p in PHASES)
     for name, reference in (("none", 1.58), ("LLM only", 1.17)):
         assert seconds[name] / seconds["balanced"] == pytest.approx(reference, rel=0.05), seconds

@@ -104,8 +104,12 @@ def test_auto_picks_what_brute_force_picks():
             for phase in PHASES:
                 work = phase_work(phase, memory.model, phase_lengths(plan.layout, phase),
                                   choice[phase])
-                again = 0.1 * work.forward if choice[phase] == "selective" else work.recompute
-                cost += np.bincount(item_rank(plan, phase), again.sum(0), d).max()
+                block, layers = memory.block(phase), getattr(memory.model, phase).num_layers
+                moved = 220 * block.moved * layers * phase_lengths(plan.layout, phase).positions
+                products, attention = work.recompute
+                again = {"none": 0 * moved, "selective": moved, "full": attention + products
+                         - (1 - block.repeated) * (products - moved)}[choice[phase]]
+                cost += np.bincount(item_rank(plan, phase), again, d).max()
             assert memory.extra_time(loads, choice) == pytest.approx(cost, rel=0.01)
             peak = max(v.max() for v in memory.peaks(loads, choice).values())
             table[combination] = (cost, peak)
