@@ -12,7 +12,7 @@ for them.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -118,7 +118,7 @@ class MemoryModel:
 
     def stack(self, phase: str, counts: Counts) -> Stack:
         """Of the blocks of a phase."""
-        return self._block(phase).stack(counts)
+        return activations.stack(self._blocks(phase), counts)
 
     def peaks(self, loads: Loads, choice: Choice) -> dict[str, np.ndarray]:
         """moment -> (d,) bytes."""
@@ -180,9 +180,10 @@ class MemoryModel:
                 else loads.received[phase])
         return rows * float(self.element * self.model.llm.hidden_size)
 
-    def _block(self, phase: str) -> activations.BlockBytes:
-        return activations.block_bytes(phase, getattr(self.model, phase), self.element,
-                                       self.on_cpu)
+    def _blocks(self, phase: str) -> Sequence[activations.BlockBytes]:
+        config = getattr(self.model, phase)
+        return [activations.block_bytes(phase, config, self.element, self.on_cpu)
+                ] * config.num_layers
 
     def _around(self, phase: str, loads: Loads) -> np.ndarray:
         """What is kept around the blocks."""

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any
@@ -61,20 +62,19 @@ class _Products(TorchDispatchMode):
 
 
 @lru_cache(maxsize=8)
-def block_bytes(folder: str, phase: str, frozen: bool, dtype: str) -> BlockBytes:
-    """Of one block of vision, audio or llm, on average where some have experts. Two lengths are
-    measured, so that what does not grow with them is left out. A block that does not learn and
-    whose input has no gradient keeps nothing."""
+def block_bytes(folder: str, phase: str, frozen: bool, dtype: str) -> list[BlockBytes]:
+    """Of the blocks of vision, audio or llm in their order. Two lengths are measured, so that what
+    does not grow with them is left out. A block that does not learn and whose input has no gradient
+    keeps nothing."""
     found = meta_model(folder)
     config = found.hf.config
     config = config.get_text_config(decoder=True) if phase == "llm" else getattr(
         config, f"{phase}_config")
-    kinds: dict[int, list[nn.Module]] = {}
-    for block in found.blocks()[phase]:
-        kinds.setdefault(num_parameters(block), []).append(block)
-    sizes, largest = [], 0.0
-    for alike in kinds.values():
-        block = copy.deepcopy(alike[0]).to(getattr(torch, dtype))
+    stack = found.blocks()[phase]
+    kinds = {num_parameters(block): block for block in stack}  # some have experts
+    sizes = {}
+    for kind, one in kinds.items():
+        block = copy.deepcopy(one).to(getattr(torch, dtype))
         for module in block.modules():
             if hasattr(module, "config"):
                 module.config._attn_implementation = NAME
@@ -83,13 +83,10 @@ def block_bytes(folder: str, phase: str, frozen: bool, dtype: str) -> BlockBytes
         short, long = (_measured(block, config, n, learns=phase == "llm" or not frozen)
                        for n in (SHORT, LONG))
         each = {name: (long[name] - short[name]) / (LONG - SHORT) for name in long}
-        largest = max(largest, each["largest"])
-        sizes += [each] * len(alike)
-    mean = {name: sum(each[name] for each in sizes) / len(sizes) for name in sizes[0]}
-    # The gradients of the largest tensor and of what it was made of; without a backward pass
-    # nothing is there but for a moment.
-    return BlockBytes({c: mean[c] for c in ("none", "selective", "full")}, mean["made"],
-                      2 * largest)
+        # The gradients of the largest tensor and of what it was made of; without a backward pass
+        # nothing is there but for a moment.
+        sizes[kind] = BlockBytes(each, each["made"], 2 * each["largest"])
+    return [sizes[num_parameters(block)] for block in stack]
 
 
 def _measured(block: nn.Module, config: Any, n: int, learns: bool) -> dict[str, int]:
@@ -141,9 +138,9 @@ class WholeMemory(MemoryModel):
         described = replace(model, **parts)
         return super().of(replace(job, recipe=replace(job.recipe, model=described)), on_cpu)
 
-    def _block(self, phase: str) -> BlockBytes:
+    def _blocks(self, phase: str) -> Sequence[BlockBytes]:
         if phase not in part_flops(self.model.folder):
-            return super()._block(phase)
+            return super()._blocks(phase)
         return block_bytes(self.model.folder, phase, getattr(self.model, phase).frozen,
                            self.fsdp.forward_dtype)
 
