@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from orchmllm.config.fsdp import DTYPE_BYTES, layer_counts
+from orchmllm.config.fsdp import DTYPE_BYTES, phase_counts
 from orchmllm.config.job import Job
 from orchmllm.config.model import ModelConfig
 from orchmllm.config.recipe import CheckpointConfig, FsdpConfig
@@ -111,10 +111,7 @@ class MemoryModel:
 
     def counts(self, phase: str, choice: str) -> dict[str, int]:
         """Layers of a phase by CHOICES. Raises ValueError for more than it has."""
-        try:
-            return layer_counts(choice, getattr(self.model, phase).num_layers)
-        except ValueError as e:
-            raise ValueError(f"fsdp.{phase}_checkpointing={choice}: {e}") from e
+        return phase_counts(phase, choice, getattr(self.model, phase).num_layers)
 
     def stack(self, phase: str, counts: Counts) -> Stack:
         """Of the blocks of a phase."""

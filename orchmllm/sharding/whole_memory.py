@@ -70,10 +70,8 @@ def block_bytes(folder: str, phase: str, frozen: bool, dtype: str) -> list[Block
     config = found.hf.config
     config = config.get_text_config(decoder=True) if phase == "llm" else getattr(
         config, f"{phase}_config")
-    stack = found.blocks()[phase]
-    kinds = {num_parameters(block): block for block in stack}  # some have experts
-    sizes = {}
-    for kind, one in kinds.items():
+    stack, sizes = found.blocks()[phase], {}
+    for kind, one in {num_parameters(block): block for block in stack}.items():
         block = copy.deepcopy(one).to(getattr(torch, dtype))
         for module in block.modules():
             if hasattr(module, "config"):
@@ -85,13 +83,13 @@ def block_bytes(folder: str, phase: str, frozen: bool, dtype: str) -> list[Block
         each = {name: (long[name] - short[name]) / (LONG - SHORT) for name in long}
         # The gradients of the largest tensor and of what it was made of; without a backward pass
         # nothing is there but for a moment.
-        sizes[kind] = BlockBytes(each, each["made"], 2 * each["largest"])
+        sizes[kind] = BlockBytes(each, each["none"], 2 * each["largest"])
     return [sizes[num_parameters(block)] for block in stack]
 
 
 def _measured(block: nn.Module, config: Any, n: int, learns: bool) -> dict[str, int]:
-    """Bytes for n positions: what stays by each choice of checkpointing, all that is saved
-    (`made`), and the largest tensor of it."""
+    """Bytes for n positions: what stays by each choice of checkpointing, and the largest tensor of
+    all that is saved."""
     names = inspect.signature(block.forward).parameters
     heads = getattr(config, "num_attention_heads", None) or config.num_heads
     width = getattr(config, "embed_dim", None) or config.hidden_size
@@ -111,7 +109,7 @@ def _measured(block: nn.Module, config: Any, n: int, learns: bool) -> dict[str, 
     held = _bytes(saved, apart)
     return {"none": sum(held), "full": _bytes([hidden], [])[0] * learns,
             "selective": sum(_bytes([hidden, *products.kept], apart)) * learns,
-            "made": sum(held), "largest": max(held, default=0)}
+            "largest": max(held, default=0)}
 
 
 def _bytes(tensors: list[Tensor], apart: list[Tensor]) -> list[int]:
@@ -148,7 +146,7 @@ class WholeMemory(MemoryModel):
         """Pixels and frames in float32, and as the forward pass casts them."""
         out = loads.phases["llm"].tokens * 32.0
         for part in part_flops(self.model.folder).keys() & ENCODERS.keys():
-            front, _ = _around(self.model.folder, part)
+            front, _ = around(meta_model(self.model.folder), part)
             values = front[0].in_channels if part == "audio" else sum(
                 m.weight[0].numel() for m in front)
             out = out + loads.phases[part].rows * float(values * (4 + self.element))
@@ -170,17 +168,11 @@ class WholeMemory(MemoryModel):
         if phase == "llm":  # what the layers get, and the last norm: its input in float32
             return lengths.tokens * float(
                 e * feature_width(self.model.folder) + (4 + 2 * e) * self.model.llm.hidden_size)
-        front, connector = _around(self.model.folder, phase)
+        front, connector = around(meta_model(self.model.folder), phase)
         patch = self.model.learns(phase) * sum(_front_values(m) for m in front)
         token = self.model.features_learn(phase) * sum(
             sum(m.weight.shape[:2]) for m in connector)
         return float(e * patch) * lengths.rows + float(e * token) * lengths.tokens
-
-
-@lru_cache(maxsize=8)
-def _around(folder: str, phase: str) -> tuple[list[nn.Module], list[nn.Module]]:
-    """See `around`, which reads the whole model; a bisection asks a hundred times."""
-    return around(meta_model(folder), phase)
 
 
 def _front_values(module: nn.Module) -> int:
