@@ -8,7 +8,6 @@ from dataclasses import replace
 
 import numpy as np
 
-from orchmllm.config.fsdp import FsdpConfig
 from orchmllm.config.job import Job, resolve
 from orchmllm.config.recipe import Recipe
 from orchmllm.models.flops import Lengths
@@ -70,18 +69,18 @@ def decide(
     except ValueError as e:
         given, cure = (_in_microbatches if kept else _smaller)(
             recipe, memory, loads, full, budget_bytes, kept)
-        cure = cure or smaller_state(recipe.fsdp, memory.shards)
+        cure = cure or smaller_state(recipe, memory.shards)
         raise ValueError(
             f"the recipe does not fit: {given} on shard groups of {memory.shards} "
             f"{e} ({allowed_by}); {cure} would fit") from e
 
 
-def smaller_state(fsdp: FsdpConfig, shards: int) -> str:
+def smaller_state(recipe: Recipe, shards: int) -> str:
     """What makes parameters, gradients and the optimizer's state of a rank smaller."""
     return ", ".join([
-        f"{'fsdp.shard_size above' if fsdp.shard_size else 'more ranks than'} {shards}",
-        *["fsdp.cpu_offload=true"] * (not fsdp.cpu_offload),
-        *["fsdp.param_dtype=bfloat16"] * (fsdp.param_dtype != "bfloat16"),
+        f"{'fsdp.shard_size above' if recipe.fsdp.shard_size else 'more ranks than'} {shards}",
+        *["fsdp.cpu_offload=true"] * (not recipe.fsdp.cpu_offload),
+        *["fsdp.param_dtype=bfloat16"] * (recipe.fsdp.param_dtype != "bfloat16"),
         "or fewer parameters that learn"])
 
 

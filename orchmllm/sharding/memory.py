@@ -12,7 +12,7 @@ for them.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -177,7 +177,7 @@ class MemoryModel:
                 else loads.received[phase])
         return rows * float(self.element * self.model.llm.hidden_size)
 
-    def _blocks(self, phase: str) -> Sequence[activations.BlockBytes]:
+    def _blocks(self, phase: str) -> list[activations.BlockBytes]:
         config = getattr(self.model, phase)
         return [activations.block_bytes(phase, config, self.element, self.on_cpu)
                 ] * config.num_layers

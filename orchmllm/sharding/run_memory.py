@@ -103,14 +103,14 @@ class RunMemory:
         before, taken = self.known.get("choice"), self._taken
         self.choice = decide(self._recipe, self.memory, self.loads, self.budget, self._why,
                              self._kept, taken)
-        if self._ran_out and taken == self._ran_out["exhausted"]:
+        if ran_out := taken == self._ran_out.get("exhausted"):
             self.choice = self._ran_out["next"]
         if len(self._fixed) == len(PHASES):
             return
         peak = taken * self.memory.peak(self.loads, self.choice)
         self._log(f"recomputation: {self._described(self.choice)} ({peak / 1e9:.3g} of "
                   f"{self.budget / 1e9:.3g} GB a rank, {taken:.3g} of the prediction"
-                  + (", since memory ran out before: recompute.json)" if self._ran_out else ")")
+                  + (", since memory ran out before: recompute.json)" if ran_out else ")")
                   + (f"; before: {self._described(before)}" if before not in (None, self.choice)
                      else ""))
         self.known["choice"] = self.choice
@@ -155,7 +155,7 @@ class RunMemory:
         """When memory has run out in a step: what helps, in words, and what the next start has to
         know, `ran_out`: the choice that fits (`next`), and what steps have to be taken for; {} if
         nothing that a start decides by itself helps. phase: of the model's clock at the error."""
-        state = smaller_state(self._recipe.fsdp, self.memory.shards)
+        state = smaller_state(self._recipe, self.memory.shards)
         if phase in ("gather", "update"):
             return f"it was the update, which needs no activations; what helps: {state}", {}
         loads = joined([self._loads_of(plan) for plan in step.plans])
@@ -163,7 +163,7 @@ class RunMemory:
         if self.budget and step.as_sampled and self.memory.peak(loads, self.choice) > peak:
             return "the step ran as it was sampled; the next start leaves such steps balanced", {
                 "exhausted": self.budget / peak, "next": self.choice}
-        smaller = "; or lower train.batch_size; or fsdp.memory_gb, by which the recipe is checked"
+        smaller = "; or lower train.batch_size (with fsdp.memory_gb a recipe is checked before)"
         if len(self._fixed) < len(PHASES) and (more := one_layer_more(
                 self.memory, self.loads, self.choice, self._fixed)):
             return f"the next start recomputes one layer more: {self._described(more)}{smaller}", {

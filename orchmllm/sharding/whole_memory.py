@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any
@@ -136,7 +135,7 @@ class WholeMemory(MemoryModel):
         described = replace(model, **parts)
         return super().of(replace(job, recipe=replace(job.recipe, model=described)), on_cpu)
 
-    def _blocks(self, phase: str) -> Sequence[BlockBytes]:
+    def _blocks(self, phase: str) -> list[BlockBytes]:
         if phase not in part_flops(self.model.folder):
             return super()._blocks(phase)
         return block_bytes(self.model.folder, phase, getattr(self.model, phase).frozen,

@@ -15,11 +15,13 @@ import torch
 from orchmllm.batch import SequenceLengths
 from orchmllm.config.fsdp import CHOICES, as_choice, layer_counts
 from orchmllm.config.job import resolve
-from orchmllm.config.recipe import FsdpConfig, RecipeError, load_recipe
+from orchmllm.config.model import ModelConfig
+from orchmllm.config.recipe import FsdpConfig, Recipe, RecipeError, load_recipe
 from orchmllm.models.flops import plan_spec
 from orchmllm.models.mllm import MultimodalModel
 from orchmllm.plan.assign import PHASES
-from orchmllm.plan.layout import BatchLayout
+from orchmllm.plan.geometry import text_lengths
+from orchmllm.plan.layout import TEXT, BatchLayout
 from orchmllm.plan.step import plan_step
 from orchmllm.runtime import measured
 from orchmllm.runtime.metrics import read_rows
@@ -29,6 +31,7 @@ from orchmllm.sharding.memory import MemoryModel, loads_of
 from orchmllm.sharding.run_memory import RunMemory
 from orchmllm.trainer import Trainer
 from scripts import bench_recompute as bench
+from tests.lib import whole_models as models
 from tests.lib.gradients import Case, all_gradients, reference_gradients, worst_difference
 from tests.lib.launched import run_local
 from tests.lib.ranks import run_ranks
@@ -179,6 +182,17 @@ def test_a_step_as_sampled_that_found_no_memory_is_refused_by_the_next_start(che
     again = run_memory([], json.loads(json.dumps({"ran_out": known})), fsdp)
     assert again.choice == memory.choice and "the next start leaves" in advice
     assert "is predicted to need" in again.refuses(wide)
+
+
+def test_a_whole_model_refuses_a_step_that_does_not_fit_the_gpu(tmp_path):
+    models.build("qwen3_5").config.save_pretrained(tmp_path)
+    one = Recipe(model=ModelConfig(config=str(tmp_path)))
+    spec = plan_spec(resolve(one, 2, 8))
+    text = [BatchLayout.from_segments(i, 9, [(TEXT, text_lengths(n))])
+            for i, n in enumerate((4000, 10))]
+    plan = plan_step(BatchLayout.concat(text, [1, 1]), spec.as_sampled)
+    room, wide = (RunMemory(one, None, (), spec, 2, device_bytes) for device_bytes in (1e8, 1e7))
+    assert "GB of 0.0087" in wide.refuses(plan) and not room.refuses(plan)
 
 
 @pytest.mark.slow
