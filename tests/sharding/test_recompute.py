@@ -216,6 +216,9 @@ def test_a_rank_without_memory_ends_all_and_the_next_start_recomputes_more(tmp_p
     told = next(x for x in said.splitlines() if x.startswith("recomputation: "))
     assert all(f"{phase} {choice}" in told for phase, choice in kept["next"].items())
     assert "before: " in told and told.partition("; ")[0] != described
+    (tmp_path / "run" / "recompute.json").unlink()  # as if it had never run out
+    _, said, _ = start("memory no more", "run")
+    assert f"{described}; before: " in said
     assert start("memory no more", "whole")[0] == 0
     losses = [{row["step"]: row["loss"] for row in read_rows(tmp_path / f / "metrics.jsonl")}
               for f in ("run", "whole")]
