@@ -33,7 +33,7 @@ def layer_counts(choice: str, num_layers: int) -> dict[str, int]:
 
 
 def phase_counts(phase: str, choice: str, num_layers: int) -> dict[str, int]:
-    """The same of a phase of a recipe, whose key the error names."""
+    """The same of a phase of a recipe. Raises ValueError, which names the key, too."""
     try:
         return layer_counts(choice, num_layers)
     except ValueError as e:

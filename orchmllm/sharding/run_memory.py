@@ -95,12 +95,12 @@ class RunMemory:
 
     @property
     def _taken(self) -> float:
-        """What a rank needs of the prediction, as far as it is known."""
-        return max(self.known.get("measured", 0.0), self._ran_out.get("exhausted", 0.0)) or MISSED
+        """What a rank needs of the prediction, 0 as long as that is not known."""
+        return max(self.known.get("measured", 0.0), self._ran_out.get("exhausted", 0.0))
 
     def _choose(self) -> None:
         """Sets the choice, and tells it where the recipe leaves it open."""
-        before, taken = self.known.get("choice"), self._taken
+        before, taken = self.known.get("choice"), self._taken or MISSED
         self.choice = decide(self._recipe, self.memory, self.loads, self.budget, self._why,
                              self._kept, taken)
         if ran_out := taken == self._ran_out.get("exhausted"):
@@ -134,7 +134,7 @@ class RunMemory:
         where no budget is known."""
         if not self.budget:
             return ""
-        peak = self._taken * self.memory.peak(self._loads_of(plan), self.choice)
+        peak = (self._taken or 1.0) * self.memory.peak(self._loads_of(plan), self.choice)
         return "" if peak <= self.budget else (
             f"a rank is predicted to need {peak / 1e9:.3g} GB of {self.budget / 1e9:.3g}")
 
