@@ -69,10 +69,10 @@ def decide(
     except ValueError as e:
         given, cure = (_in_microbatches if kept else _smaller)(
             recipe, memory, loads, full, budget_bytes, kept)
-        cure = cure or smaller_state(recipe, memory.shards)
+        cure = f"{cure} would fit" if cure else f"{smaller_state(recipe, memory.shards)} would help"
         raise ValueError(
             f"the recipe does not fit: {given} on shard groups of {memory.shards} "
-            f"{e} ({allowed_by}); {cure} would fit") from e
+            f"{e} ({allowed_by}); {cure}") from e
 
 
 def smaller_state(recipe: Recipe, shards: int) -> str:
