@@ -28,7 +28,7 @@ from orchmllm.runtime.display import RunDisplay
 from orchmllm.runtime.health import HangWatchdog
 from orchmllm.runtime.measured import StepTimer, thread_times
 from orchmllm.runtime.metrics import JsonLines, as_logged, open_log
-from orchmllm.runtime.profile import StepProfiler
+from orchmllm.runtime.profile import IN_ANSWERS, IN_VALIDATION, StepProfiler, memory_errors
 from orchmllm.runtime.resumable import describe_end
 from orchmllm.runtime.run_checkpoints import RunCheckpoints
 from orchmllm.runtime.run_state import Incidents, MediaCount, Progress
@@ -159,7 +159,7 @@ class Trainer:
         """To the last step, or back to a checkpoint before a step that is not finite."""
         for step in self.loader():
             self.long.tell(step, self.memory.choice)
-            with self.profiler.around(step):
+            with self.profiler.around(step, self.model.clock):
                 row = self.train_step(step)
                 self.model.clock.switch("logging")
                 self._emit(row)
@@ -182,7 +182,7 @@ class Trainer:
     def _sample(self) -> None:
         """Logs what the weights as they are answer; nothing without train.sample_every."""
         if self.samples is not None:
-            with evaluating(self.model):
+            with evaluating(self.model), memory_errors(lambda _: IN_ANSWERS):
                 self.samples.write(self.model, self.progress.step)
 
     def _after_step(self, stop: int) -> None:
@@ -276,7 +276,7 @@ class Trainer:
                             servers=self.servers, feed=self._feed)
         media = MediaCount()  # of this pass alone
         total = torch.zeros(2, dtype=torch.float64, device=self.device)
-        with evaluating(self.model):
+        with evaluating(self.model), memory_errors(lambda _: IN_VALIDATION):
             for step in loader:
                 self.incidents.media(step, media, self.dataset.describe)
                 for micro in step.micro:

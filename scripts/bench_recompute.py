@@ -33,13 +33,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy
 
 from orchmllm.batch import SequenceLengths
-from orchmllm.config.fsdp import CHOICES
+from orchmllm.config.fsdp import CHOICES, layer_counts
 from orchmllm.config.model import AudioConfig, LLMConfig, ModelConfig, VisionConfig
+from orchmllm.config.recipe import FsdpConfig
 from orchmllm.models.flops import lengths_of, phase_work
 from orchmllm.models.mllm import MultimodalModel
 from orchmllm.plan.assign import PHASES
 from orchmllm.sharding.activations import block_bytes
 from orchmllm.sharding.blocks import keep_products, recompute, stacks
+from orchmllm.sharding.memory import MemoryModel
 from orchmllm.sharding.whole_memory import Products
 
 CACHE_BYTES = 16 << 20  # more than a core has of its own
@@ -165,13 +167,13 @@ def predicted(config: ModelConfig, phase: str, lengths: list[int], forward_s: fl
               ) -> dict[str, tuple[float, float]]:
     """The same by orchmllm.sharding.memory. forward_s: of a layer's forward pass, as measured;
     rate: see memory_rate."""
-    block = block_bytes(phase, getattr(config, phase), 4, on_cpu=True)
+    kept = block_bytes(phase, getattr(config, phase), 4, on_cpu=True).kept
+    memory = MemoryModel(config, FsdpConfig(), 1, on_cpu=True)
     work = phase_work(phase, config, lengths_of(
         phase, getattr(config, phase), np.array(lengths)), "full").recompute.sum(axis=1)
-    moved = block.moved * sum(lengths) / rate
-    times = {"selective": moved, "full": block.again(*(forward_s * work / work.sum()), moved)}
-    return {choice: ((block.kept["none"] - block.kept[choice]) * sum(lengths), time_s)
-            for choice, time_s in times.items()}
+    return {choice: ((kept["none"] - kept[choice]) * sum(lengths), memory.repeated(
+        phase, layer_counts(choice, 1), *(forward_s * work / work.sum()), sum(lengths) / rate))
+        for choice in ("selective", "full")}
 
 
 def main() -> None:

@@ -32,6 +32,14 @@ def layer_counts(choice: str, num_layers: int) -> dict[str, int]:
     return {"none": num_layers - full - selective, "selective": selective, "full": full}
 
 
+def phase_counts(phase: str, choice: str, num_layers: int) -> dict[str, int]:
+    """The same of a phase of a recipe. Raises ValueError, which names the key, too."""
+    try:
+        return layer_counts(choice, num_layers)
+    except ValueError as e:
+        raise ValueError(f"fsdp.{phase}_checkpointing={choice}: {e}") from e
+
+
 def as_choice(counts: Mapping[str, int]) -> str:
     """The shortest text that layer_counts reads so."""
     named = [f"{name}:{counts[name]}" for name in ("full", "selective") if counts[name]]

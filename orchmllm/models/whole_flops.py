@@ -94,6 +94,7 @@ def _row_flops(module: nn.Module) -> int:
     return flop // module.stride[0] if isinstance(module, nn.Conv1d) else flop
 
 
+@lru_cache(maxsize=8)  # a bisection asks a hundred times
 def around(whole: WholeModel, part: str = "vision") -> tuple[list[nn.Module], list[nn.Module]]:
     """(What makes positions of pixels or frames, the linear layers behind the blocks) of an
     encoder. A connector outside of the towers belongs to the only one."""

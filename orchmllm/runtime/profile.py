@@ -6,16 +6,20 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 
 import torch
 
 from orchmllm.batch import Step
 from orchmllm.config.recipe import Recipe
+from orchmllm.models.phase_clock import PhaseClock
 from orchmllm.plan.assign import PHASES
 from orchmllm.runtime.files import write_text
 
 EXHAUSTED = "recompute.json"
+IN_VALIDATION = "validation keeps nothing that could be recomputed: lower train.batch_size"
+IN_ANSWERS = "for answers to held-out examples lower train.num_samples or train.sample_tokens"
 
 
 def exhausted_before(folder: Path) -> dict:
@@ -26,11 +30,11 @@ def exhausted_before(folder: Path) -> dict:
 
 
 class StepProfiler:
-    """rank: this one's. log: shows a line. exhausted: what to do when memory has run out, in words,
-    and what the next start has to know, for JSON."""
+    """rank: this one's. log: shows a line. exhausted: when memory has run out in a step and a phase
+    of the clock, what to do, in words, and what the next start has to know, for JSON."""
 
     def __init__(self, recipe: Recipe, rank: int, log: Callable[[str], None],
-                 exhausted: Callable[[Step], tuple[str, dict]]) -> None:
+                 exhausted: Callable[[Step, str | None], tuple[str, dict]]) -> None:
         config = recipe.profile
         self._folder, self._rank, self._log = recipe.run.folder, rank, log
         self._exhausted = exhausted
@@ -40,45 +44,49 @@ class StepProfiler:
         self._profile: torch.profiler.profile | None = None
 
     @contextmanager
-    def around(self, step: Step) -> Iterator[None]:
+    def around(self, step: Step, clock: PhaseClock) -> Iterator[None]:
         """Around the training of a step. Those of profile.steps are run under torch.profiler; each
         of the first profile.num_ranks ranks writes one trace of them into the folder `profile` of
         the run, for chrome://tracing or https://ui.perfetto.dev. A run that starts inside the
-        window records the rest of it.
+        window records the rest of it. clock: of the model.
 
         Where memory runs out inside, it leaves step_N_rankR.json in the folder `oom` of the run:
         the step's plan, with this rank's examples and every rank's positions by phase; on a GPU
         also a snapshot of the allocator, step_N_rankR.pickle, for
         https://pytorch.org/memory_viz; and recompute.json in the run folder, where the next start
-        finds what it has to recompute. Raises RuntimeError with the file's name in place of the
-        error."""
+        finds what it has to recompute, if that helps. Raises RuntimeError with the file's name in
+        place of the error."""
         if self._profile is None and step.index in self._window:
             kinds = [torch.profiler.ProfilerActivity.CPU]
             if torch.cuda.is_available():
                 kinds.append(torch.profiler.ProfilerActivity.CUDA)
             self._profile = torch.profiler.profile(activities=kinds)
             self._profile.start()
-        try:
+        with memory_errors(partial(self._ran_out, step, clock)):
             yield
-        except (RuntimeError, MemoryError) as e:
-            if not out_of_memory(e):
-                raise
-            where, why = _report(step, self._rank, e, self._folder / "oom"), str(e).splitlines()[0]
-            advice, known = self._exhausted(step)
-            if known:
-                self._remember(known)
-            raise RuntimeError(
-                f"out of memory ({why}); what each rank had to do is in {where}: {advice}; or "
-                "lower train.batch_size; with fsdp.memory_gb the recipe is checked before") from e
         if self._profile is not None and step.index + 1 not in self._window:
             self.close()
             self._log(f"profile of steps {self._steps}: {self._path}")
 
-    def _remember(self, known: dict) -> None:
-        """Several ranks may; they write the same."""
-        path = self._folder / f"{EXHAUSTED}.{self._rank}"
-        write_text(path, json.dumps(known))
-        path.replace(self._folder / EXHAUSTED)
+    def _ran_out(self, step: Step, clock: PhaseClock, error: BaseException) -> str:
+        """Writes what was planned, on a GPU what its memory held, and what the next start has to
+        know: several ranks may, and write the same. Returns what is told."""
+        path = self._folder / "oom" / f"step_{step.index}_rank{self._rank}.json"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        report = {"step": step.index, "rank": self._rank, "error": str(error), "microbatches": [
+            {"example_ids": one.rank_plan.example_ids.tolist(),
+             "positions": {phase: one.plan.positions(phase).tolist() for phase in PHASES}}
+            for one in step.micro]}
+        path.write_text(json.dumps(report, indent=1), encoding="utf-8")
+        if torch.cuda.is_available():
+            with suppress(RuntimeError, OSError):  # the report above matters more
+                torch.cuda.memory._dump_snapshot(str(path.with_suffix(".pickle")))
+        advice, known = self._exhausted(step, clock.phase)
+        if known:
+            mine = self._folder / f"{EXHAUSTED}.{self._rank}"
+            write_text(mine, json.dumps(known))
+            mine.replace(self._folder / EXHAUSTED)
+        return f"what each rank had to do is in {path}: {advice}"
 
     def close(self) -> None:
         """Writes what was recorded; nothing where nothing was."""
@@ -90,25 +98,15 @@ class StepProfiler:
         profile.export_chrome_trace(str(self._path))
 
 
-def out_of_memory(error: BaseException) -> bool:
-    """Whether an exception says that host or device has no memory left."""
-    return isinstance(error, MemoryError | torch.OutOfMemoryError) or (
-        isinstance(error, RuntimeError) and "can't allocate memory" in str(error))
-
-
-def _report(step: Step, rank: int, error: BaseException, folder: Path) -> Path:
-    """Writes what was planned, and on a GPU what its memory held. Returns the first one's file."""
-    path = folder / f"step_{step.index}_rank{rank}.json"
-    folder.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(_what_was_planned(step, rank, error), indent=1), encoding="utf-8")
-    if torch.cuda.is_available():
-        with suppress(RuntimeError, OSError):  # the report above matters more
-            torch.cuda.memory._dump_snapshot(str(path.with_suffix(".pickle")))
-    return path
-
-
-def _what_was_planned(step: Step, rank: int, error: BaseException) -> dict:
-    micro = [{"example_ids": one.rank_plan.example_ids.tolist(),
-              "positions": {phase: one.plan.positions(phase).tolist() for phase in PHASES}}
-             for one in step.micro]
-    return {"step": step.index, "rank": rank, "error": str(error), "microbatches": micro}
+@contextmanager
+def memory_errors(told: Callable[[BaseException], str]) -> Iterator[None]:
+    """Where host or device has no memory left inside, RuntimeError says so, and what `told` says
+    of the error."""
+    try:
+        yield
+    except (RuntimeError, MemoryError) as e:
+        if not (isinstance(e, MemoryError | torch.OutOfMemoryError)
+                or "can't allocate memory" in str(e)):
+            raise
+        why = (str(e) or type(e).__name__).splitlines()[0]
+        raise RuntimeError(f"out of memory ({why}); {told(e)}") from e

@@ -40,7 +40,8 @@ class RunCheckpoints(Checkpointer):
     Raises CheckpointError or ValueError on all ranks if the run cannot go on where the recipe says.
 
     kept_batch: examples a step of the checkpoint, 0 without one. memory: what the run knows of its
-    memory, at first what the checkpoint says; it is saved as it is then."""
+    memory, at first what the checkpoint says, and the run folder of memory that ran out; it is
+    saved as it is then."""
 
     def __init__(self, job: Job, gather: RowGather, dataset: ConversationDataset,
                  optimizer: Callable[[], torch.optim.Optimizer],
@@ -64,8 +65,8 @@ class RunCheckpoints(Checkpointer):
         self._start, self._state = (None, {}) if recipe.run.resume == "never" else (
             self.find(recipe.run.resume))
         self.kept_batch = self._state.get("global_batch_size", 0)
-        self.memory = self._state.get("memory", {}) | self._from_first(
-            "of its memory", lambda: exhausted_before(recipe.run.folder))
+        self.memory = {**self._state.get("memory", {}), "ran_out": self._from_first(
+            "of its memory", lambda: exhausted_before(recipe.run.folder))}
         if self._start is not None:
             self._attempt |= self._going_on(self._start, self._state)
         elif recipe.run.init_from:

@@ -8,7 +8,7 @@ A frozen layer keeps what its input's gradient needs, and no inputs of products.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -46,19 +46,20 @@ class BlockBytes:
     moved: float = 0.0
     repeated: float = 1.0
 
-    def again(self, products, attention, moved):
-        """What `full` repeats of a forward pass. products: with what is moved between them; all in
-        one unit, FLOP or seconds."""
-        return products - (1 - self.repeated) * (products - moved) + attention
 
-    def stack(self, counts: Counts) -> Stack:
-        """Of so many blocks: the first ones are those of `full`, the last ones those of `none`. At
-        both moments the last block works, and it is one that computes as little as any again."""
-        again = {c: self.kept["none"] - self.kept[c] for c in CHOICES}
-        last = np.where(counts["none"] > 0, again["none"], np.where(
-            counts["selective"] > 0, again["selective"], again["full"]))
-        return Stack(sum(counts[c] * self.kept[c] for c in CHOICES),
-                     np.minimum(last, self.forward), last + self.backward)
+def stack(blocks: Sequence[BlockBytes], counts: Counts) -> Stack:
+    """Of the blocks of a phase in their order, which need not be alike: the first ones are those of
+    `full`, the last ones those of `none`. When a block computes again what it did not keep, what
+    the kinds after its own kept has gone."""
+    first = {c: np.cumsum([0.0, *(block.kept[c] for block in blocks)]) for c in CHOICES}
+    again = {c: max(block.kept["none"] - block.kept[c] for block in blocks) for c in CHOICES}
+    full, recomputing = counts["full"], counts["full"] + counts["selective"]
+    none = first["none"][-1] - first["none"][recomputing]
+    selective = first["selective"][recomputing] - first["selective"][full]
+    work = np.maximum(0.0, np.maximum(again["selective"] - none, again["full"] - none - selective))
+    return Stack(first["full"][full] + selective + none,
+                 np.minimum(work, max(block.forward for block in blocks)),
+                 work + max(block.backward for block in blocks))
 
 
 def block_bytes(phase: str, config: VisionConfig | AudioConfig | LLMConfig, e: int,

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
-from orchmllm.config.fsdp import layer_counts
+from orchmllm.config.fsdp import phase_counts
 from orchmllm.models.mllm import MultimodalModel
 
 
@@ -64,10 +64,7 @@ def recompute(model: nn.Module, choice: Mapping[str, str]) -> None:
     Raises ValueError for `auto`, which orchmllm.sharding.fits has to decide before, and for more
     layers than there are."""
     for phase, stack in stacks(model).items():
-        try:
-            counts = layer_counts(choice[phase], len(stack))
-        except ValueError as e:
-            raise ValueError(f"fsdp.{phase}_checkpointing={choice[phase]}: {e}") from e
+        counts = phase_counts(phase, choice[phase], len(stack))
         kinds = [kind for kind in ("full", "selective", "none") for _ in range(counts[kind])]
         for block, kind in zip(stack, kinds, strict=True):
             if kind != "none" and not isinstance(block, Recomputing):

@@ -69,12 +69,19 @@ def decide(
     except ValueError as e:
         given, cure = (_in_microbatches if kept else _smaller)(
             recipe, memory, loads, full, budget_bytes, kept)
-        if not cure:
-            more = "fsdp.shard_size above" if recipe.fsdp.shard_size else "more ranks than"
-            cure = f"{more} {memory.shards}, or fewer parameters,"
+        cure = f"{cure} would fit" if cure else f"{smaller_state(recipe, memory.shards)} would help"
         raise ValueError(
             f"the recipe does not fit: {given} on shard groups of {memory.shards} "
-            f"{e} ({allowed_by}); {cure} would fit") from e
+            f"{e} ({allowed_by}); {cure}") from e
+
+
+def smaller_state(recipe: Recipe, shards: int) -> str:
+    """What makes parameters, gradients and the optimizer's state of a rank smaller."""
+    return ", ".join([
+        f"{'fsdp.shard_size above' if recipe.fsdp.shard_size else 'more ranks than'} {shards}",
+        *["fsdp.cpu_offload=true"] * (not recipe.fsdp.cpu_offload),
+        *["fsdp.param_dtype=bfloat16"] * (recipe.fsdp.param_dtype != "bfloat16"),
+        "or fewer parameters that learn"])
 
 
 def _smaller(recipe: Recipe, memory: MemoryModel, loads: Loads, choice: dict[str, str],

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from orchmllm.config.fsdp import DTYPE_BYTES, layer_counts
+from orchmllm.config.fsdp import DTYPE_BYTES, phase_counts
 from orchmllm.config.job import Job
 from orchmllm.config.model import ModelConfig
 from orchmllm.config.recipe import CheckpointConfig, FsdpConfig
@@ -113,14 +113,11 @@ class MemoryModel:
 
     def counts(self, phase: str, choice: str) -> dict[str, int]:
         """Layers of a phase by CHOICES. Raises ValueError for more than it has."""
-        try:
-            return layer_counts(choice, getattr(self.model, phase).num_layers)
-        except ValueError as e:
-            raise ValueError(f"fsdp.{phase}_checkpointing={choice}: {e}") from e
+        return phase_counts(phase, choice, getattr(self.model, phase).num_layers)
 
     def stack(self, phase: str, counts: Counts) -> Stack:
         """Of the blocks of a phase."""
-        return self.block(phase).stack(counts)
+        return activations.stack(self._blocks(phase), counts)
 
     def peaks(self, loads: Loads, choice: Choice) -> dict[str, np.ndarray]:
         """moment -> (d,) bytes."""
@@ -182,10 +179,10 @@ class MemoryModel:
                 else loads.received[phase])
         return rows * float(self.element * self.model.llm.hidden_size)
 
-    def block(self, phase: str) -> activations.BlockBytes:
-        """What one block of a phase keeps and moves."""
-        return activations.block_bytes(phase, getattr(self.model, phase), self.element,
-                                       self.on_cpu)
+    def _blocks(self, phase: str) -> list[activations.BlockBytes]:
+        config = getattr(self.model, phase)
+        return [activations.block_bytes(phase, config, self.element, self.on_cpu)
+                ] * config.num_layers
 
     def _around(self, phase: str, loads: Loads) -> np.ndarray:
         """What is kept around the blocks."""
@@ -289,7 +286,14 @@ class MemoryModel:
         work = phase_work(phase, self.model, lengths, "full").recompute / layers
         # Attention is that of one item as long as all of the rank's: it has more pairs.
         share = loads.pairs[phase] / np.maximum(lengths.positions, 1.0)**2
-        block = self.block(phase)
-        moved = FLOP_PER_BYTE * block.moved * lengths.positions
-        return counts["full"] * block.again(work[0], share * work[1], moved) + (
+        return self.repeated(phase, counts, work[0], share * work[1],
+                             FLOP_PER_BYTE * lengths.positions)
+
+    def repeated(self, phase: str, counts: Counts, products, attention, moving):
+        """What the layers of a phase compute again, in FLOP or seconds. products, attention: what
+        those of a layer's forward pass take; moving: what a byte per position takes."""
+        blocks = self._blocks(phase)
+        moved = moving * np.mean([block.moved for block in blocks])
+        last = 1 - np.mean([block.repeated for block in blocks])
+        return counts["full"] * (products - last * (products - moved) + attention) + (
             counts["selective"] * moved)

@@ -27,6 +27,7 @@ from orchmllm.sharding.fits import (
     decide,
     joined,
     memory_of,
+    smaller_state,
     with_real_batch,
 )
 from orchmllm.sharding.memory import Loads, MemoryModel, loads_of
@@ -39,10 +40,9 @@ class RunMemory:
 
     dataset, rows: of the run. device_bytes: of this rank's GPU, 0 on a CPU. kept: examples a step
     of the checkpoint that the run goes on from, 0 without one. known: what the run knows of its
-    memory, for its checkpoints: `measured`, what steps took of the prediction at most;
-    `exhausted`, what they have to be taken for after memory ran out, and `next`, the choice that
-    fits then; `choice`. gather: (n,) numbers of this rank -> (d, n) of all. log: shows a line.
-    Raises ValueError if the recipe cannot fit."""
+    memory, for its checkpoints: `measured`, what steps took of the prediction at most; `choice`;
+    `ran_out`, what `exhausted` left to this start. gather: (n,) numbers of this rank -> (d, n) of
+    all. log: shows a line. Raises ValueError if the recipe cannot fit."""
 
     def __init__(
         self, recipe: Recipe, dataset, rows: Sequence[int], spec: PlanSpec, num_ranks: int,
@@ -57,11 +57,16 @@ class RunMemory:
         self._job = resolve(self._recipe, num_ranks, spec.ranks_per_node)
         self._on_cpu, self._kept, self._log = not device_bytes, kept, log
         self.known = {} if known is None else known
-        self._steps, self._predicted = 0, []
+        self._predicted: list[np.ndarray] = []  # (d,) bytes of each step
         budget, self._why = budget_of(recipe, device_bytes)
         self.budget = float(gather([budget]).min())  # the smallest GPU decides
         self.choice = {p: recipe.fsdp.checkpointing(p) for p in PHASES}
         self._fixed = {p: c for p, c in self.choice.items() if c != "auto"}
+        self._ran_out = self.known.get("ran_out", {})
+        if self._ran_out and not self._applies(**self._ran_out):
+            self._ran_out = {}
+            log("warning: recompute.json in the run folder is not used: memory ran out with "
+                "another recipe, with other data or on other ranks")
         if len(self._fixed) < len(PHASES) or recipe.fsdp.memory_gb:
             self._choose()
 
@@ -90,33 +95,33 @@ class RunMemory:
 
     @property
     def _taken(self) -> float:
-        """What a rank needs of the prediction, as far as it is known."""
-        return max(self.known.get("measured", 0.0), self.known.get("exhausted", 0.0)) or MISSED
+        """What a rank needs of the prediction, 0 as long as that is not known."""
+        return max(self.known.get("measured", 0.0), self._ran_out.get("exhausted", 0.0))
 
     def _choose(self) -> None:
         """Sets the choice, and tells it where the recipe leaves it open."""
-        before, taken = self.known.get("choice"), self._taken
+        before, taken = self.known.get("choice"), self._taken or MISSED
         self.choice = decide(self._recipe, self.memory, self.loads, self.budget, self._why,
                              self._kept, taken)
-        if "next" in self.known and self._fills(self.known["next"]):
-            self.choice = self.known["next"]
+        if ran_out := taken == self._ran_out.get("exhausted"):
+            self.choice = self._ran_out["next"]
         if len(self._fixed) == len(PHASES):
             return
         peak = taken * self.memory.peak(self.loads, self.choice)
         self._log(f"recomputation: {self._described(self.choice)} ({peak / 1e9:.3g} of "
-                  f"{self.budget / 1e9:.3g} GB a rank, {taken:.3g} of the prediction)"
+                  f"{self.budget / 1e9:.3g} GB a rank, {taken:.3g} of the prediction"
+                  + (", since memory ran out before: recompute.json)" if ran_out else ")")
                   + (f"; before: {self._described(before)}" if before not in (None, self.choice)
                      else ""))
         self.known["choice"] = self.choice
 
-    def _fills(self, choice: Mapping[str, str]) -> bool:
-        """Whether a choice takes exactly what is there: then it is that of `exhausted`, and nothing
-        has changed since."""
+    def _applies(self, exhausted: float, next: dict[str, str]) -> bool:
+        """Whether memory ran out in a run like this: then `next` takes exactly what is there."""
         try:
-            needs = self._taken * self.memory.peak(self.loads, choice)
+            needs = exhausted * self.memory.peak(self.loads, next)
         except ValueError:  # of another model
             return False
-        return choice.items() >= self._fixed.items() and math.isclose(needs, self.budget)
+        return next.items() >= self._fixed.items() and math.isclose(needs, self.budget)
 
     def _described(self, choice: Mapping[str, str]) -> str:
         model = self.memory.model
@@ -126,12 +131,10 @@ class RunMemory:
 
     def refuses(self, plan: StepPlan) -> str:
         """Why a microbatch does not fit the memory of a rank, by the prediction; "" if it does, or
-        where no budget is known. The memory of a whole model is asked for only where the recipe
-        has a budget for it."""
-        recipe = self._recipe
-        if not self.budget or recipe.model.folder and not recipe.fsdp.memory_gb:
+        where no budget is known."""
+        if not self.budget:
             return ""
-        peak = self.known.get("measured", 1.0) * self.memory.peak(self._loads_of(plan), self.choice)
+        peak = (self._taken or 1.0) * self.memory.peak(self._loads_of(plan), self.choice)
         return "" if peak <= self.budget else (
             f"a rank is predicted to need {peak / 1e9:.3g} GB of {self.budget / 1e9:.3g}")
 
@@ -141,26 +144,35 @@ class RunMemory:
         if (len(self._fixed) == len(PHASES) or "measured" in self.known
                 or not peak_bytes.all()):
             return
-        self._predicted += [self.memory.peaks(self._loads_of(plan), self.choice)
-                            for plan in step.plans]
-        self._steps += 1
-        if self._steps == WARM_UP:
-            predicted = np.max([m for peaks in self._predicted for m in peaks.values()], axis=0)
-            self.known["measured"] = float((peak_bytes / predicted).max())
+        peaks = [self.memory.peaks(self._loads_of(plan), self.choice) for plan in step.plans]
+        self._predicted.append(np.max([m for p in peaks for m in p.values()], axis=0))
+        if len(self._predicted) == WARM_UP:
+            self.known["measured"] = float((peak_bytes / np.max(self._predicted, axis=0)).max())
             self._choose()
             recompute(model, self.choice)
 
-    def exhausted(self, step: Step) -> tuple[str, dict]:
-        """When memory has run out in a step: what to do, in words, and `exhausted` and `next` for
-        the next start, {} where the recipe has to be changed."""
-        more = len(self._fixed) < len(PHASES) and one_layer_more(
-            self.memory, self.loads, self.choice, self._fixed)
-        if more:
-            return f"the next start recomputes one layer more: {self._described(more)}", {
+    def exhausted(self, step: Step, phase: str | None) -> tuple[str, dict]:
+        """When memory has run out in a step: what helps, in words, and what the next start has to
+        know, `ran_out`: the choice that fits (`next`), and what steps have to be taken for; {} if
+        nothing that a start decides by itself helps. phase: of the model's clock at the error."""
+        state = smaller_state(self._recipe, self.memory.shards)
+        if phase in ("gather", "update"):
+            return f"it was the update, which needs no activations; what helps: {state}", {}
+        loads = joined([self._loads_of(plan) for plan in step.plans])
+        peak = self.memory.peak(self.loads, self.choice)
+        if self.budget and step.as_sampled and self.memory.peak(loads, self.choice) > peak:
+            return "the step ran as it was sampled; the next start leaves such steps balanced", {
+                "exhausted": self.budget / peak, "next": self.choice}
+        smaller = "; or lower train.batch_size (with fsdp.memory_gb a recipe is checked before)"
+        if len(self._fixed) < len(PHASES) and (more := one_layer_more(
+                self.memory, self.loads, self.choice, self._fixed)):
+            return f"the next start recomputes one layer more: {self._described(more)}{smaller}", {
                 "exhausted": self.budget / self.memory.peak(self.loads, more), "next": more}
-        more = one_layer_more(self.memory, joined([self._loads_of(p) for p in step.plans]),
-                              self.choice)
-        if more is None:
-            return "everything is recomputed already", {}
-        return "recompute more: " + " ".join(
-            f"fsdp.{p}_checkpointing={more[p]}" for p in PHASES if more[p] != self.choice[p]), {}
+        if more := one_layer_more(self.memory, loads, self.choice):
+            return "recompute more: " + " ".join(
+                f"fsdp.{p}_checkpointing={more[p]}" for p in PHASES if more[p] != self.choice[p]
+            ) + smaller, {}
+        peaks = self.memory.peaks(loads, self.choice)
+        highest = max(peaks, key=lambda moment: peaks[moment].max())
+        return (f"recomputing more saves nothing at the highest moment ({highest}, by the "
+                f"prediction); what helps: {state}{smaller * (highest != 'last gradients')}"), {}

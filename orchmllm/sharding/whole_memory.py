@@ -75,20 +75,17 @@ def _storage(tensor: Tensor) -> int:
 
 
 @lru_cache(maxsize=8)
-def block_bytes(folder: str, phase: str, frozen: bool, dtype: str) -> BlockBytes:
-    """Of one block of vision, audio or llm, on average where some have experts. Two lengths are
-    measured, so that what does not grow with them is left out. A block that does not learn and
-    whose input has no gradient keeps nothing."""
+def block_bytes(folder: str, phase: str, frozen: bool, dtype: str) -> list[BlockBytes]:
+    """Of the blocks of vision, audio or llm in their order. Two lengths are measured, so that what
+    does not grow with them is left out. A block that does not learn and whose input has no gradient
+    keeps nothing."""
     found = meta_model(folder)
     config = found.hf.config
     config = config.get_text_config(decoder=True) if phase == "llm" else getattr(
         config, f"{phase}_config")
-    kinds: dict[int, list[nn.Module]] = {}
-    for block in found.blocks()[phase]:
-        kinds.setdefault(num_parameters(block), []).append(block)
-    sizes, largest = [], 0.0
-    for alike in kinds.values():
-        block = copy.deepcopy(alike[0]).to(getattr(torch, dtype))
+    stack, sizes = found.blocks()[phase], {}
+    for kind, one in {num_parameters(block): block for block in stack}.items():
+        block = copy.deepcopy(one).to(getattr(torch, dtype))
         for module in block.modules():
             if hasattr(module, "config"):
                 module.config._attn_implementation = NAME
@@ -97,19 +94,17 @@ def block_bytes(folder: str, phase: str, frozen: bool, dtype: str) -> BlockBytes
         short, long = (_measured(block, config, n, learns=phase == "llm" or not frozen)
                        for n in (SHORT, LONG))
         each = {name: (long[name] - short[name]) / (LONG - SHORT) for name in long}
-        largest = max(largest, each["largest"])
-        sizes += [each] * len(alike)
-    mean = {name: sum(each[name] for each in sizes) / len(sizes) for name in sizes[0]}
-    # The gradients of the largest tensor and of what it was made of; without a backward pass
-    # nothing is there but for a moment.
-    return BlockBytes({c: mean[c] for c in ("none", "selective", "full")}, mean["made"],
-                      2 * largest, mean["moved"], mean["repeated"] / mean["flop"])
+        # The gradients of the largest tensor and of what it was made of; without a backward pass
+        # nothing is there but for a moment.
+        sizes[kind] = BlockBytes(each, each["none"], 2 * each["largest"], each["moved"],
+                                 each["repeated"] / each["flop"])
+    return [sizes[num_parameters(block)] for block in stack]
 
 
 def _measured(block: nn.Module, config: Any, n: int, learns: bool) -> dict[str, int]:
-    """Bytes for n positions: what stays by each choice of checkpointing, all that is saved
-    (`made`), the largest tensor of it, and what is `moved` until the last of it is there. FLOP of
-    products: all, and those that are `repeated` until then."""
+    """Bytes for n positions: what stays by each choice of checkpointing, the largest tensor of all
+    that is saved, and what is `moved` until the last of it is there. FLOP of products: all, and
+    those that are `repeated` until then."""
     names = inspect.signature(block.forward).parameters
     heads = getattr(config, "num_attention_heads", None) or config.num_heads
     width = getattr(config, "embed_dim", None) or config.hidden_size
@@ -135,7 +130,7 @@ def _measured(block: nn.Module, config: Any, n: int, learns: bool) -> dict[str, 
     held = _bytes(saved, apart)
     return {"none": sum(held), "full": _bytes([hidden], [])[0] * learns,
             "selective": sum(_bytes([hidden, *products.kept], apart)) * learns,
-            "made": sum(held), "largest": max(held, default=0), "flop": products.flop, **until}
+            "largest": max(held, default=0), "flop": products.flop, **until}
 
 
 def _bytes(tensors: list[Tensor], apart: list[Tensor]) -> list[int]:
@@ -162,9 +157,9 @@ class WholeMemory(MemoryModel):
         described = replace(model, **parts)
         return super().of(replace(job, recipe=replace(job.recipe, model=described)), on_cpu)
 
-    def block(self, phase: str) -> BlockBytes:
+    def _blocks(self, phase: str) -> list[BlockBytes]:
         if phase not in part_flops(self.model.folder):
-            return super().block(phase)
+            return super()._blocks(phase)
         return block_bytes(self.model.folder, phase, getattr(self.model, phase).frozen,
                            self.fsdp.forward_dtype)
 
@@ -172,7 +167,7 @@ class WholeMemory(MemoryModel):
         """Pixels and frames in float32, and as the forward pass casts them."""
         out = loads.phases["llm"].tokens * 32.0
         for part in part_flops(self.model.folder).keys() & ENCODERS.keys():
-            front, _ = _around(self.model.folder, part)
+            front, _ = around(meta_model(self.model.folder), part)
             values = front[0].in_channels if part == "audio" else sum(
                 m.weight[0].numel() for m in front)
             out = out + loads.phases[part].rows * float(values * (4 + self.element))
@@ -194,17 +189,11 @@ class WholeMemory(MemoryModel):
         if phase == "llm":  # what the layers get, and the last norm: its input in float32
             return lengths.tokens * float(
                 e * feature_width(self.model.folder) + (4 + 2 * e) * self.model.llm.hidden_size)
-        front, connector = _around(self.model.folder, phase)
+        front, connector = around(meta_model(self.model.folder), phase)
         patch = self.model.learns(phase) * sum(_front_values(m) for m in front)
         token = self.model.features_learn(phase) * sum(
             sum(m.weight.shape[:2]) for m in connector)
         return float(e * patch) * lengths.rows + float(e * token) * lengths.tokens
-
-
-@lru_cache(maxsize=8)
-def _around(folder: str, phase: str) -> tuple[list[nn.Module], list[nn.Module]]:
-    """See `around`, which reads the whole model; a bisection asks a hundred times."""
-    return around(meta_model(folder), phase)
 
 
 def _front_values(module: nn.Module) -> int:

@@ -12,6 +12,7 @@ import time
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 
@@ -29,6 +30,7 @@ class Broken(SyntheticDataset):
     """fault(i) is called when example data is loaded, from the prefetch thread."""
 
     fault = None
+    tokenizer = SimpleNamespace(end_id=1, decode=str)
 
     def load(self, i, **how):
         if self.fault is not None and how.get("segments") != ():  # that is what its layout asks for
@@ -41,11 +43,14 @@ def run_recipe(folder: str, fault: str):
     base = recipe(balance=BalanceConfig(ranks_per_node=2),
                   fsdp=memory if "memory" in fault else FsdpConfig())
     return replace(
-        base, run=replace(base.run, dir=folder), data=replace(base.data, prefetch=1),
+        base, run=replace(base.run, dir=folder), data=replace(
+            base.data, prefetch=1, num_validation=4 * ("held out" in fault)),
         launch=LaunchConfig(timeout_s=600, stall_timeout_s=500),
         checkpoint=CheckpointConfig(
             every_steps={"folder": 0, "memory": 1}.get(fault.partition(" ")[0], -1)),
-        train=replace(base.train, num_steps=8, batch_size=BATCH))
+        train=replace(base.train, num_steps=8, batch_size=BATCH,
+                      validate_every_steps="validation" in fault,
+                      sample_every="answers" in fault))
 
 
 class UserError(BaseException):
@@ -93,6 +98,11 @@ def install(trainer, fault: str) -> None:
         trainer.model.vision.forward = forward
 
 
+    if fault == "memory in the update":
+        trainer.optimizer.register_step_pre_hook(lambda *_: exhaust(trainer))
+    if "held out" in fault:
+        trainer.model.llm.layers[1].register_forward_pre_hook(
+            lambda *_: None if torch.is_grad_enabled() else exhaust(trainer))
     if fault == "memory":
         trainer.model.llm.layers[1].register_forward_pre_hook(lambda *_: exhaust(trainer))
     if fault == "stall after the forward":

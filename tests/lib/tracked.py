@@ -3,24 +3,33 @@ process group of any size, and torch's tracker of what FSDP2 holds."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
+from torch.distributed._tools.mem_tracker import MemTracker
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from orchmllm.batch import Batch, SequenceLengths
+from orchmllm.batch import Batch, PackedExamples, SequenceLengths
 from orchmllm.config.job import resolve
-from orchmllm.config.recipe import Recipe
-from orchmllm.models.flops import padded_phases, plan_spec
+from orchmllm.config.model import ModelConfig
+from orchmllm.config.recipe import FsdpConfig, Recipe
+from orchmllm.models.families import model_class, read_config
+from orchmllm.models.flops import Lengths, padded_phases, plan_spec
+from orchmllm.models.hf import WholeModel
 from orchmllm.models.mllm import MultimodalModel
 from orchmllm.plan.assign import PHASES
 from orchmllm.plan.layout import ENCODERS
 from orchmllm.plan.step import RankPlan, StepPlan, plan_step
+from orchmllm.sharding.blocks import recompute
 from orchmllm.sharding.fsdp import shard
-from orchmllm.sharding.memory import MemoryModel, loads_of
+from orchmllm.sharding.memory import Loads, MemoryModel, loads_of
+from orchmllm.sharding.whole_memory import WholeMemory
 from orchmllm.tools.predict.dry_run import NONE
 from orchmllm.tools.predict.examples import of_mix
 
@@ -65,6 +74,32 @@ def tracked_peak(recipe: Recipe, plan: RankPlan, num_ranks: int) -> float:
         return float(tracker.get_tracker_snapshot("peak")[torch.device("cpu")]["Total"])
     finally:
         dist.destroy_process_group()
+
+
+def tracked_text(folder: Path, choice: Mapping[str, str], num_tokens: int) -> tuple[float, float]:
+    """(tracked, predicted) peak of one example of text in a model of transformers, in bfloat16 and
+    one process, without the optimizer's moments."""
+    sizes = np.full(1, num_tokens)
+    lengths = {**dict.fromkeys(ENCODERS, Lengths(*np.zeros((3, 1)))), "llm": Lengths(*[sizes] * 3)}
+    recipe = Recipe(model=ModelConfig(config=str(folder)), fsdp=FsdpConfig(param_dtype="bfloat16"))
+    memory = WholeMemory.of(resolve(recipe, 1, 1), on_cpu=True)
+    moments = memory.peaks(Loads(lengths, dict.fromkeys(ENCODERS, np.zeros(1))), choice)
+    moments.pop("optimizer")
+    config = read_config(folder)
+    with torch.device("meta"):
+        model = WholeModel(model_class(config)._from_config(config).bfloat16(), torch.bfloat16)
+    recompute(model, choice)
+    ids = torch.zeros(1, num_tokens, dtype=torch.long)
+    inputs = {"input_ids": ids, "position_ids": torch.arange(num_tokens).repeat(4, 1, 1)}
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        model.to_empty(device="cpu")
+        tracker = MemTracker()
+        tracker.track_external(model)
+        with tracker:
+            model(PackedExamples(inputs, torch.arange(num_tokens), ids[0],
+                                 SequenceLengths.from_lengths([num_tokens]), {})).backward()
+    return (float(tracker.get_tracker_snapshot("peak")[torch.device("cpu")]["Total"]),
+            max(float(m[0]) for m in moments.values()) - memory.state_bytes()["optimizer"])
 
 
 def _batch(recipe: Recipe, plan: RankPlan) -> Batch:

@@ -36,14 +36,18 @@ def run(world, folder: str, steps: str, exhausted_in: int = -1) -> list[int]:
             raise OSError("another one failed first")
         return train_step(step)
 
+    def no_memory(*_) -> None:
+        raise MemoryError
+
     wanted: list[int] = []
     trainer.train_step = stepped
     try:
         trainer.run()
-    except RuntimeError as e:
-        return [str(e), wanted]
-    except OSError:
-        return ["", wanted]
+    except (RuntimeError, OSError) as e:
+        trainer.validation_rows, trainer._validation.dispatch = trainer.train_rows, no_memory
+        with pytest.raises(RuntimeError) as told:
+            trainer.validate()
+        return [str(e), wanted, str(told.value)]
     finally:
         trainer.close()
     return wanted
@@ -68,10 +72,12 @@ def test_a_window_that_is_none(tmp_path, steps):
 
 
 def test_exhausted_memory_leaves_the_plan_of_its_step(tmp_path):
-    (_, own), (says, wanted) = run_ranks(run, 2, str(tmp_path), "", 2)
+    (_, own, _), (says, wanted, validating) = run_ranks(run, 2, str(tmp_path), "", 2)
     path, = (tmp_path / "oom").iterdir()
     assert path.name == "step_2_rank1.json"
     assert says.startswith("out of memory (") and str(path) in says and "lower" in says
+    assert validating == ("out of memory (MemoryError); validation keeps nothing that could be "
+                          "recomputed: lower train.batch_size")
     report = json.loads(path.read_text())
     assert (report["step"], report["rank"], len(report["microbatches"])) == (2, 1, 2)
     for micro, *positions in zip(report["microbatches"], own, wanted, strict=True):

@@ -16,11 +16,13 @@ from torch.utils.flop_counter import FlopCounterMode
 from orchmllm.batch import SequenceLengths
 from orchmllm.config.fsdp import CHOICES, as_choice, layer_counts
 from orchmllm.config.job import resolve
-from orchmllm.config.recipe import FsdpConfig, RecipeError, load_recipe
+from orchmllm.config.model import ModelConfig
+from orchmllm.config.recipe import FsdpConfig, Recipe, RecipeError, load_recipe
 from orchmllm.models.flops import lengths_of, phase_work, plan_spec
 from orchmllm.models.mllm import MultimodalModel
 from orchmllm.plan.assign import PHASES
-from orchmllm.plan.layout import BatchLayout
+from orchmllm.plan.geometry import text_lengths
+from orchmllm.plan.layout import TEXT, BatchLayout
 from orchmllm.plan.step import plan_step
 from orchmllm.runtime import measured
 from orchmllm.runtime.metrics import read_rows
@@ -32,6 +34,7 @@ from orchmllm.sharding.run_memory import RunMemory
 from orchmllm.sharding.whole_memory import Products
 from orchmllm.trainer import Trainer
 from scripts import bench_recompute as bench
+from tests.lib import whole_models as models
 from tests.lib.gradients import Case, all_gradients, reference_gradients, worst_difference
 from tests.lib.launched import run_local
 from tests.lib.ranks import run_ranks
@@ -128,20 +131,71 @@ def test_what_steps_take_decides_once_more():
 def test_after_memory_ran_out_one_layer_more_is_recomputed(memory_gb):
     fsdp = replace(AUTO, memory_gb=memory_gb)
     said, memory = [], run_memory([], {}, fsdp)
-    step = SimpleNamespace(plans=[planned()[2]])
-    advice, known = memory.exhausted(step)
-    again = run_memory(said, dict(known), fsdp)
+    step = SimpleNamespace(plans=[planned()[2]], as_sampled=False)
+    advice, known = memory.exhausted(step, "llm")
+    again = run_memory(said, {"ran_out": known}, fsdp)
+    assert "since memory ran out before: recompute.json" in said[0]
     assert again.choice == known["next"] and again.choice != memory.choice
     changed = [p for p in PHASES if again.choice[p] != memory.choice[p]]
     before, after = (layer_counts(m.choice[changed[0]], LAYERS[changed[0]])
                      for m in (memory, again))
     assert len(changed) == 1 and sum(abs(before[c] - after[c]) for c in CHOICES) == 2
     assert f"one layer more: {again._described(again.choice)}" in advice
-    smaller = run_memory(said, dict(known), replace(AUTO, memory_gb=0.1))
-    assert set(smaller.choice.values()) == {"none"}  # it is another case now
     fixed = run_memory(said, {}, FsdpConfig(activation_checkpointing="full",
                                             llm_checkpointing="full:1"))
-    assert fixed.exhausted(step) == ("recompute more: fsdp.llm_checkpointing=full:2", {})
+    advice, known = fixed.exhausted(step, "llm")
+    assert advice.startswith("recompute more: fsdp.llm_checkpointing=full:2;") and not known
+
+
+@pytest.mark.parametrize("change", [{"memory_gb": 0.1}, {"compute_dtype": "bfloat16"},
+                                    {"llm_checkpointing": "none", "memory_gb": 0.003}])
+def test_a_plan_of_another_recipe_is_left_out_and_told(change):
+    _, known = run_memory([], {}).exhausted(
+        SimpleNamespace(plans=[planned()[2]], as_sampled=False), "llm")
+    said, other = [], replace(AUTO, **change)
+    again = run_memory(said, {"ran_out": known}, other)
+    assert "recompute.json in the run folder is not used" in said[0]
+    assert again.choice == run_memory(anew := [], {}, other).choice and anew == said[1:]
+
+
+@pytest.mark.parametrize("phase, fsdp, moment, helps", [
+    ("update", AUTO, "update", "more ranks than 3, fsdp.cpu_offload=true, fsdp.param_dtype=bfloa"),
+    ("gather", replace(AUTO, shard_size=1, cpu_offload=True), "update", "fsdp.shard_size above 1, "
+     "fsdp.param_dtype=bfloat16, or fewer"),
+    ("llm", FsdpConfig(activation_checkpointing="full"), "last gradients", "more ranks than 3, "),
+])
+def test_where_recomputing_more_is_no_help_no_plan_is_left(phase, fsdp, moment, helps):
+    few = BatchLayout.concat([SyntheticDataset().layout(2)] * 3, [1] * 3)  # 9 tokens a rank
+    advice, known = run_memory([], {}, fsdp).exhausted(
+        SimpleNamespace(plans=[plan_step(few, planned()[2].spec)], as_sampled=False), phase)
+    assert known == {} and moment in advice and helps in advice and "batch_size" not in advice
+
+
+@pytest.mark.parametrize("checkpointing", ["auto", "none"])
+def test_a_step_as_sampled_that_found_no_memory_is_refused_by_the_next_start(checkpointing):
+    """Nothing more is recomputed for it, and balanced steps run."""
+    _, _, plan = planned()
+    wide = plan_step(plan.layout, plan.spec.as_sampled)
+    fsdp = replace(AUTO, activation_checkpointing=checkpointing, memory_gb=0.0045)
+    memory = run_memory([], {}, fsdp)
+    assert memory.memory.peak(loads_of(wide), memory.choice) > memory.memory.peak(
+        memory.loads, memory.choice)
+    assert not memory.refuses(wide)
+    advice, known = memory.exhausted(SimpleNamespace(plans=[wide], as_sampled=True), "llm")
+    again = run_memory([], json.loads(json.dumps({"ran_out": known})), fsdp)
+    assert again.choice == memory.choice and "the next start leaves" in advice
+    assert "is predicted to need" in again.refuses(wide)
+
+
+def test_a_whole_model_refuses_a_step_that_does_not_fit_the_gpu(tmp_path):
+    models.build("qwen3_5").config.save_pretrained(tmp_path)
+    one = Recipe(model=ModelConfig(config=str(tmp_path)))
+    spec = plan_spec(resolve(one, 2, 8))
+    text = [BatchLayout.from_segments(i, 9, [(TEXT, text_lengths(n))])
+            for i, n in enumerate((4000, 10))]
+    plan = plan_step(BatchLayout.concat(text, [1, 1]), spec.as_sampled)
+    room, wide = (RunMemory(one, None, (), spec, 2, device_bytes) for device_bytes in (1e8, 1e7))
+    assert "GB of 0.0087" in wide.refuses(plan) and not room.refuses(plan)
 
 
 @pytest.mark.slow
@@ -165,10 +219,28 @@ def test_a_rank_without_memory_ends_all_and_the_next_start_recomputes_more(tmp_p
     told = next(x for x in said.splitlines() if x.startswith("recomputation: "))
     assert all(f"{phase} {choice}" in told for phase, choice in kept["next"].items())
     assert "before: " in told and told.partition("; ")[0] != described
+    (tmp_path / "run" / "recompute.json").unlink()  # as if it had never run out
+    _, said, _ = start("memory no more", "run")
+    assert f"{described}; before: " in said
     assert start("memory no more", "whole")[0] == 0
     losses = [{row["step"]: row["loss"] for row in read_rows(tmp_path / f / "metrics.jsonl")}
               for f in ("run", "whole")]
     assert losses[0] == losses[1] and len(losses[0]) == 8
+
+
+@pytest.mark.slow
+@pytest.mark.dist
+@pytest.mark.parametrize("fault, says, saved", [
+    ("memory in the update", "it was the update, which needs no activations; what helps: more ", 3),
+    ("memory held out, validation", "could be recomputed: lower train.batch_size", 2),
+    ("memory held out, answers", "lower train.num_samples or train.sample_tokens", 3)])
+def test_where_memory_ran_out_decides_what_is_told(tmp_path, capfd, fault, says, saved):
+    """All ranks end with one text, nothing is left for the next start, and checkpoints stay."""
+    assert run_local("tests.lib.faulty_train", [str(tmp_path), fault], 2) == 1
+    errors = capfd.readouterr().err
+    assert errors.count("error: rank 1 failed at step") == 1 and says in errors
+    assert not (tmp_path / "recompute.json").exists()
+    assert (tmp_path / "checkpoints" / "latest").read_text() == f"step_{saved:08d}"
 
 
 def trained(world, run, factor: float, stop: int) -> tuple[list[float], list[str], dict]:

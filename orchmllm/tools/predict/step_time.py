@@ -133,9 +133,8 @@ def repeated_seconds(work: PlanWork, phase: str, hardware: Hardware, choice: str
     orchmllm.config.fsdp.layer_counts."""
     products, attention = work.again[phase] / work.layers[phase] / hardware.rates(
         phase, memory.fsdp.forward_dtype)
-    counts, block = memory.counts(phase, choice), memory.block(phase)
-    moved = block.moved * work.positions[phase] / hardware.memory_rate
-    return counts["full"] * block.again(products, attention, moved) + counts["selective"] * moved
+    return memory.repeated(phase, memory.counts(phase, choice), products, attention,
+                           work.positions[phase] / hardware.memory_rate)
 
 
 def gather_bandwidth(shards: int, hardware: Hardware, num_ranks: int) -> float:

@@ -86,7 +86,7 @@ def test_it_does_not_fit_by_so_much(tmp_path):
     run = python("-m", "orchmllm", "dry-run", path, "fsdp.memory_gb=0.01")
     assert run.returncode == 2 and run.stdout == "" and run.stderr.count("\n") == 1
     assert re.match(r"error: the recipe does not fit: .* needs \d\.\d GB a rank at least, \d\.\d "
-                    r"GB more than the 0\.0 GB that are allowed \(fsdp.memory_gb\); .* would fit "
+                    r"GB more than the 0\.0 GB that are allowed \(fsdp.memory_gb\); .* would help "
                     r"\(a GPU of 85 GB is assumed: h100-sxm", run.stderr)
 
 

@@ -187,7 +187,7 @@ def test_predicted_time_adds_up_by_hand():
     step = timed(work, memory, dict.fromkeys(PHASES, "none"), hardware)
     assert step.mfu == pytest.approx(0.5)
     full = timed(work, memory, dict.fromkeys(PHASES, "full"), hardware)
-    assert 0.37 < full.mfu < 0.39  # three quarters, but for embeddings and head
+    assert 0.40 < full.mfu < 0.42  # three quarters, but for the last product of a block and head
     cut = timed(work, replace(memory, shards=16), dict.fromkeys(PHASES, "none"), hardware)
     assert step.traffic == pytest.approx(0) and cut.traffic > 0
 

@@ -12,9 +12,10 @@ from orchmllm.models.flops import Lengths, padded_phases
 from orchmllm.plan.assign import PHASES
 from orchmllm.sharding.fits import MISSED, decide, joined
 from orchmllm.sharding.memory import Loads, loads_of
+from tests.lib import whole_models as models
 from tests.lib.recipes import frozen as froze
 from tests.lib.recipes import read
-from tests.lib.tracked import planned, tracked
+from tests.lib.tracked import planned, tracked, tracked_text
 
 ENCODERS = ("vision", "audio")
 
@@ -79,6 +80,19 @@ def test_predicted_peak_is_the_tracked_one(name):
     ranks, recipe = CASES[name]
     peak, moments = tracked(recipe, ranks)
     assert max(moments.values()) == pytest.approx(peak, rel=0.05)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("choice", ["none", "full:1", "full:3"])
+def test_layers_that_are_not_alike_count_each_for_themselves(choice, tmp_path):
+    """The first two layers, of linear attention, keep almost five times as much as the last two."""
+    config = models.build("qwen3_5").config
+    text = config.get_text_config()
+    text.num_hidden_layers = 4
+    text.layer_types = ["linear_attention"] * 2 + ["full_attention"] * 2
+    config.save_pretrained(tmp_path)
+    peak, predicted = tracked_text(tmp_path, {**dict.fromkeys(PHASES, "none"), "llm": choice}, 256)
+    assert peak <= MISSED * predicted and predicted <= 1.15 * peak
 
 
 AUTO = ("none", "kept", "LLM kept", "hybrid, 2,560 ranks", "float32", "large loss", "accumulated",
