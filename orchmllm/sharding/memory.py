@@ -282,10 +282,11 @@ class MemoryModel:
     def again(self, phase: str, loads: Loads, counts: Counts) -> np.ndarray:
         """(d,) FLOP that a phase repeats, or (n, d) for n cases."""
         lengths = loads.phases[phase]
-        work = phase_work(phase, self.model, lengths, "full")
-        # Attention is that of one item as long as all of the rank's: it has more pairs.
-        share = loads.pairs[phase] / np.maximum(lengths.positions, 1.0)**2
-        full, forward = (x[0] + share * x[1] for x in (work.recompute, work.forward))
+        # As many items as the rank has, each as long as the one that a position is in on average.
+        share = np.maximum(loads.pairs[phase], 1.0) / np.maximum(lengths.positions, 1.0)**2
+        one = Lengths(lengths.rows * share, lengths.positions * share, lengths.tokens * share)
+        work = phase_work(phase, self.model, one, "full")
+        full, forward = (x.sum(axis=0) / share for x in (work.recompute, work.forward))
         return (counts["full"] * full + counts["selective"] * SELECTIVE_SHARE * forward) / (
             getattr(self.model, phase).num_layers)
 
