@@ -1,0 +1,107 @@
+"""FLOP and costs of models of transformers, against torch's FlopCounterMode."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import combinations
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from orchmllm.config.model import ModelConfig
+from orchmllm.models.families import model_class, read_config
+from orchmllm.models.flops import Lengths, phase_lengths, phase_work, step_flops
+from orchmllm.models.hf import WholeModel
+from orchmllm.models.whole_flops import around, patches_of_token
+from orchmllm.plan.layout import ENCODERS, BatchLayout
+from orchmllm.sharding.hf import freeze
+from tests.lib import pairs
+from tests.lib import whole_models as models
+from tests.lib.recipes import frozen
+
+# Left out of the count: a product that is no module, class tokens and newlines, images of gemma3
+# that see themselves in both directions.
+ABOUT = {"gemma3": 0.02, "internvl": 0.005, "mistral3": 0.01, "llava": 0.01, "llava_next": 0.01,
+         "llava_onevision": 0.01, "vipllava": 0.01}
+REACH = 7  # positions of a sliding window
+
+
+def made_of(config):
+    torch.manual_seed(0)
+    model = model_class(config)._from_config(config).float().train()
+    if "moe" in config.model_type:
+        model.set_experts_implementation("eager")
+    return model
+
+
+def made_row(name: str, tmp_path):
+    """(A model whose last layer of text has a sliding window, if its family knows one, on a packed
+    row; the row; its lengths; (module's name, positions that it gets)); images of several windows
+    and clips."""
+    config, seen = models.build(name).config, {}
+    text = config.get_text_config()
+    text.sliding_window, text.use_sliding_window = REACH, True
+    if getattr(text, "layer_types", None):
+        text.layer_types = ["full_attention", "sliding_attention"]
+    config.save_pretrained(tmp_path)
+    model = made_of(read_config(tmp_path))
+    model.set_attn_implementation("eager")
+    whole = WholeModel(model, torch.float32)
+    one = [models.Item(kind, 5) for kind in models.kinds_of(name)]
+    two = [models.Item(kind, 2) for kind in models.kinds_of(name)]
+    # mistral3's mask has all images of a rank.
+    texts = (one, [], []) if name == "mistral3" else (one + two, [], one)
+    examples = [models.as_example(k, models.sample(name, model, some, 7 + k))
+                for k, some in enumerate(texts)]
+
+    def note(part):
+        return lambda _, args, keys: seen.update(
+            {part: (args or [*keys.values()])[0].shape})
+
+    for part, stack in whole.blocks().items():
+        stack[0].register_forward_pre_hook(note(part), with_kwargs=True)
+    if "audio" in whole.blocks():
+        around(whole, "audio")[0][0].register_forward_pre_hook(note("frames"), with_kwargs=True)
+    return whole, whole.join(examples), BatchLayout.concat([e.lengths for e in examples]), seen
+
+
+def as_computed(part: str, lengths: Lengths, seen: dict) -> Lengths:
+    """With class tokens and the tiles that are blank, and the silence that convolutions and
+    connectors of clips get; windows and tiles are none of this."""
+    more = seen[part][:-1].numel() / lengths.positions.sum()
+    if part == "audio":
+        assert more == 1
+        frames = seen["frames"][0] * seen["frames"][2] / lengths.rows.sum()
+        return replace(lengths, rows=frames * lengths.rows, tokens=lengths.positions / 2)
+    if more == 1:
+        return lengths
+    return replace(lengths, rows=more * lengths.rows, positions=more * lengths.positions)
+
+
+# Linear attention pads an example to whole chunks: tests/models/test_packed_models.py counts it.
+@pytest.mark.parametrize("name", [
+    name if name == "qwen2_5_vl" else pytest.param(name, marks=pytest.mark.slow)
+    for name in models.ADMITTED if not name.startswith("qwen3_5")])
+def test_flop_of_forward_and_backward_are_those_that_torch_counts(name, tmp_path, monkeypatch):
+    """Whatever is frozen, with attention of every window as far as it reaches."""
+    pairs.use(monkeypatch)
+    whole, row, layout, seen = made_row(name, tmp_path)
+    encoders = [part for part in whole.blocks() if part in ENCODERS]
+    parts = (*encoders, "connector", "llm")
+    for fixed in (p for n in range(len(parts)) for p in combinations(parts, n)):
+        config = frozen(*fixed, model=ModelConfig(config=str(tmp_path)))
+        whole.requires_grad_(True)
+        freeze(whole, config)
+        with FlopCounterMode(display=False) as counter:
+            whole(row).backward()
+        got = step_flops(config, layout)
+        for part in encoders:
+            computed = as_computed(part, phase_lengths(layout, part), seen)
+            got[part] = phase_work(part, config, computed).useful.sum()
+        assert sum(got.values()) == pytest.approx(
+            counter.get_total_flops(), rel=ABOUT.get(name, 1e-9)), fixed
+    if "vision" in encoders:
+        tokens = phase_lengths(layout, "vision").tokens.sum()
+        assert seen["vision"][:-1].numel() / tokens == pytest.approx(
+            patches_of_token(whole.hf.config), rel=0.25)
