@@ -5,13 +5,16 @@ from __future__ import annotations
 from dataclasses import replace
 from itertools import combinations
 
+import numpy as np
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
+from orchmllm.config.job import resolve
 from orchmllm.config.model import ModelConfig
+from orchmllm.config.recipe import Recipe
 from orchmllm.models.families import model_class, read_config
-from orchmllm.models.flops import Lengths, phase_lengths, phase_work, step_flops
+from orchmllm.models.flops import Lengths, phase_lengths, phase_work, plan_spec, step_flops
 from orchmllm.models.hf import WholeModel
 from orchmllm.models.whole_flops import around, patches_of_token
 from orchmllm.plan.layout import ENCODERS, BatchLayout
@@ -35,16 +38,21 @@ def made_of(config):
     return model
 
 
-def made_row(name: str, tmp_path):
-    """(A model whose last layer of text has a sliding window, if its family knows one, on a packed
-    row; the row; its lengths; (module's name, positions that it gets)); images of several windows
-    and clips."""
-    config, seen = models.build(name).config, {}
+def with_windows(config):
+    """A sliding window in the last layer of the text model, or in all if they are alike."""
     text = config.get_text_config()
     text.sliding_window, text.use_sliding_window = REACH, True
     if getattr(text, "layer_types", None):
         text.layer_types = ["full_attention", "sliding_attention"]
-    config.save_pretrained(tmp_path)
+    return config
+
+
+def made_row(name: str, tmp_path):
+    """(A model with sliding windows, if its family knows them; a packed row for it, with images of
+    several windows and clips; its lengths; part -> the shape that its blocks get, and `frames` ->
+    that of clips)."""
+    tiny, seen = models.build(name), {}
+    with_windows(tiny.config).save_pretrained(tmp_path)
     model = made_of(read_config(tmp_path))
     model.set_attn_implementation("eager")
     whole = WholeModel(model, torch.float32)
@@ -52,7 +60,7 @@ def made_row(name: str, tmp_path):
     two = [models.Item(kind, 2) for kind in models.kinds_of(name)]
     # mistral3's mask has all images of a rank.
     texts = (one, [], []) if name == "mistral3" else (one + two, [], one)
-    examples = [models.as_example(k, models.sample(name, model, some, 7 + k))
+    examples = [models.as_example(k, models.sample(name, tiny, some, 7 + k))
                 for k, some in enumerate(texts)]
 
     def note(part):
@@ -105,3 +113,17 @@ def test_flop_of_forward_and_backward_are_those_that_torch_counts(name, tmp_path
         tokens = phase_lengths(layout, "vision").tokens.sum()
         assert seen["vision"][:-1].numel() / tokens == pytest.approx(
             patches_of_token(whole.hf.config), rel=0.25)
+
+
+def test_what_is_balanced_costs_what_its_windows_do(tmp_path):
+    """A line in the length: of images that are cut into whole windows exactly, of text at one and
+    at four times as many positions as a window has."""
+    config = with_windows(models.build("qwen2_5_vl").config)
+    config.save_pretrained(tmp_path)
+    model, n = ModelConfig(config=str(tmp_path)), REACH * np.array([1, 4])
+    sides = np.array([4, 8, 20])  # patches
+    images = Lengths(sides**2, sides**2, sides**2 // 4, np.stack([sides**0, sides, sides], 1))
+    costs = plan_spec(resolve(Recipe(model=model), 1, 1)).costs
+    for part, lengths in (("vision", images), ("llm", Lengths(0 * n, n, n))):
+        wanted = phase_work(part, model, lengths).useful / costs[part].unit
+        assert costs[part](lengths.positions) == pytest.approx(wanted, abs=1), part
