@@ -19,6 +19,8 @@ from orchmllm.models.hf import WholeModel
 from orchmllm.models.whole_flops import around, patches_of_token
 from orchmllm.plan.layout import ENCODERS, BatchLayout
 from orchmllm.sharding.hf import freeze
+from orchmllm.sharding.memory import Loads
+from orchmllm.sharding.whole_memory import WholeMemory
 from tests.lib import pairs
 from tests.lib import whole_models as models
 from tests.lib.recipes import frozen
@@ -127,3 +129,15 @@ def test_what_is_balanced_costs_what_its_windows_do(tmp_path):
     for part, lengths in (("vision", images), ("llm", Lengths(0 * n, n, n))):
         wanted = phase_work(part, model, lengths).useful / costs[part].unit
         assert costs[part](lengths.positions) == pytest.approx(wanted, abs=1), part
+
+
+def test_what_a_rank_repeats_is_that_of_its_items(tmp_path):
+    """Of texts of one length, longer than a window, not of one text as long as all of them."""
+    with_windows(models.build("qwen2_5_vl").config).save_pretrained(tmp_path)
+    memory = WholeMemory.of(resolve(Recipe(model=ModelConfig(config=str(tmp_path))), 1, 1))
+    each = np.full(5, 4 * REACH)
+    texts, total = Lengths(0 * each, each, each), each[:1] * len(each)
+    loads = Loads({"llm": Lengths(0 * total, total, total)}, {}, {"llm": total * each[0]})
+    again = memory.again("llm", loads, memory.counts("llm", "full"))
+    wanted = phase_work("llm", memory.model, texts, "full").recompute.sum()
+    assert again == pytest.approx([wanted], rel=1e-12)
