@@ -81,7 +81,7 @@ class Trainer:
             build_orchestrator(recipe, one, world.world_size, self.device, group)
             for one in (spec, replace(spec, balance=replace(spec.balance, measure_every=0))))
         gpu, device_bytes = gpu_of(self.device)
-        self._peak_flops = None if recipe.model.folder else peak_flops(gpu)
+        self._peak_flops = peak_flops(gpu)
         self.long = LongExamples(job, spec, self.dataset, device_bytes, self._log, world.rank == 0)
         self.memory = RunMemory(
             recipe, self.dataset, self.train_rows, spec, world.world_size, device_bytes,

@@ -28,11 +28,13 @@ from orchmllm.plan.step import StepPlan
 class Lengths:
     """A phase's items, (n,) int64 each: rows that arrive (patches, mel frames) or, in the LLM, its
     targets; positions that attention sees (patches, frames after the convolutions, tokens); LLM
-    tokens they become."""
+    tokens they become. grid: (n, 3) tiles, rows and columns of patches, which windows are cut
+    from; None: unknown."""
 
     rows: np.ndarray
     positions: np.ndarray
     tokens: np.ndarray
+    grid: np.ndarray | None = None
 
 
 @dataclass(frozen=True)
@@ -56,7 +58,8 @@ def phase_lengths(layout: BatchLayout, phase: str) -> Lengths:
         tokens = layout.tokens_per_example
         return Lengths(layout.num_targets, tokens, tokens)
     seg = layout.segments[ENCODERS[phase]]
-    return Lengths(layout.rows[seg], layout.attn_len[seg], layout.num_tokens[seg])
+    return Lengths(layout.rows[seg], layout.attn_len[seg], layout.num_tokens[seg],
+                   layout.grid[seg])
 
 
 def padded_lengths(plan: StepPlan, phase: str) -> Lengths:
@@ -169,18 +172,9 @@ def _llm_work(config: LLMConfig, tokens: np.ndarray, checkpointing: str) -> Work
 
 
 def step_flops(model: ModelConfig, layout: BatchLayout) -> dict[str, float]:
-    """phase -> useful FLOP of a global batch. That of an item is linear in its rows, and quadratic
-    in its positions and tokens, so that sums over the items tell it."""
-    out, one_each = {}, Lengths(*np.array([[1, 0, 0, 0, 0], [0, 1, 2, 0, 0], [0, 0, 0, 1, 2]]))
-    for phase in PHASES:
-        lengths = phase_lengths(layout, phase)
-        row, position, two_positions, token, two_tokens = phase_work(phase, model, one_each).useful
-        out[phase] = float(row * lengths.rows.sum())
-        for values, one, two in ((lengths.positions, position, two_positions),
-                                 (lengths.tokens, token, two_tokens)):
-            square = two / 2 - one
-            out[phase] += float((one - square) * values.sum() + square * np.dot(values, values))
-    return out
+    """phase -> useful FLOP of a global batch."""
+    return {phase: float(phase_work(phase, model, phase_lengths(layout, phase)).useful.sum())
+            for phase in PHASES}
 
 
 def cost_model(phase: str, model: ModelConfig) -> CostModel:
@@ -195,11 +189,11 @@ def cost_model(phase: str, model: ModelConfig) -> CostModel:
 
 
 def terms(phase: str, model: ModelConfig, lengths: Lengths) -> tuple[int, int]:
-    """FLOP of a position and of two that attend to each other, forward and backward. lengths: of an
-    item of one position, and of one of two."""
-    one, two = phase_work(phase, model, lengths).useful
-    square = two / 2 - one
-    return round(one - square), round(square)
+    """FLOP of a position and of two that attend to each other, forward and backward: the line
+    through those that a position costs in two items of the given lengths."""
+    each = phase_work(phase, model, lengths).useful / lengths.positions
+    square = float(np.diff(each)[0] / np.diff(lengths.positions)[0])
+    return round(each[0] - square * lengths.positions[0]), round(square)
 
 
 def peak_flops(device_name: str) -> float | None:

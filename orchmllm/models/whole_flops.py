@@ -3,6 +3,7 @@ memory, and the costs that the planner gets from them."""
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import replace
 from functools import lru_cache
@@ -30,10 +31,12 @@ CONNECTOR = re.compile(r".*?(?:merger|projector|connector|audio_tower\.proj)[^.]
 
 class PartFlops(NamedTuple):
     """FLOP of the forward pass of a part. position, pair: of its blocks, of a position and of two
-    that attend to each other; row: of a patch or frame before the blocks, or of a target's logits;
-    token: of what is behind the blocks; tower, first: of that what belongs to the tower, and what
-    of the connectors has none of their weights before it; read: the share of the blocks whose
-    output is read, which alone have a backward pass; second: of row what has weights before it."""
+    that attend to each other (of half a pair in the LLM, where one sees the other); row: of a patch
+    or frame before the blocks, or of a target's logits; token: of what is behind the blocks; tower,
+    first: of that what belongs to the tower, and what of the connectors has none of their weights
+    before it; read: the share of the blocks whose output is read, which alone have a backward pass;
+    second: of row what has weights before it; near: like pair, in blocks that attend within
+    windows; window: positions of one, in the LLM as far back as a position sees."""
 
     position: int
     pair: int
@@ -43,12 +46,13 @@ class PartFlops(NamedTuple):
     first: int = 0
     read: float = 1.0
     second: int = 0
+    near: int = 0
+    window: int = 1
 
 
 @lru_cache(maxsize=4)
 def part_flops(folder: str) -> dict[str, PartFlops]:
-    """vision, audio, llm -> their FLOP, of those that the model has. Attention of images in windows
-    counts as if it had none."""
+    """vision, audio, llm -> their FLOP, of those that the model has."""
     whole = meta_model(folder)
     stacks, config = whole.blocks(), whole.hf.config
     text = config.get_text_config(decoder=True)
@@ -56,25 +60,32 @@ def part_flops(folder: str) -> dict[str, PartFlops]:
                                         or text.hidden_size // text.num_attention_heads)
     sizes = {part: multiplied(stack, getattr(text, "num_experts_per_tok", 0))
              for part, stack in stacks.items()}
+    near, window = sliding(text)
     out = {"llm": PartFlops(2 * sizes["llm"] + sum(map(state_flop, whole.mixers)),
-                            2 * (len(stacks["llm"]) - len(whole.mixers)) * width,
-                            2 * whole.hf.get_output_embeddings().weight.numel())}
+                            2 * (len(stacks["llm"]) - len(whole.mixers) - near) * width,
+                            2 * whole.hf.get_output_embeddings().weight.numel(),
+                            near=2 * near * width, window=window)}
     names, begins = {id(p): name for name, p in whole.hf.named_parameters()}, {}
     for i, name in names.items():
         if (found := CONNECTOR.match(name)) and part_of(name) == "connector":
             begins.setdefault(found[0], i)
     for part in [part for part in ENCODERS if part in stacks]:
-        tower, inside = getattr(config, f"{part}_config"), 0
+        tower, num_layers = getattr(config, f"{part}_config"), len(stacks[part])
+        near, window = 0, 1
         # A pair of positions: 2 products of 2 FLOP; half of the pairs where it is causal.
         position = 2 * sizes[part]
-        pair = 4 * len(stacks[part]) * (getattr(tower, "embed_dim", None) or tower.hidden_size)
+        each = 4 * (getattr(tower, "embed_dim", None) or tower.hidden_size)
         if part == "audio":  # a position attends to those of its window
-            inside = getattr(tower, "n_window", tower.max_source_positions)
-        elif config.model_type in TILED:  # or of its tile
+            near, window = num_layers, getattr(tower, "n_window", tower.max_source_positions)
+        elif hasattr(tower, "fullatt_block_indexes"):  # or, in the other blocks, of its square
+            near = num_layers - len(tower.fullatt_block_indexes)
+            side = tower.spatial_merge_size
+            window = (tower.window_size // side // tower.patch_size * side)**2
+        pair = each * (num_layers - near)
+        if config.model_type in TILED:  # or of its tile
             first = any(n.endswith(("cls_token", "class_embedding")) for n, _ in
                         whole.named_parameters())
             inside = (int(np.max(tower.image_size)) // int(np.max(tower.patch_size)))**2 + first
-        if inside:
             position, pair = position + pair * inside, 0
         front, behind = around(whole, part)
         of_tower = [m for m in behind if part_of(names[id(m.weight)]) == part]
@@ -84,8 +95,37 @@ def part_flops(folder: str) -> dict[str, PartFlops]:
         layer = getattr(config, f"{part}_feature_layer", -1)  # of LLaVA the last but one
         read = 1 + (layer + 1) / len(stacks[part]) if isinstance(layer, int) and layer < 0 else 1.0
         out[part] = PartFlops(position, pair, sum(map(_row_flops, front)), token, tower, first,
-                              read, sum(map(_row_flops, front[1:])) if part == "audio" else 0)
+                              read, sum(map(_row_flops, front[1:])) if part == "audio" else 0,
+                              near * each, window)
     return out
+
+
+def sliding(text: Any) -> tuple[int, int]:
+    """(Layers of the text model of a configuration whose positions see only some before them, how
+    many with their own); 0 and 1 if none does."""
+    window = getattr(text, "sliding_window", None)
+    if not (window and hasattr(type(text), "sliding_window")):  # a folder may name what none reads
+        return 0, 1
+    kinds = getattr(text, "layer_types", None) or ["sliding_attention"] * text.num_hidden_layers
+    return kinds.count("sliding_attention"), window
+
+
+def _attention(phase: str, flops: PartFlops, lengths: Lengths) -> np.ndarray:
+    """(n,) FLOP of the attention of items, forward."""
+    n, size = lengths.positions.astype(float), flops.window
+    if phase == "llm":
+        seen = np.minimum(n, size)
+        return flops.pair * n * (n + 1) + flops.near * seen * (2 * n - seen + 1)
+    if phase == "vision" and lengths.grid is not None:
+        t, h, w = lengths.grid.T.astype(float)
+        side = math.isqrt(size)
+        return flops.pair * n**2 + flops.near * t * _pairs(h, side) * _pairs(w, side)
+    return flops.pair * n**2 + flops.near * _pairs(n, size)
+
+
+def _pairs(n: np.ndarray, size: int) -> np.ndarray:
+    """Pairs inside of pieces of so many positions, of which the last one may be shorter."""
+    return n // size * size**2 + (n % size)**2
 
 
 def _row_flops(module: nn.Module) -> int:
@@ -138,8 +178,7 @@ def whole_work(model: ModelConfig, phase: str, lengths: Lengths, checkpointing: 
     behind = flops.first * (connectors + learns) + flops.tower * passes + (
         flops.token - flops.first - flops.tower) * (connectors + model.features_learn(phase))
     blocks, front = flops.position * lengths.positions, flops.row * lengths.rows
-    attention, connector = flops.pair * lengths.positions.astype(float)**2, (
-        flops.token * lengths.tokens)
+    attention, connector = _attention(phase, flops, lengths), flops.token * lengths.tokens
     again = float(checkpointing == "full" and passes > 0)
     return Work(
         forward=np.stack([front + blocks + connector, attention]),
@@ -154,17 +193,17 @@ def whole_work(model: ModelConfig, phase: str, lengths: Lengths, checkpointing: 
 def plan_whole(job: Job) -> PlanSpec:
     """What the planner has to know. Each rank reads the text that its LLM takes and the media that
     it encodes. A medium costs by its positions and an example by its tokens what they compute,
-    without the logits of what is learnt."""
-    recipe, model, count = job.recipe, job.recipe.model, np.array([1, 2])
-    lengths = {"llm": Lengths(0 * count, count, count),
-               "audio": Lengths(2 * count, count, count / 2)}  # two frames, half a token
-    parts = part_flops(model.folder)
+    without the logits of what is learnt: exactly, but for an LLM with sliding windows, whose cost
+    is exact for examples of one and of four windows, and for the edges of windows of images."""
+    recipe, model, parts = job.recipe, job.recipe.model, part_flops(job.recipe.model.folder)
+    rows, tokens = {"llm": 0, "vision": 1, "audio": 2}, {"llm": 1.0, "audio": 0.5}  # of a position
     if "vision" in parts:
-        tokens = count / patches_of_token(meta_model(model.folder).hf.config)
-        lengths["vision"] = Lengths(count, count, tokens)
-    # What the model has not has no items.
-    costs = {part: CostModel(*terms(part, model, lengths[part])) if part in parts
-             else CostModel(1, 0) for part in PHASES}
+        tokens["vision"] = 1 / patches_of_token(meta_model(model.folder).hf.config)
+    costs = dict.fromkeys(PHASES, CostModel(1, 0))  # what the model has not has no items
+    for part, flops in parts.items():
+        n = flops.window * np.array([1, 4])
+        costs[part] = CostModel(*terms(
+            part, model, Lengths(rows[part] * n, n, tokens[part] * n)))
     return PlanSpec(
         costs=costs,
         row_bytes=dict.fromkeys(ENCODERS, 0),  # media are read where they are encoded

@@ -283,10 +283,11 @@ class MemoryModel:
         """(d,) FLOP that a phase repeats, or (n, d) for n cases; bytes that are moved count, too.
         """
         lengths, layers = loads.phases[phase], getattr(self.model, phase).num_layers
-        work = phase_work(phase, self.model, lengths, "full").recompute / layers
-        # Attention is that of one item as long as all of the rank's: it has more pairs.
-        share = loads.pairs[phase] / np.maximum(lengths.positions, 1.0)**2
-        return self.repeated(phase, counts, work[0], share * work[1],
+        # As many items as the rank has, each as long as the one that a position is in on average.
+        share = np.maximum(loads.pairs[phase], 1.0) / np.maximum(lengths.positions, 1.0)**2
+        one = Lengths(lengths.rows * share, lengths.positions * share, lengths.tokens * share)
+        products, attention = phase_work(phase, self.model, one, "full").recompute / share / layers
+        return self.repeated(phase, counts, products, attention,
                              FLOP_PER_BYTE * lengths.positions)
 
     def repeated(self, phase: str, counts: Counts, products, attention, moving):

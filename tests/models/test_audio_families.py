@@ -2,26 +2,18 @@
 
 from __future__ import annotations
 
-from itertools import combinations
-
-import numpy as np
 import pytest
 import torch
 import transformers
-from torch.utils.flop_counter import FlopCounterMode
 
 from orchmllm.config.model import AudioConfig, ModelConfig
 from orchmllm.config.recipe import Recipe, TrainConfig
 from orchmllm.hf.sources import PretrainedError, find_sources
 from orchmllm.models.families import model_class, part_of, read_config, refusals
-from orchmllm.models.flops import Lengths, phase_work
 from orchmllm.models.hf import WholeModel
-from orchmllm.models.whole_flops import part_flops
 from orchmllm.runtime.preflight import check_rates
-from orchmllm.sharding.hf import freeze
 from tests.lib import whole_models as models
 from tests.lib.processors import CLIPS
-from tests.lib.recipes import frozen
 from tests.lib.whole_models import Item
 
 
@@ -76,35 +68,3 @@ def test_a_head_computes_logits_of_learnt_positions_alone(name):
     row = whole.join([models.as_example(0, inputs)])
     whole(row)
     assert seen == [len(row.kept)] and 0 < len(row.kept) <= 4
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["audioflamingo3", "qwen2_audio"])
-def test_flop_of_audio_models_are_those_of_the_passes_that_are_made(name, tmp_path):
-    """Whatever is frozen, without attention; the second convolution has a gradient of its input."""
-    model = models.build(name)
-    model.config.save_pretrained(tmp_path)
-    whole, seen = WholeModel(model, torch.float32), []
-    row = whole.join([models.as_example(0, models.sample(
-        name, model, [Item("audio", 5)], 7))])
-    model.float()
-    stack, n = whole.blocks()["audio"], row.inputs["input_ids"].numel()
-    stack[0].register_forward_pre_hook(lambda _, args, keys: seen.append(
-        (args or [*keys.values()])[0].shape[:-1].numel()), with_kwargs=True)
-    for parts in (p for k in range(3) for p in combinations(("audio", "connector", "llm"), k)):
-        config = frozen(*parts, model=ModelConfig(config=str(tmp_path)))
-        whole.requires_grad_(True)
-        freeze(whole, config)
-        with FlopCounterMode(display=False) as counter:
-            whole(row).backward()
-        counted = sum(flop for op, flop in counter.get_flop_counts()["Global"].items()
-                      if "attention" not in str(op))
-        got, frames = 0.0, seen[-1]
-        for phase, sizes in (("audio", (2 * frames, frames, frames / 2)),
-                             ("llm", (len(row.kept), n, n))):
-            work = phase_work(phase, config, Lengths(*np.array(sizes)[:, None]))
-            got += (work.forward[0] + work.backward[0]).item()
-        products = 2 * sum(p.numel() for p in stack.parameters() if p.dim() > 1)
-        windows = part_flops(str(tmp_path))["audio"].position - products
-        got -= windows * frames * (1 + 2 * config.learns("audio"))
-        assert got == pytest.approx(counted, rel=1e-9), parts

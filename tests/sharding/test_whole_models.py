@@ -13,6 +13,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 from torch.distributed.tensor import DTensor
 
+from orchmllm import trainer
 from orchmllm.config.model import ModelConfig
 from orchmllm.config.recipe import (
     CheckpointConfig,
@@ -23,6 +24,7 @@ from orchmllm.config.recipe import (
     TrainConfig,
 )
 from orchmllm.models.families import part_of
+from orchmllm.models.flops import step_flops
 from orchmllm.plan.assign import PHASES
 from orchmllm.plan.layout import ENCODERS
 from orchmllm.sharding.hf import load_whole
@@ -139,11 +141,19 @@ def recipe(folder: Path, model: ModelConfig, steps: int, **train_keys) -> Recipe
 
 
 def trained(world, run: Recipe, name: str) -> tuple[list[dict], float]:
-    """Rows of metrics, and the loss of the first step by stock transformers."""
-    stock, first = models.build(name), []
+    """Rows of metrics, and the loss of the first step by stock transformers. MFU is that of a GPU
+    whose peak is known."""
+    trainer.gpu_of = lambda device: ("NVIDIA H100 80GB HBM3", 0)
+    stock, layouts = models.build(name), []
     data = models.WholeDataset(name, stock, 24)
-    rows = train(world, run, data, lambda step, row: first.append(step.example_ids.tolist()))
-    inputs = [data.inputs[i] for i in first[0]]
+    rows = train(world, run, data, lambda step, row: layouts.append(step.layout))
+    if world.rank == 0:
+        written = (Path(run.run.dir) / "metrics.jsonl").read_text().splitlines()
+        steps = [row for row in map(json.loads, written) if "mfu" in row][-len(layouts):]
+        assert [row["mfu"] * row["step_s"] for row in steps] == pytest.approx([
+            sum(step_flops(run.model, layout).values()) / (world.world_size * 989e12)
+            for layout in layouts], rel=1e-9, abs=0)
+    inputs = [data.inputs[i] for i in layouts[0].example_id]
     with torch.no_grad():
         loss = sum(float(models.stock_loss(stock, one)) for one in inputs)
     return ([row for row in rows if "loss" in row or "validation_loss" in row],

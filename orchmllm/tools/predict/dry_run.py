@@ -58,8 +58,6 @@ def not_modelled(recipe: Recipe, examples: Examples) -> list[str]:
         left.append("steps as sampled (balance.measure_every)")
     if recipe.balance.enabled and recipe.balance.dispatch == "bytes":
         left.append("the exchange of stored media in the background (balance.dispatch: bytes)")
-    if recipe.model.folder:
-        left.append("windows of attention, which count as if there were none")
     if recipe.model.lora.rank:
         left.append("what adapters (model.lora) compute and keep themselves")
     return left

@@ -1,0 +1,143 @@
+"""FLOP and costs of models of transformers, against torch's FlopCounterMode."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import combinations
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from orchmllm.config.job import resolve
+from orchmllm.config.model import ModelConfig
+from orchmllm.config.recipe import Recipe
+from orchmllm.models.families import model_class, read_config
+from orchmllm.models.flops import Lengths, phase_lengths, phase_work, plan_spec, step_flops
+from orchmllm.models.hf import WholeModel
+from orchmllm.models.whole_flops import around, patches_of_token
+from orchmllm.plan.layout import ENCODERS, BatchLayout
+from orchmllm.sharding.hf import freeze
+from orchmllm.sharding.memory import Loads
+from orchmllm.sharding.whole_memory import WholeMemory
+from tests.lib import pairs
+from tests.lib import whole_models as models
+from tests.lib.recipes import frozen
+
+# Left out of the count: a product that is no module, class tokens and newlines, images of gemma3
+# that see themselves in both directions.
+ABOUT = {"gemma3": 0.02, "internvl": 0.005, "mistral3": 0.01, "llava": 0.01, "llava_next": 0.01,
+         "llava_onevision": 0.01, "vipllava": 0.01}
+REACH = 7  # positions of a sliding window
+
+
+def made_of(config):
+    torch.manual_seed(0)
+    model = model_class(config)._from_config(config).float().train()
+    if "moe" in config.model_type:
+        model.set_experts_implementation("eager")
+    return model
+
+
+def with_windows(config):
+    """A sliding window in the last layer of the text model, or in all if they are alike."""
+    text = config.get_text_config()
+    text.sliding_window, text.use_sliding_window = REACH, True
+    if getattr(text, "layer_types", None):
+        text.layer_types = ["full_attention", "sliding_attention"]
+    return config
+
+
+def made_row(name: str, tmp_path):
+    """(A model with sliding windows, if its family knows them; a packed row for it, with images of
+    several windows and clips; its lengths; part -> the shape that its blocks get, and `frames` ->
+    that of clips)."""
+    tiny, seen = models.build(name), {}
+    with_windows(tiny.config).save_pretrained(tmp_path)
+    model = made_of(read_config(tmp_path))
+    model.set_attn_implementation("eager")
+    whole = WholeModel(model, torch.float32)
+    one = [models.Item(kind, 5) for kind in models.kinds_of(name)]
+    two = [models.Item(kind, 2) for kind in models.kinds_of(name)]
+    # mistral3's mask has all images of a rank.
+    texts = (one, [], []) if name == "mistral3" else (one + two, [], one)
+    examples = [models.as_example(k, models.sample(name, tiny, some, 7 + k))
+                for k, some in enumerate(texts)]
+
+    def note(part):
+        return lambda _, args, keys: seen.update(
+            {part: (args or [*keys.values()])[0].shape})
+
+    for part, stack in whole.blocks().items():
+        stack[0].register_forward_pre_hook(note(part), with_kwargs=True)
+    if "audio" in whole.blocks():
+        around(whole, "audio")[0][0].register_forward_pre_hook(note("frames"), with_kwargs=True)
+    return whole, whole.join(examples), BatchLayout.concat([e.lengths for e in examples]), seen
+
+
+def as_computed(part: str, lengths: Lengths, seen: dict) -> Lengths:
+    """With class tokens and the tiles that are blank, and the silence that convolutions and
+    connectors of clips get; windows and tiles are none of this."""
+    more = seen[part][:-1].numel() / lengths.positions.sum()
+    if part == "audio":
+        assert more == 1
+        frames = seen["frames"][0] * seen["frames"][2] / lengths.rows.sum()
+        return replace(lengths, rows=frames * lengths.rows, tokens=lengths.positions / 2)
+    if more == 1:
+        return lengths
+    return replace(lengths, rows=more * lengths.rows, positions=more * lengths.positions)
+
+
+# Linear attention pads an example to whole chunks: tests/models/test_packed_models.py counts it.
+@pytest.mark.parametrize("name", [
+    name if name == "qwen2_5_vl" else pytest.param(name, marks=pytest.mark.slow)
+    for name in models.ADMITTED if not name.startswith("qwen3_5")])
+def test_flop_of_forward_and_backward_are_those_that_torch_counts(name, tmp_path, monkeypatch):
+    """Whatever is frozen, with attention of every window as far as it reaches."""
+    pairs.use(monkeypatch)
+    whole, row, layout, seen = made_row(name, tmp_path)
+    encoders = [part for part in whole.blocks() if part in ENCODERS]
+    parts = (*encoders, "connector", "llm")
+    for fixed in (p for n in range(len(parts)) for p in combinations(parts, n)):
+        config = frozen(*fixed, model=ModelConfig(config=str(tmp_path)))
+        whole.requires_grad_(True)
+        freeze(whole, config)
+        with FlopCounterMode(display=False) as counter:
+            whole(row).backward()
+        got = step_flops(config, layout)
+        for part in encoders:
+            computed = as_computed(part, phase_lengths(layout, part), seen)
+            got[part] = phase_work(part, config, computed).useful.sum()
+        assert sum(got.values()) == pytest.approx(
+            counter.get_total_flops(), rel=ABOUT.get(name, 1e-9)), fixed
+    if "vision" in encoders:
+        tokens = phase_lengths(layout, "vision").tokens.sum()
+        assert seen["vision"][:-1].numel() / tokens == pytest.approx(
+            patches_of_token(whole.hf.config), rel=0.25)
+
+
+def test_what_is_balanced_costs_what_its_windows_do(tmp_path):
+    """A line in the length: of images that are cut into whole windows exactly, of text at one and
+    at four times as many positions as a window has."""
+    config = with_windows(models.build("qwen2_5_vl").config)
+    config.save_pretrained(tmp_path)
+    model, n = ModelConfig(config=str(tmp_path)), REACH * np.array([1, 4])
+    sides = np.array([4, 8, 20])  # patches
+    images = Lengths(sides**2, sides**2, sides**2 // 4, np.stack([sides**0, sides, sides], 1))
+    costs = plan_spec(resolve(Recipe(model=model), 1, 1)).costs
+    for part, lengths in (("vision", images), ("llm", Lengths(0 * n, n, n))):
+        wanted = phase_work(part, model, lengths).useful / costs[part].unit
+        assert costs[part](lengths.positions) == pytest.approx(wanted, abs=1), part
+
+
+def test_what_a_rank_repeats_is_that_of_its_items(tmp_path):
+    """Of texts of one length, longer than a window, not of one text as long as all of them."""
+    with_windows(models.build("qwen2_5_vl").config).save_pretrained(tmp_path)
+    memory = WholeMemory.of(resolve(Recipe(model=ModelConfig(config=str(tmp_path))), 1, 1))
+    each = np.full(5, 4 * REACH)
+    texts, total = Lengths(0 * each, each, each), each[:1] * len(each)
+    loads = Loads({"llm": Lengths(0 * total, total, total)}, {}, {"llm": total * each[0]})
+    again = memory.again("llm", loads, memory.counts("llm", "full"))
+    wanted = phase_work("llm", memory.model, texts, "full").recompute.sum()
+    assert again == pytest.approx([wanted], rel=1e-12)
