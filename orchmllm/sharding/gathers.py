@@ -2,9 +2,9 @@
 backward pass, and not at all where nothing reads them (orchmllm.sharding.units.gathers says how
 often).
 
-The embedding and what is frozen of an encoder are not read in the backward pass. The head's
-backward pass follows its forward pass at once, so it stays gathered, as does the model's root,
-which holds one norm.
+The embedding and a frozen encoder are not read in the backward pass, so a connector that learns
+behind a frozen encoder is a unit of its own. The head's backward pass follows its forward pass at
+once, so it stays gathered, as does the model's root, which holds one norm.
 """
 
 from __future__ import annotations
@@ -17,7 +17,9 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from orchmllm.config.recipe import FsdpConfig
+from orchmllm.models.audio import AudioEncoder
 from orchmllm.models.mllm import MultimodalModel
+from orchmllm.models.vision import VisionEncoder
 
 
 class Unit(NamedTuple):
@@ -56,10 +58,9 @@ def shard_units(orders: tuple[list[Unit], list[Unit]], config: FsdpConfig, ranks
 
 def ordered(model: MultimodalModel, config: FsdpConfig) -> tuple[list[Unit], list[Unit]]:
     """The units in the order of the forward pass and in that of the backward pass, in which an
-    encoder's own unit (it holds the connector) comes before its blocks."""
-    towers = []
-    for phase, encoder in (("vision", model.vision), ("audio", model.audio)):
-        towers.append([of_encoder(m, config.reshard(phase)) for m in (encoder, *encoder.blocks)])
+    encoder's own unit, and the connector's, come before its blocks."""
+    towers = [_tower(model.vision, config.reshard("vision")),
+              _tower(model.audio, config.reshard("audio"))]
     root, head = Unit(model, "none"), Unit(model.llm.lm_head, "none")
     embed = Unit(model.llm.embed_tokens, "full", backward=False)
     layers = [Unit(layer, config.reshard("llm")) for layer in model.llm.layers]
@@ -68,6 +69,15 @@ def ordered(model: MultimodalModel, config: FsdpConfig) -> tuple[list[Unit], lis
     for own, *blocks in reversed(towers):
         backward += [own, *reversed(blocks)]
     return forward, backward
+
+
+def _tower(encoder: VisionEncoder | AudioEncoder, reshard: str) -> list[Unit]:
+    """The units of an encoder in the order of the forward pass. Its connector is in the first one,
+    or the last one where the connector alone learns."""
+    own, *blocks = [of_encoder(m, reshard) for m in (encoder, *encoder.blocks)]
+    if own.backward and not blocks[0].backward:
+        return [Unit(encoder, "full", backward=False), *blocks, Unit(encoder.connector, reshard)]
+    return [own, *blocks]
 
 
 def of_encoder(module: nn.Module, reshard: str) -> Unit:

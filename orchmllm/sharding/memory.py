@@ -231,17 +231,17 @@ class MemoryModel:
         return by_role(self.model, phase)
 
     def _gather(self, phase: str, backward: bool) -> float:
-        """Gathered parameters, at their worst: the encoder's root unit for the whole phase, the
-        current unit and the buffer of the next one; in the backward pass also the last
+        """Gathered parameters, at their worst: the encoder's units around its blocks, the current
+        unit and the buffer of the next one; in the backward pass also the last
         unit's gradients (at first the head's) on their way to their owners. What fsdp.*_reshard
         keeps stays until its backward pass, which then gathers none."""
         e, own = self.element, self._units(phase)
         block = own["block"]
         ahead = min(max(self.fsdp.prefetch, 1), max(block.copies - 1, 1))
-        root = sum(u.size for u in own.values() if u.role == "root" and not u.stays)
-        current = e * (block.size * (1 + ahead) + root)
+        around = [u for u in own.values() if u.role in ("root", "connector") and not u.stays]
+        current = e * (block.size * (1 + ahead) + sum(u.size for u in around))
         if backward and not block.read_in_backward:
-            current = e * root * own["root"].read_in_backward
+            current = e * sum(u.size for u in around if u.read_in_backward)
         elif self.fsdp.reshard(phase) == "none" and block.read_in_backward:
             current = 0 if backward else block.size * e * ahead
         if backward:
@@ -258,7 +258,7 @@ class MemoryModel:
         """Units whose input has no gradient: FSDP2 reduces theirs at the end of the backward
         pass."""
         return [u for u in units(self.model)
-                if u.role == "embed" or u.role == "root" and u.phase != "llm"]
+                if u.role in ("embed", "connector") or u.role == "root" and u.phase != "llm"]
 
     def _waiting(self, phase: str) -> float:
         """Gradients of late units that were made before the blocks of a phase begin their backward

@@ -20,16 +20,17 @@ from orchmllm.config.train import OPTIMIZER_STATE
 from orchmllm.models.names import PARTS, Named, named
 
 Shape = tuple[int, ...]
-ROLES = ("root", "embed", "head")  # of units that are no block
+ROLES = ("root", "connector", "embed", "head")  # of units that are no block
 
 
 @dataclass(frozen=True)
 class Unit:
     """Parameters that are gathered together; `copies` units are alike (a stack of blocks).
 
-    phase: vision, audio or llm. role: `block`, `root` (gathered for the whole phase), `embed` or
-    `head`. trained, frozen: shapes of the parameters with and without a gradient. stays: gathered
-    for the whole step."""
+    phase: vision, audio or llm. role: `block`, `root` (gathered for the whole phase), `connector`
+    (one that learns behind a frozen encoder; others are in the root), `embed` or `head`. trained,
+    frozen: shapes of the parameters with and without a gradient. stays: gathered for the whole
+    step."""
 
     phase: str
     role: str
@@ -82,8 +83,9 @@ def units(model: ModelConfig) -> list[Unit]:
     out = []
     for phase in PARTS:
         found: dict[str, list[Named]] = {}
+        apart = model.learns("connector") and not model.learns(phase)
         for n in _parameters(phase, model):
-            found.setdefault(_unit_name(n.name), []).append(n)
+            found.setdefault(_unit_name(n.name, apart), []).append(n)
         copies = sum(name.isdigit() for name in found)
         for name, members in found.items():
             if name in ("0", *ROLES):
@@ -162,10 +164,10 @@ def _shape(n: Named) -> Shape:
     return (n.shape[0], math.prod(n.shape[1:])) if len(n.shape) > 3 else n.shape
 
 
-def _unit_name(parameter: str) -> str:
-    """The number of its block, or the role of its unit."""
+def _unit_name(parameter: str, apart: bool) -> str:
+    """The number of its block, or the role of its unit. apart: connectors have their own."""
     for part in parameter.split("."):
-        if part.isdigit():
+        if part.isdigit() or part == "connector" and apart:
             return part
     return {"embed_tokens": "embed", "lm_head": "head"}.get(parameter.split(".")[-2], "root")
 

@@ -27,6 +27,7 @@ VISION, AUDIO = ([m, f"{m}.blocks.0", f"{m}.blocks.1"] for m in ("vision", "audi
 LAYERS = ["llm.layers.0", "llm.layers.1"]
 FORWARD = ["root", *VISION, *AUDIO, "llm.embed_tokens", *LAYERS, "llm.lm_head"]
 BACKWARD = [*reversed(LAYERS), "audio", *AUDIO[:0:-1], "vision", *VISION[:0:-1]]
+CONNECTORS = ["audio.connector", "vision.connector"]  # units of their own where they learn alone
 
 
 def case(model=MODEL, steps=1, **fsdp) -> Case:
@@ -38,6 +39,15 @@ def without(*names: str) -> list[str]:
     return [u for u in BACKWARD if not u.startswith(names)]
 
 
+def forward(model) -> list[str]:
+    """Units gathered in the forward pass."""
+    out = list(FORWARD)
+    for encoder in ("vision", "audio"):
+        if model.learns("connector") and not model.learns(encoder):
+            out.insert(out.index(f"{encoder}.blocks.1") + 1, f"{encoder}.connector")
+    return out
+
+
 # name -> (case, units gathered in the backward pass)
 CASES = {
     "as FSDP2 prefetches": (case(), BACKWARD),
@@ -47,9 +57,13 @@ CASES = {
         case(prefetch=1, activation_checkpointing="selective", loss_chunk_rows=7), BACKWARD),
     "all kept, one ahead": (case(reshard_after_forward=False, prefetch=1), []),
     "LLM kept": (case(llm_reshard="none", prefetch=2), without("llm.layers")),
-    "frozen vision": (case(frozen("vision")), without("vision.blocks")),
-    "frozen encoders": (case(frozen("vision", "audio"), prefetch=2),
-                        without("vision.blocks", "audio.blocks")),
+    "frozen vision": (case(frozen("vision")), [*without("vision"), "vision.connector"]),
+    "frozen audio": (case(frozen("audio"), prefetch=1),
+                     [*LAYERS[::-1], "audio.connector", "vision", *VISION[:0:-1]]),
+    "frozen encoders, two microbatches": (
+        case(frozen("vision", "audio"), steps=2, prefetch=2), [*LAYERS[::-1], *CONNECTORS]),
+    "connectors alone": (case(frozen("vision", "audio", "llm"), prefetch=1),
+                         [*LAYERS[::-1], *CONNECTORS]),
     "frozen connectors": (case(frozen("vision", "audio", "connector"), prefetch=2), LAYERS[::-1]),
     "frozen LLM, connectors and audio, kept": (
         case(frozen("llm", "connector", "audio"), audio_reshard="none", prefetch=1),
@@ -95,7 +109,8 @@ def equal(got: dict, want: dict) -> bool:
     return got.keys() == want.keys() and all(np.array_equal(got[n], want[n]) for n in want)
 
 
-SOME = ["two ahead, checkpointing, two microbatches", "LLM kept", "frozen connectors"]
+SOME = ["two ahead, checkpointing, two microbatches", "frozen encoders, two microbatches",
+        "frozen connectors"]
 
 
 @pytest.mark.dist
@@ -105,12 +120,13 @@ def test_a_step_gathers_what_it_reads_and_nothing_twice(names):
     results = run_ranks(all_logged, 2, {name: CASES[name][0] for name in names})
     for name in names:
         one, backward = CASES[name]
+        ahead = forward(one.recipe.model)
         for log, *_ in (rank[name] for rank in results):
             per_microbatch = len(log) // one.accumulation_steps
-            assert per_microbatch == len(FORWARD) + len(backward), name
+            assert per_microbatch == len(ahead) + len(backward), name
             for at in range(0, len(log), per_microbatch):
                 part = log[at: at + per_microbatch]
-                assert [g.unit for g in part if not g.backward] == FORWARD, name
+                assert [g.unit for g in part if not g.backward] == ahead, name
                 assert [g.unit for g in part if g.backward] == backward, name
         for *_, exchanges, _ in (rank[name] for rank in results):
             sent_back = map(one.recipe.model.features_learn, ("vision", "audio"))

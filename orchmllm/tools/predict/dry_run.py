@@ -138,7 +138,7 @@ def parameters(model: ModelConfig) -> dict[str, int]:
         own = {u.role: u.copies * u.size for u in units(model) if u.phase == phase}
         connector = sum(math.prod(n.shape) for n in named("connectors", model)
                         if n.name.startswith(f"{phase}."))
-        if connector:
+        if connector and "connector" not in own:
             own["root"] -= connector
             own["connector"] = connector
         counts |= {f"{phase} {PARTS.get(role, role)}": count for role, count in own.items()}

@@ -254,8 +254,11 @@ def _passes(phase: str, memory: MemoryModel, hardware: Hardware, num_ranks: int,
     if phase == "llm":
         return ([(link["embed"].forward, 0.0, 0.0), *blocks, (link["head"].forward, head[0], 0.0)],
                 [(0.0, head[1], link["head"].reduce), *back, (0.0, 0.0, link["embed"].reduce)])
-    return ([(link["root"].forward, 0.0, 0.0), *blocks],
-            [(link["root"].backward, 0.0, 0.0), *back, (0.0, 0.0, link["root"].reduce)])
+    around = [link[role] for role in ("root", "connector") if role in link]
+    return ([(link["root"].forward, 0.0, 0.0), *blocks,
+             *((u.forward, 0.0, 0.0) for u in around[1:])],
+            [*((u.backward, 0.0, 0.0) for u in around), *back,
+             *((0.0, 0.0, u.reduce) for u in around)])
 
 
 def phase_seconds(work: PlanWork, phase: str, memory: MemoryModel, choice: str,

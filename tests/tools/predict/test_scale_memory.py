@@ -19,6 +19,7 @@ from orchmllm.plan.assign import PHASES, PhasePolicy
 from orchmllm.plan.step import plan_step
 from orchmllm.sharding.choice import choose_checkpointing
 from orchmllm.sharding.fits import decide, largest_fitting, scaled
+from orchmllm.sharding.gathers import ordered
 from orchmllm.sharding.memory import MemoryModel, loads_of
 from orchmllm.sharding.run_memory import RunMemory
 from orchmllm.sharding.units import units
@@ -57,16 +58,19 @@ def test_predicted_peak_with_frozen_parts(choice, parts):
         assert predicted == pytest.approx(peak, rel=0.05)
 
 
-@pytest.mark.parametrize("model", [MODEL, WIDE, frozen("vision", "audio"), frozen("llm")])
-def test_shapes_are_those_of_the_built_model(model):
+@pytest.mark.parametrize("model", [MODEL, WIDE, *(frozen(*parts) for parts in (
+    ("vision", "audio"), ("audio", "llm"), ("vision", "audio", "connector")))])
+def test_units_are_those_of_the_built_model(model):
     built = MultimodalModel(model)
-    want = {True: [], False: []}
-    for p in built.parameters():
-        want[p.requires_grad].append(tuple(p.shape))
-    for trained in (True, False):
-        got = [s for u in units(model) for _ in range(u.copies)
-               for s in (u.trained if trained else u.frozen)]
-        assert sorted(got) == sorted(want[trained])
+    forward, _ = ordered(built, FsdpConfig())
+    want, inside = [], set()
+    for unit in reversed(forward):  # the root is the first, and has what no other has
+        own = [p for p in unit.module.parameters() if id(p) not in inside]
+        inside |= {id(p) for p in own}
+        want.append(tuple(sorted(tuple(p.shape) for p in own if p.requires_grad is trained)
+                          for trained in (True, False)))
+    got = [(sorted(u.trained), sorted(u.frozen)) for u in units(model) for _ in range(u.copies)]
+    assert sorted(got) == sorted(want)
     assert sum(parameters(model).values()) == sum(p.numel() for p in built.parameters())
 
 
