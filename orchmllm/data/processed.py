@@ -12,7 +12,6 @@ import os
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
-from typing import Any
 
 import numpy as np
 import torch
@@ -100,39 +99,30 @@ def layout_of(example_id: int, tokens: Tokens) -> BatchLayout:
 class ProcessedRows(ConversationDataset):
     """The rows of a recipe's data section for a model of transformers.
 
-    folder, options: see Processor; the tokenizer and the chat template are the model's. Raises
-    ValueError if the folder or a source cannot be used, or `data` names another tokenizer.
+    folder: see Processor; the tokenizer and the chat template are the model's. Of a medium,
+    num_tokens of a layout counts its features alone, and tokens that the processor writes between
+    them belong to the text after them. Of an image, grid is (t, h, w), t tiles of h x w patches,
+    rows and attn_len their product; of a clip, rows are the frames that are encoded, padding of a
+    window too. Raises ValueError if the folder or a source cannot be used, or `data` names another
+    tokenizer.
     """
 
-    def __init__(self, folder: str | os.PathLike, data: DataConfig,
-                 options: Mapping[str, Any] | None = None) -> None:
+    def __init__(self, folder: str | os.PathLike, data: DataConfig) -> None:
         if data.tokenizer:
             raise ValueError(f"data.tokenizer is {data.tokenizer!r}, but the model brings its own "
                              "tokenizer: leave it out")
-        self.processor = Processor(folder, options)
+        self.processor = Processor(folder)
         super().__init__(
             sources_of(data), tokenizer=self.processor.tokenizer, vision=None, audio=None,
             index_dir=data.index_dir or None, storage=Storage(data.remote),
             reader=ProcessedReader(self.processor, data.max_example_tokens))
 
-    @property
-    def digest(self) -> str:
-        """Changes with anything that changes what the processor makes of a row."""
-        return self.processor.digest
-
     def fingerprint(self) -> dict:
-        return {**super().fingerprint(), "processor": self.digest}
-
-    def measure(self, i: int) -> BatchLayout:
-        """Lengths of example i, from the index or from headers: `layout`. Of a medium, num_tokens
-        counts its features alone, and tokens that the processor writes between them belong to the
-        text after them. Of an image, grid is (t, h, w), t tiles of h x w patches, rows and attn_len
-        their product; of a clip, rows are the frames that are encoded, padding of a window too."""
-        return self.layout(i)
+        return {**super().fingerprint(), "processor": self.processor.digest}
 
     def load(self, i: int, *, text: bool = True, segments: Collection[int] | None = None,
              row: MeasuredExample | None = None, on_error: OnError = None) -> ProcessedExample:
-        """Example i with the lengths that `measure` gives, or parts of it.
+        """Example i with the lengths that `layout` gives, or parts of it.
 
         text: False leaves ids and labels None. segments: None for the whole example; else the
         positions in the segment list of the media to decode, whose tensors are in `parts`, as the
