@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections import Counter
 
 import numpy as np
 import pytest
 
-from orchmllm.config.recipe import SourceConfig, load_recipe
+from orchmllm.config.recipe import load_recipe
 from orchmllm.data.dataset import ConversationDataset
-from orchmllm.data.sampler import MixtureSampler, make_sampler
-from orchmllm.data.text.tokenizer import ChatTokenizer
-from orchmllm.plan.geometry import AudioGeometry, VisionGeometry
+from orchmllm.data.sampler import make_sampler
 from orchmllm.plan.layout import AUDIO, TEXT, VISION
 from orchmllm.tools.data.command import main, open_recipe
 from tests.lib.corpora import write_librispeech_hf, write_paper_mix
@@ -112,26 +109,6 @@ def test_mix_without_weights_is_every_example_once(recipe):
     assert {dataset.where(i)[0] for i in held} == {0, 1, 2}
     sampler = make_sampler(dataset, train, 10, seed=3)
     assert sorted(np.concatenate([sampler.batch(s) for s in range(5)])) == sorted(train)
-
-
-def test_weights(recipe, root):
-    sources = [SourceConfig(path=s.path, split=s.split, weight=w) for s, w in
-               zip(recipe("paper_mix").data.sources, (6, 3, 1), strict=True)]
-    dataset = ConversationDataset(
-        sources, tokenizer=ChatTokenizer(root / "data" / "tokenizer"), vision=VisionGeometry(),
-        audio=AudioGeometry(), index_dir=root / "index")
-    sampler = make_sampler(dataset, dataset.split(0)[0], 8, seed=1)
-    assert isinstance(sampler, MixtureSampler)
-    drawn = np.concatenate([sampler.batch(s) for s in range(250)])  # 2 blocks of 1000
-    source = [dataset.where(i)[0] for i in drawn]
-    assert Counter(source[:1000]) == Counter(source[1000:]) == {0: 600, 1: 300, 2: 100}
-    counts = Counter(drawn.tolist())
-    for k, (a, b) in enumerate(zip(dataset.bounds, dataset.bounds[1:], strict=False)):
-        seen = [counts[i] for i in range(a, b)]
-        assert max(seen) - min(seen) <= 1, k  # each source in epochs of its own
-    other = make_sampler(dataset, dataset.split(0)[0], 40, seed=1)  # another number of ranks
-    assert np.array_equal(np.concatenate([other.batch(s) for s in range(50)]), drawn)
-    assert not np.array_equal(make_sampler(dataset, range(56), 8, seed=2).batch(0), drawn[:8])
 
 
 def test_commands(recipe, root, tmp_path, capsys):
