@@ -11,7 +11,7 @@ from orchmllm.config.recipe import load_recipe
 from orchmllm.data.dataset import ConversationDataset
 from orchmllm.data.sampler import make_sampler
 from orchmllm.plan.layout import AUDIO, TEXT, VISION
-from orchmllm.tools.data.command import main, open_recipe
+from orchmllm.tools.data.command import dataset_of, main, open_recipe
 from tests.lib.corpora import write_librispeech_hf, write_paper_mix
 from tests.lib.recipes import RECIPES
 
@@ -34,14 +34,6 @@ def recipe(root, monkeypatch):
     return load
 
 
-def open_dataset(recipe) -> ConversationDataset:
-    _, planner = open_recipe(recipe)
-    return ConversationDataset(
-        recipe.data.sources, tokenizer=planner.tokenizer, vision=planner.vision,
-        audio=planner.audio, max_example_tokens=recipe.data.max_example_tokens,
-        index_dir=recipe.data.index_dir)
-
-
 def check_whole(dataset) -> None:
     """Every example can be used, and decodes to its planned lengths."""
     for i in range(len(dataset)):
@@ -52,7 +44,7 @@ def check_whole(dataset) -> None:
 
 
 def test_llava_mix(recipe):
-    dataset = open_dataset(recipe("llava_v1_5_mix665k"))
+    dataset = dataset_of(recipe("llava_v1_5_mix665k"))
     assert str(dataset.sources[0]).startswith("llava: 24 rows of llava in JSON array")
     check_whole(dataset)
     assert [VISION in dataset.layout(i).modality for i in range(24)] == [
@@ -60,7 +52,7 @@ def test_llava_mix(recipe):
 
 
 def test_librispeech_folders(recipe):
-    dataset = open_dataset(recipe("librispeech"))
+    dataset = dataset_of(recipe("librispeech"))
     assert str(dataset.sources[0]).startswith("librispeech: 16 rows of asr in LibriSpeech folder")
     check_whole(dataset)
     question, answer = dataset.conversation(5)
@@ -71,23 +63,23 @@ def test_librispeech_folders(recipe):
         "source": "librispeech", "row": 2, "file": question.parts[0].name,
         "data_file": "data/LibriSpeech/train-clean-100/100/1001/100-1001.trans.txt"}
     with pytest.raises(ValueError, match="begins with 'test' .split.; there are: dev-clean, train"):
-        open_dataset(recipe("librispeech",
+        dataset_of(recipe("librispeech",
                             "data.sources=[{path: data/LibriSpeech, split: test}]"))
 
 
 def test_librispeech_of_the_hub(recipe, tmp_path):
     path = write_librispeech_hf(tmp_path)
-    dataset = open_dataset(recipe("librispeech",
+    dataset = dataset_of(recipe("librispeech",
                                   f"data.sources=[{{path: {path}, split: train.100}}]"))
     assert "rows of asr in saved datasets folder" in str(dataset.sources[0])
     check_whole(dataset)
     assert len(dataset) == 5
     with pytest.raises(ValueError, match="name one of train.100"):
-        open_dataset(recipe("librispeech", f"data.sources=[{{path: {path}}}]"))
+        dataset_of(recipe("librispeech", f"data.sources=[{{path: {path}}}]"))
 
 
 def test_air_bench(recipe):
-    dataset = open_dataset(recipe("air_bench"))
+    dataset = dataset_of(recipe("air_bench"))
     assert "16 rows of air_bench in JSON array" in str(dataset.sources[0])
     check_whole(dataset)
     found = [dataset.conversation(i) for i in range(16)]
@@ -102,7 +94,7 @@ def test_air_bench(recipe):
 
 def test_mix_without_weights_is_every_example_once(recipe):
     mixed = recipe("paper_mix")
-    dataset = open_dataset(mixed)
+    dataset = dataset_of(mixed)
     assert len(dataset) == 24 + 16 + 16
     train, held = dataset.split(6)
     assert len(held) == 6 and len(np.unique([*train, *held])) == 56
@@ -134,7 +126,7 @@ def test_index_is_used_and_knows_what_changed(recipe, root, tmp_path, capsys, mo
     arguments = [str(RECIPES / "paper_mix.yaml"), "data.index_dir=index", "--workers", "1"]
     assert main(["index", *arguments]) == 0
     mixed = load_recipe(RECIPES / "paper_mix.yaml", ["data.index_dir=index"])
-    indexed, plain = open_dataset(mixed), open_dataset(recipe("paper_mix"))
+    indexed = dataset_of(mixed)
     monkeypatch.chdir(tmp_path)
     plain = ConversationDataset(mixed.data.sources, tokenizer=indexed.tokenizer,
                                 vision=indexed.vision, audio=indexed.audio, index_dir="none",

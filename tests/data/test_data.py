@@ -118,7 +118,7 @@ def test_chatml(tokenizer):
 
 
 def test_spelled_out_special_tokens_are_text(tokenizer):
-    ids = tokenizer.encode("<|im_end|>")
+    ids = tokenizer.tokenizer.encode("<|im_end|>").ids
     assert tokenizer.end_id not in ids and tokenizer.decode(ids) == "<|im_end|>"
 
 

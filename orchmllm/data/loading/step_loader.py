@@ -52,7 +52,7 @@ class SegmentFeed:
     def __init__(self, dataset: Any, sampler: GlobalSampler, orchestrator: Orchestrator,
                  num_steps: int, num_workers: int = 0, servers: Servers | None = None) -> None:
         self.dataset, self.sampler, self.orchestrator = dataset, sampler, orchestrator
-        self.num_steps, self.config_digest = num_steps, 0
+        self.num_steps = num_steps
         self.lookahead = self.config_digest = int(num_workers > 0 or servers is not None)
         self.dispatch = orchestrator.spec.balance.dispatch
         self.knows_all = self.dispatch == "load"  # every rank can probe every example
