@@ -12,6 +12,7 @@ import os
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
+from typing import Any
 
 import numpy as np
 import torch
@@ -99,19 +100,20 @@ def layout_of(example_id: int, tokens: Tokens) -> BatchLayout:
 class ProcessedRows(ConversationDataset):
     """The rows of a recipe's data section for a model of transformers.
 
-    folder: see Processor; the tokenizer and the chat template are the model's. Of a medium,
-    num_tokens of a layout counts its features alone, and tokens that the processor writes between
-    them belong to the text after them. Of an image, grid is (t, h, w), t tiles of h x w patches,
-    rows and attn_len their product; of a clip, rows are the frames that are encoded, padding of a
-    window too. Raises ValueError if the folder or a source cannot be used, or `data` names another
-    tokenizer.
+    folder, options: see Processor; the tokenizer and the chat template are the model's. Of a
+    medium, num_tokens of a layout counts its features alone, and tokens that the processor writes
+    between them belong to the text after them. Of an image, grid is (t, h, w), t tiles of h x w
+    patches, rows and attn_len their product; of a clip, rows are the frames that are encoded,
+    padding of a window too. Raises ValueError if the folder or a source cannot be used, or `data`
+    names another tokenizer.
     """
 
-    def __init__(self, folder: str | os.PathLike, data: DataConfig) -> None:
+    def __init__(self, folder: str | os.PathLike, data: DataConfig,
+                 options: Mapping[str, Any] | None = None) -> None:
         if data.tokenizer:
             raise ValueError(f"data.tokenizer is {data.tokenizer!r}, but the model brings its own "
                              "tokenizer: leave it out")
-        self.processor = Processor(folder)
+        self.processor = Processor(folder, options)
         super().__init__(
             sources_of(data), tokenizer=self.processor.tokenizer, vision=None, audio=None,
             index_dir=data.index_dir or None, storage=Storage(data.remote),

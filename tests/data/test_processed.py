@@ -23,7 +23,7 @@ from orchmllm.data.processed import ProcessedRows
 from orchmllm.plan.layout import VISION
 from orchmllm.tools.data.build_index import build_index
 from orchmllm.tools.data.preview import preview
-from tests.lib.processors import CLIPS, FAMILIES, write_processor
+from tests.lib.processors import CLIPS, FAMILIES, OPTIONS, write_processor
 
 TOLD = ("the red row", "What\n\n", "user assistant", "a", "1 of 2\n", "Grüße, 世界 ")
 
@@ -60,9 +60,10 @@ def write_rows(folder: Path, family: str, sizes: list[list[tuple[int, int]]], se
     return talks
 
 
-def opened(folder: Path, **keys) -> ProcessedRows:
+def opened(folder: Path, family: str = "", **keys) -> ProcessedRows:
     return ProcessedRows(folder, DataConfig(
-        path=str(folder / "data.jsonl"), index_dir=str(folder / "index"), **keys))
+        path=str(folder / "data.jsonl"), index_dir=str(folder / "index"), **keys),
+        OPTIONS.get(family, {}))
 
 
 def learnt(ids: list[int], tokenizer) -> list[int]:
@@ -77,7 +78,7 @@ def learnt(ids: list[int], tokenizer) -> list[int]:
     return out
 
 
-def check(rows: ProcessedRows, processor, talks: list[list[dict]]) -> int:
+def check(rows: ProcessedRows, processor, talks: list[list[dict]], options: dict) -> int:
     """Compares every row with what transformers makes of it; returns the images of all rows."""
     num_images = 0
     for i, talk in enumerate(talks):
@@ -85,7 +86,8 @@ def check(rows: ProcessedRows, processor, talks: list[list[dict]]) -> int:
         assert rows.problem(i) is None
         # SmolVLM's own asks the part for videos, which is left out, and does the same.
         theirs = ProcessorMixin.apply_chat_template(
-            processor, talk, tokenize=True, return_dict=True, return_tensors="pt")
+            processor, talk, tokenize=True, return_dict=True, return_tensors="pt",
+            processor_kwargs={"images_kwargs": options} if options else None)
         ids = theirs.pop("input_ids")[0]
         theirs.pop("attention_mask", None)
         assert torch.equal(example.input_ids, ids)
@@ -115,15 +117,16 @@ def drawn(count: int, most: int, seed: int) -> list[list[tuple[int, int]]]:
              for _ in range(int(rng.integers(min(most, 2), most + 1)))] for _ in range(count)]
 
 
-def test_headers_pixels_and_transformers_agree(tmp_path, monkeypatch):
+@pytest.mark.parametrize("family", ["llava_onevision", "gemma3_pan_and_scan"])
+def test_headers_pixels_and_transformers_agree(tmp_path, family, monkeypatch):
     sizes = [*drawn(5, 1, 0), *drawn(3, 3, 1), []]
-    talks = write_rows(tmp_path, "llava_onevision", sizes)
-    rows = opened(tmp_path)
+    talks = write_rows(tmp_path, family, sizes)
+    rows = opened(tmp_path, family)
     with monkeypatch.context() as patch:
         patch.delattr(Image.Image, "resize")  # lengths read no pixels
         patch.delattr(Image.Image, "load")
         assert all(rows.problem(i) is None for i in range(len(sizes)))
-    assert check(rows, stock(tmp_path), talks) == sum(map(len, sizes))
+    assert check(rows, stock(tmp_path), talks, OPTIONS.get(family, {})) == sum(map(len, sizes))
 
 
 @pytest.mark.slow
@@ -131,8 +134,8 @@ def test_headers_pixels_and_transformers_agree(tmp_path, monkeypatch):
 def test_every_family_agrees_at_many_sizes(tmp_path, family):
     sizes = [*drawn(220, 1, 2), *drawn(40, 4, 3), [], []]
     talks = write_rows(tmp_path, family, sizes)
-    rows = opened(tmp_path)
-    assert check(rows, stock(tmp_path), talks) == sum(map(len, sizes))
+    rows = opened(tmp_path, family)
+    assert check(rows, stock(tmp_path), talks, OPTIONS.get(family, {})) == sum(map(len, sizes))
 
 
 SIZES = [[(40, 60)], [(90, 30), (50, 50)], [(33, 64)], []]
@@ -323,6 +326,13 @@ def test_another_processor_has_another_digest_and_index(tmp_path):
     path.write_text(json.dumps(content))
     other = opened(tmp_path)
     assert other.processor.digest != rows.processor.digest and other.indexes == [None]
+    options = ProcessedRows(tmp_path, same_config(tmp_path),
+                            {"size": {"shortest_edge": 784, "longest_edge": 7840}})
+    assert len({options.processor.digest, other.processor.digest, rows.processor.digest}) == 3
+
+
+def same_config(folder: Path) -> DataConfig:
+    return DataConfig(path=str(folder / "data.jsonl"), index_dir=str(folder / "index"))
 
 
 def test_preview_shows_what_is_learnt(tmp_path, capsys):

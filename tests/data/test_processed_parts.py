@@ -11,7 +11,7 @@ from orchmllm.data.segments import parts
 from tests.data.test_processed import drawn, opened, write_rows
 
 OF_IMAGES = (
-    "aya_vision", "gemma3", "glm4v", "idefics3", "internvl", "llava",
+    "aya_vision", "gemma3", "gemma3_pan_and_scan", "glm4v", "idefics3", "internvl", "llava",
     "llava_next", "llava_onevision", "mistral3", "qwen2_5_vl", "qwen2_vl", "qwen3_vl")
 FAST = ("llava_onevision", "idefics3")
 
@@ -33,7 +33,7 @@ def test_a_medium_s_tensors_are_bit_equal_to_its_part_of_the_whole_example(tmp_p
     """Also where the files of the other images are gone."""
     sizes = [*drawn(4, 3, 5), [(40, 60)], [], [(33, 90), (120, 40), (64, 64)]]
     write_rows(tmp_path, family, sizes)
-    rows = opened(tmp_path)
+    rows = opened(tmp_path, family)
     whole = [rows.load(i) for i in range(len(sizes))]
     files = {path: path.read_bytes() for path in tmp_path.glob("*.png")}
     for path in files:

@@ -239,7 +239,7 @@ FAMILIES: dict[str, Callable] = {
     "vipllava": partial(_llava, config="VipLlavaConfig"), "smolvlm": _smolvlm,
     "internvl": _internvl, "llava_onevision": _llava_onevision,
     "llava_next": _llava_next, "llava": _llava, "mistral3": _mistral3, "gemma3": _gemma3,
-    "idefics3": _idefics3, "aya_vision": _aya_vision,
+    "gemma3_pan_and_scan": _gemma3, "idefics3": _idefics3, "aya_vision": _aya_vision,
 }
 
 
@@ -247,8 +247,11 @@ _STARTS = {"audio_start_token_id": "<|audio_bos|>", "audio_end_token_id": "<|aud
            "vision_start_token_id": "<|vision_bos|>", "vision_end_token_id": "<|vision_eos|>"}
 CLIPS = ("audioflamingo3", "qwen2_5_omni", "qwen2_audio")  # families that take them
 # Whose tokenizer puts <bos> before texts, and whose template writes it, too.
-ADD_BOS = ("gemma3", "llava", "mistral3", "llava_onevision")
+ADD_BOS = ("gemma3", "gemma3_pan_and_scan", "llava", "mistral3", "llava_onevision")
 WRITE_BOS = ("gemma3", "llava_onevision")
+OPTIONS = {"gemma3_pan_and_scan": {
+    "do_pan_and_scan": True, "pan_and_scan_min_crop_size": 40, "pan_and_scan_max_num_crops": 4,
+    "pan_and_scan_min_ratio_to_activate": 1.2}}
 
 
 def video_token(family: str) -> str:

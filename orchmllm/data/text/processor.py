@@ -40,10 +40,12 @@ class Processor:
     chat template. Code of the folder is never run, images are resized by Pillow, and videos are
     read as images where the family has no tokens for them. token_ids: modality -> the token that
     stands for a row of features; patch: pixels of its side; videos: the part for them, or None.
-    Raises ValueError naming the folder if it cannot be used."""
+    options: of the call of the processor for images (size, do_pan_and_scan, ...), instead of its
+    own. Raises ValueError naming the folder if it cannot be used."""
 
-    def __init__(self, folder: str | os.PathLike) -> None:
-        self.folder = Path(folder)
+    def __init__(self, folder: str | os.PathLike, options: Mapping[str, Any] | None = None
+                 ) -> None:
+        self.folder, self.options = Path(folder), dict(options or {})
         self._processor, config = load_processor(self.folder)
         self.videos: Videos | None = None
         self._clips: Clips | None = None
@@ -109,7 +111,7 @@ class Processor:
         return self._clips and self._clips.geometry
 
     def __reduce__(self):
-        return Processor, (self.folder,)  # worker processes open the files themselves
+        return Processor, (self.folder, self.options)  # worker processes open the files themselves
 
     @cached_property
     def digest(self) -> str:
@@ -119,8 +121,8 @@ class Processor:
         import tokenizers
         import transformers
 
-        return digest([self._processor.to_dict(), self.tokenizer.digest, self.patch,
-                       self._clips and self._clips.identity,
+        return digest([self._processor.to_dict(), self.tokenizer.digest, self.options,
+                       self.patch, self._clips and self._clips.identity,
                        self.videos and self.videos.identity,
                        sorted(self.token_ids.items()), self._most_tokens,
                        *(package.__version__ for package in (transformers, tokenizers, PIL))])
@@ -209,7 +211,7 @@ class Processor:
         try:
             # Nested as apply_chat_template does it: some processors tell examples by the lists.
             out = processor(text=[text], images=[images] if images else None,
-                            images_kwargs=dict(options), return_tensors=tensors,
+                            images_kwargs={**self.options, **options}, return_tensors=tensors,
                             add_special_tokens=self._adds_special_tokens(text),
                             return_text_replacement_offsets=True, **given)
         except MemoryError:
