@@ -35,7 +35,7 @@ from orchmllm.batch import (
 from orchmllm.comm.agree import describe, raise_first, require_agreement
 from orchmllm.comm.exchange import RaggedGather, RowGather, exchange_rows, gather_texts
 from orchmllm.comm.ilp import SharedPrograms
-from orchmllm.plan.assign import PlanSpec, assign_microbatches, digest_of_arrays
+from orchmllm.plan.assign import NodeSolver, PlanSpec, assign_microbatches, digest_of_arrays
 from orchmllm.plan.layout import ENCODERS, NO_EXAMPLES, BatchLayout
 from orchmllm.plan.step import StepPlan, plan_step
 
@@ -50,9 +50,8 @@ class Orchestrator:
     """Plans and dispatches for one rank.
 
     spec: what the planner knows; the same on all ranks. gather: CPU groups owned by the thread that
-    calls gather_layout and commit. planner: replaces plan_step (tests compare arbitrary
-    rearrangements; where the spec has integer programs it is given their solver as `solve`).
-    group: CPU group of the ranks, owned by the same thread as `gather`; dispatch `bytes` needs it.
+    calls gather_layout and commit. group: CPU group of the ranks, owned by the same thread as
+    `gather`; dispatch `bytes` needs it.
     commit_gather: where the ranks of `gather` are one shard of those that share a step,
     all of these: they fail together and count targets together, but each shard has its own plans.
     device_group: of `dispatch`, on the device (default: the default group)."""
@@ -63,12 +62,13 @@ class Orchestrator:
         gather: RowGather,
         *,
         device: torch.device | str = "cpu",
-        planner: Callable[[BatchLayout, PlanSpec], StepPlan] = plan_step,
         group: dist.ProcessGroup | None = None,
         commit_gather: RowGather | None = None,
         device_group: dist.ProcessGroup | None = None,
     ) -> None:
-        self.spec, self.device, self.planner = spec, torch.device(device), planner
+        self.spec, self.device = spec, torch.device(device)
+        # Tests put arbitrary rearrangements in its place.
+        self.planner: Callable[..., StepPlan] = plan_step
         self.refuses: Callable[[StepPlan], str] = lambda plan: ""  # why one as sampled cannot run
         self.group, self._device_group = group, device_group
         self.rank, self.world_size = gather.rank, gather.world_size
@@ -116,20 +116,15 @@ class Orchestrator:
     def plan(self, layout: BatchLayout, num_microbatches: int = 1) -> list[Microbatch]:
         """The step's microbatches, each planned as a global batch of its own; positions ascend.
         Collective only where the spec has integer programs."""
-        if self.programs is None:
-            planned = self._plan_all(layout, num_microbatches, self.planner, self.spec)
-        else:
-            planned = self.programs.plan(lambda solve: self._plan_all(
-                layout, num_microbatches, partial(self.planner, solve=solve), self.spec))
-        return self._microbatches(planned)
+        plan = partial(self._planned, layout, num_microbatches, self.spec)
+        return plan() if self.programs is None else self.programs.plan(plan)
 
     def plan_as_sampled(
         self, layout: BatchLayout, num_microbatches: int = 1
     ) -> tuple[list[Microbatch], str]:
         """The same step unbalanced: every example stays on the rank that drew it, the loss and the
         gradients are the same. And why it must not run so, "" if it may."""
-        micro = self._microbatches(self._plan_all(
-            layout, num_microbatches, self.planner, self.spec.as_sampled))
+        micro = self._planned(layout, num_microbatches, self.spec.as_sampled)
         return micro, next(filter(None, (self._misfit(m.plan) for m in micro)), "")
 
     def _misfit(self, plan: StepPlan) -> str:
@@ -140,19 +135,18 @@ class Orchestrator:
             return "a rank would have no example"
         return self.refuses(plan)
 
-    def _microbatches(self, planned: list[tuple[np.ndarray, StepPlan]]) -> list[Microbatch]:
-        return [Microbatch(plan, plan.for_rank(self.rank), positions=at) for at, plan in planned]
-
-    @staticmethod
-    def _plan_all(
-        layout: BatchLayout, num_microbatches: int, planner: Callable[..., StepPlan],
-        spec: PlanSpec,
-    ) -> list[tuple[np.ndarray, StepPlan]]:
+    def _planned(self, layout: BatchLayout, num_microbatches: int, spec: PlanSpec,
+                 *solve: NodeSolver) -> list[Microbatch]:
+        """solve: in place of the planner's own."""
         if num_microbatches == 1:
-            return [(np.arange(layout.num_examples), planner(layout, spec))]
-        micro = assign_microbatches(layout, spec, num_microbatches)
-        return [(np.flatnonzero(micro == k), planner(layout.select(micro == k), spec))
-                for k in range(num_microbatches)]
+            parts = [(np.arange(layout.num_examples), layout)]
+        else:
+            micro = assign_microbatches(layout, spec, num_microbatches)
+            parts = [(np.flatnonzero(micro == k), layout.select(micro == k))
+                     for k in range(num_microbatches)]
+        plans = [self.planner(part, spec, *solve) for _, part in parts]
+        return [Microbatch(plan, plan.for_rank(self.rank), positions=at)
+                for (at, _), plan in zip(parts, plans, strict=True)]
 
     def commit(
         self, step: int, plans: Sequence[StepPlan], *, error: Exception | None = None,

@@ -82,10 +82,10 @@ class SharedPrograms:
     """Integer programs of plans that all ranks of `gather` make alike. solve: has assign_nodes'
     arguments and result, (n,) arrays in, (d,) out; used on the first rank only."""
 
-    def __init__(
-        self, gather: RowGather, solve: Callable[..., np.ndarray] = solve_program
-    ) -> None:
-        self._gather, self.solve = gather, solve
+    solve = staticmethod(solve_program)
+
+    def __init__(self, gather: RowGather) -> None:
+        self._gather = gather
 
     def plan(self, make: Callable[[Callable[..., np.ndarray]], T]) -> T:
         """make(solve), where solve has assign_nodes' arguments. Collective. What it raises on the

@@ -100,8 +100,12 @@ def layout_of(example_id: int, tokens: Tokens) -> BatchLayout:
 class ProcessedRows(ConversationDataset):
     """The rows of a recipe's data section for a model of transformers.
 
-    folder, options: see Processor; the tokenizer and the chat template are the model's. Raises
-    ValueError if the folder or a source cannot be used, or `data` names another tokenizer.
+    folder, options: see Processor; the tokenizer and the chat template are the model's. Of a
+    medium, num_tokens of a layout counts its features alone, and tokens that the processor writes
+    between them belong to the text after them. Of an image, grid is (t, h, w), t tiles of h x w
+    patches, rows and attn_len their product; of a clip, rows are the frames that are encoded,
+    padding of a window too. Raises ValueError if the folder or a source cannot be used, or `data`
+    names another tokenizer.
     """
 
     def __init__(self, folder: str | os.PathLike, data: DataConfig,
@@ -115,24 +119,12 @@ class ProcessedRows(ConversationDataset):
             index_dir=data.index_dir or None, storage=Storage(data.remote),
             reader=ProcessedReader(self.processor, data.max_example_tokens))
 
-    @property
-    def digest(self) -> str:
-        """Changes with anything that changes what the processor makes of a row."""
-        return self.processor.digest
-
     def fingerprint(self) -> dict:
-        return {**super().fingerprint(), "processor": self.digest}
-
-    def measure(self, i: int) -> BatchLayout:
-        """Lengths of example i, from the index or from headers: `layout`. Of a medium, num_tokens
-        counts its features alone, and tokens that the processor writes between them belong to the
-        text after them. Of an image, grid is (t, h, w), t tiles of h x w patches, rows and attn_len
-        their product; of a clip, rows are the frames that are encoded, padding of a window too."""
-        return self.layout(i)
+        return {**super().fingerprint(), "processor": self.processor.digest}
 
     def load(self, i: int, *, text: bool = True, segments: Collection[int] | None = None,
              row: MeasuredExample | None = None, on_error: OnError = None) -> ProcessedExample:
-        """Example i with the lengths that `measure` gives, or parts of it.
+        """Example i with the lengths that `layout` gives, or parts of it.
 
         text: False leaves ids and labels None. segments: None for the whole example; else the
         positions in the segment list of the media to decode, whose tensors are in `parts`, as the

@@ -149,18 +149,6 @@ def test_two_level_gather(num_ranks, per_node):
         assert all(np.array_equal(r, want) for r in rows)
 
 
-def grown_payload(world) -> int:
-    """Layouts larger than the gather's first capacity."""
-    run = replace(RECIPE, train=replace(RECIPE.train, batch_size=20))
-    trainer = Trainer(run, world, dataset=SyntheticDataset(size=200))
-    (step,) = trainer.loader()
-    return step.plans[0].layout.num_examples
-
-
-def test_capacity_grows_on_all_ranks_alike():
-    assert run_ranks(grown_payload, 2) == [40, 40]
-
-
 def bytes_of_gathers(world, dispatch: str) -> list[int]:
     """Of each row that this rank gives to a gather."""
     gather, seen = RowGather.__call__, []

@@ -153,8 +153,3 @@ def test_files_of_energon_name_tars_in_its_folder(split, dataset, said, read, tm
         (tmp_path / ".nv-meta" / "dataset.yaml").write_text(f"{dataset}\n")
     with pytest.raises(ValueError, match=said):
         read(tmp_path, {})
-
-
-def test_a_small_file_may_hold_its_rows_under_a_key(read, tmp_path):
-    (tmp_path / "a.json").write_text('{"r": [{"q": "x", "a": "y"}]}')
-    assert parts(read(tmp_path / "a.json", ASKED | {"rows": "r"})) == [[("x",), ("y",)]]

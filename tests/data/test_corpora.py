@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections import Counter
 
 import numpy as np
 import pytest
 
-from orchmllm.config.recipe import SourceConfig, load_recipe
+from orchmllm.config.recipe import load_recipe
 from orchmllm.data.dataset import ConversationDataset
-from orchmllm.data.sampler import MixtureSampler, make_sampler
-from orchmllm.data.text.tokenizer import ChatTokenizer
-from orchmllm.plan.geometry import AudioGeometry, VisionGeometry
+from orchmllm.data.sampler import make_sampler
 from orchmllm.plan.layout import AUDIO, TEXT, VISION
-from orchmllm.tools.data.command import main, open_recipe
+from orchmllm.tools.data.command import dataset_of, main, open_recipe
 from tests.lib.corpora import write_librispeech_hf, write_paper_mix
 from tests.lib.recipes import RECIPES
 
@@ -37,14 +34,6 @@ def recipe(root, monkeypatch):
     return load
 
 
-def open_dataset(recipe) -> ConversationDataset:
-    _, planner = open_recipe(recipe)
-    return ConversationDataset(
-        recipe.data.sources, tokenizer=planner.tokenizer, vision=planner.vision,
-        audio=planner.audio, max_example_tokens=recipe.data.max_example_tokens,
-        index_dir=recipe.data.index_dir)
-
-
 def check_whole(dataset) -> None:
     """Every example can be used, and decodes to its planned lengths."""
     for i in range(len(dataset)):
@@ -55,7 +44,7 @@ def check_whole(dataset) -> None:
 
 
 def test_llava_mix(recipe):
-    dataset = open_dataset(recipe("llava_v1_5_mix665k"))
+    dataset = dataset_of(recipe("llava_v1_5_mix665k"))
     assert str(dataset.sources[0]).startswith("llava: 24 rows of llava in JSON array")
     check_whole(dataset)
     assert [VISION in dataset.layout(i).modality for i in range(24)] == [
@@ -63,7 +52,7 @@ def test_llava_mix(recipe):
 
 
 def test_librispeech_folders(recipe):
-    dataset = open_dataset(recipe("librispeech"))
+    dataset = dataset_of(recipe("librispeech"))
     assert str(dataset.sources[0]).startswith("librispeech: 16 rows of asr in LibriSpeech folder")
     check_whole(dataset)
     question, answer = dataset.conversation(5)
@@ -74,23 +63,23 @@ def test_librispeech_folders(recipe):
         "source": "librispeech", "row": 2, "file": question.parts[0].name,
         "data_file": "data/LibriSpeech/train-clean-100/100/1001/100-1001.trans.txt"}
     with pytest.raises(ValueError, match="begins with 'test' .split.; there are: dev-clean, train"):
-        open_dataset(recipe("librispeech",
+        dataset_of(recipe("librispeech",
                             "data.sources=[{path: data/LibriSpeech, split: test}]"))
 
 
 def test_librispeech_of_the_hub(recipe, tmp_path):
     path = write_librispeech_hf(tmp_path)
-    dataset = open_dataset(recipe("librispeech",
+    dataset = dataset_of(recipe("librispeech",
                                   f"data.sources=[{{path: {path}, split: train.100}}]"))
     assert "rows of asr in saved datasets folder" in str(dataset.sources[0])
     check_whole(dataset)
     assert len(dataset) == 5
     with pytest.raises(ValueError, match="name one of train.100"):
-        open_dataset(recipe("librispeech", f"data.sources=[{{path: {path}}}]"))
+        dataset_of(recipe("librispeech", f"data.sources=[{{path: {path}}}]"))
 
 
 def test_air_bench(recipe):
-    dataset = open_dataset(recipe("air_bench"))
+    dataset = dataset_of(recipe("air_bench"))
     assert "16 rows of air_bench in JSON array" in str(dataset.sources[0])
     check_whole(dataset)
     found = [dataset.conversation(i) for i in range(16)]
@@ -105,33 +94,13 @@ def test_air_bench(recipe):
 
 def test_mix_without_weights_is_every_example_once(recipe):
     mixed = recipe("paper_mix")
-    dataset = open_dataset(mixed)
+    dataset = dataset_of(mixed)
     assert len(dataset) == 24 + 16 + 16
     train, held = dataset.split(6)
     assert len(held) == 6 and len(np.unique([*train, *held])) == 56
     assert {dataset.where(i)[0] for i in held} == {0, 1, 2}
     sampler = make_sampler(dataset, train, 10, seed=3)
     assert sorted(np.concatenate([sampler.batch(s) for s in range(5)])) == sorted(train)
-
-
-def test_weights(recipe, root):
-    sources = [SourceConfig(path=s.path, split=s.split, weight=w) for s, w in
-               zip(recipe("paper_mix").data.sources, (6, 3, 1), strict=True)]
-    dataset = ConversationDataset(
-        sources, tokenizer=ChatTokenizer(root / "data" / "tokenizer"), vision=VisionGeometry(),
-        audio=AudioGeometry(), index_dir=root / "index")
-    sampler = make_sampler(dataset, dataset.split(0)[0], 8, seed=1)
-    assert isinstance(sampler, MixtureSampler)
-    drawn = np.concatenate([sampler.batch(s) for s in range(250)])  # 2 blocks of 1000
-    source = [dataset.where(i)[0] for i in drawn]
-    assert Counter(source[:1000]) == Counter(source[1000:]) == {0: 600, 1: 300, 2: 100}
-    counts = Counter(drawn.tolist())
-    for k, (a, b) in enumerate(zip(dataset.bounds, dataset.bounds[1:], strict=False)):
-        seen = [counts[i] for i in range(a, b)]
-        assert max(seen) - min(seen) <= 1, k  # each source in epochs of its own
-    other = make_sampler(dataset, dataset.split(0)[0], 40, seed=1)  # another number of ranks
-    assert np.array_equal(np.concatenate([other.batch(s) for s in range(50)]), drawn)
-    assert not np.array_equal(make_sampler(dataset, range(56), 8, seed=2).batch(0), drawn[:8])
 
 
 def test_commands(recipe, root, tmp_path, capsys):
@@ -157,7 +126,7 @@ def test_index_is_used_and_knows_what_changed(recipe, root, tmp_path, capsys, mo
     arguments = [str(RECIPES / "paper_mix.yaml"), "data.index_dir=index", "--workers", "1"]
     assert main(["index", *arguments]) == 0
     mixed = load_recipe(RECIPES / "paper_mix.yaml", ["data.index_dir=index"])
-    indexed, plain = open_dataset(mixed), open_dataset(recipe("paper_mix"))
+    indexed = dataset_of(mixed)
     monkeypatch.chdir(tmp_path)
     plain = ConversationDataset(mixed.data.sources, tokenizer=indexed.tokenizer,
                                 vision=indexed.vision, audio=indexed.audio, index_dir="none",

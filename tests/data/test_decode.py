@@ -144,46 +144,6 @@ def test_resampling_keeps_the_pitch_and_channels_are_averaged(tmp_path):
 # Unusable media
 
 
-def test_unusable_media(tmp_path):
-    rng = np.random.default_rng(0)
-    Image.fromarray(rng.integers(0, 256, (200, 200, 3), dtype=np.uint8)).save(tmp_path / "a.jpg")
-    Image.fromarray(rng.integers(0, 256, (200, 200, 3), dtype=np.uint8)).save(tmp_path / "a.png")
-    noise = rng.uniform(-0.5, 0.5, 16000)
-    for name in ("a.wav", "a.flac"):
-        soundfile.write(tmp_path / name, noise, 16000)
-    for name in ("a.jpg", "a.png", "a.wav", "a.flac"):
-        whole = (tmp_path / name).read_bytes()
-        (tmp_path / f"cut_{name}").write_bytes(whole[:len(whole) // 2])
-        (tmp_path / f"empty_{name}").write_bytes(b"")
-        (tmp_path / f"junk_{name}").write_bytes(b"junk" * 99)
-        image = name.endswith(("jpg", "png"))
-        probe = image_header if image else audio_header
-        read, geometry = ((decode_image, VISION_GEOMETRY) if image
-                          else (decode_audio, AUDIO_GEOMETRY))
-        read(medium_at(tmp_path / name), geometry)
-        with pytest.raises(MediaError, match=f"cut_{name}"):
-            read(medium_at(tmp_path / f"cut_{name}"), geometry)
-        for bad, reason in (("empty", "empty"), ("junk", ""), ("no", "missing")):
-            for call in (probe, lambda medium, f=read, g=geometry: f(medium, g)):
-                with pytest.raises(MediaError, match=f"{bad}_{name}: .*{reason}") as caught:
-                    call(medium_at(tmp_path / f"{bad}_{name}"))
-                assert caught.value.path == str(tmp_path / f"{bad}_{name}")
-                assert caught.value.reason
-    with pytest.raises(MediaError, match="not a regular file"):
-        image_header(medium_at(tmp_path))
-
-
-def test_unusable_samples(tmp_path):
-    soundfile.write(tmp_path / "none.wav", np.zeros(0), 16000)
-    with pytest.raises(MediaError, match="the clip is empty"):
-        audio_header(medium_at(tmp_path / "none.wav"))
-    for value in (np.nan, np.inf):
-        soundfile.write(tmp_path / "nan.wav", np.array([0, value, 0], np.float32), 16000,
-                        subtype="FLOAT")
-        with pytest.raises(MediaError, match="NaN or infinite"):
-            decode_audio(medium_at(tmp_path / "nan.wav"), AUDIO_GEOMETRY)
-
-
 def test_streamed_wav_is_accepted(tmp_path):
     soundfile.write(tmp_path / "a.wav", np.zeros(100), 16000)
     content = bytearray((tmp_path / "a.wav").read_bytes())
@@ -193,12 +153,8 @@ def test_streamed_wav_is_accepted(tmp_path):
     assert audio_header(medium_at(tmp_path / "a.wav"))[0] == 100
 
 
-def test_bombs_are_refused_by_their_header(tmp_path, monkeypatch):
-    Image.new("RGB", (60, 40)).save(tmp_path / "a.png")
+def test_a_long_clip_is_refused_by_its_header(tmp_path, monkeypatch):
     soundfile.write(tmp_path / "a.flac", np.zeros(16000), 16000)
-    monkeypatch.setattr(headers, "MAX_IMAGE_PIXELS", 60 * 40 - 1)
-    with pytest.raises(MediaError, match="more than the limit"):
-        decode_image(medium_at(tmp_path / "a.png"), VISION_GEOMETRY)
     monkeypatch.setattr(headers, "MAX_AUDIO_S", 0.9)
     with pytest.raises(MediaError, match="more than the limit"):
         decode_audio(medium_at(tmp_path / "a.flac"), AUDIO_GEOMETRY)

@@ -152,15 +152,6 @@ def test_a_format_that_is_not_there_is_refused_with_those_that_are(folder, check
                                 f"of auto, {', '.join(ROW_FORMATS)}")
 
 
-def test_unsupervised_assistant_turn(folder, tokenizer):
-    row = {"messages": [
-        {"role": "user", "content": "a"}, {"role": "assistant", "content": "b", "weight": 0},
-        {"role": "user", "content": "c"}, {"role": "assistant", "content": "d"}]}
-    dataset = opened(write_jsonl(folder / "weight.jsonl", [row]), tokenizer, folder)
-    labels = dataset.load(0).labels
-    assert tokenizer.decode(labels[labels >= 0]) == "d<|im_end|>"
-
-
 def test_media_root(folder, tokenizer, tmp_path):
     (tmp_path / "lists").mkdir()
     rows = [llava_row([("image", name), ("text", "?")], "x")

@@ -41,7 +41,7 @@ def variants(path, modality: int) -> list:
             Medium(modality, "slice", str(whole), 6, len(data))]
 
 
-@pytest.mark.parametrize("orientation", [1, 3, 6, 8])
+@pytest.mark.parametrize("orientation", [1, 6])
 @pytest.mark.parametrize("suffix, mode", MODES)
 def test_images(tmp_path, suffix, mode, orientation):
     rng = np.random.default_rng(orientation)

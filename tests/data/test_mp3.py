@@ -91,17 +91,6 @@ def test_an_mp3_is_read_whole(mode, change):
     assert is_whole(change(encoded(samples, mode=mode)), len(samples))
 
 
-@pytest.mark.parametrize("rate", [8000, 11025, 12000, 22050, 24000, 32000, 44100, 48000])
-@pytest.mark.parametrize("channels", [1, 2])
-def test_every_rate_of_mpeg(rate, channels):
-    samples = tone(2.5, rate, channels)
-    data = untagged(encoded(samples, rate))
-    header = audio_header(clip(data))
-    assert header[1] == rate
-    assert len(samples) <= header[0] <= len(samples) + 3 * 1152
-    assert len(decode_audio(clip(data), GEOMETRY)) == GEOMETRY.segment_lengths(*header).rows
-
-
 CHANGES = {
     "xing": lambda mp3: mp3, "none": untagged, "vbri": with_vbri,
     "xing, id3": lambda mp3: ID3V2 + mp3 + ID3V1, "none, id3": lambda mp3: ID3V2 + untagged(mp3),
@@ -110,8 +99,10 @@ CHANGES = {
     "joined, vbri": lambda mp3: 2 * with_vbri(mp3)}
 
 
-@pytest.mark.parametrize("mode", ["CONSTANT", "VARIABLE", "AVERAGE"])
-@pytest.mark.parametrize("rate", [8000, 16000, 22050, 44100, 48000])
+@pytest.mark.parametrize("mode, rate", [
+    ("CONSTANT", 8000), ("CONSTANT", 11025), ("VARIABLE", 12000), ("AVERAGE", 16000),
+    ("CONSTANT", 22050), ("VARIABLE", 24000), ("AVERAGE", 32000), ("CONSTANT", 44100),
+    ("VARIABLE", 44100), ("AVERAGE", 48000)])
 def test_samples_are_those_of_pyav_within_a_frame_or_the_file_is_refused(mode, rate):
     """FFmpeg keeps the 529 samples of a decoder's delay where no tag tells them."""
     frame = 1152 if rate > 24000 else 576
@@ -126,6 +117,8 @@ def test_samples_are_those_of_pyav_within_a_frame_or_the_file_is_refused(mode, r
         with av.open(io.BytesIO(data)) as file:
             theirs = sum(f.samples for f in file.decode(audio=0))
         assert abs(ours - theirs) <= frame, (name, channels, ours, theirs)
+        rows = GEOMETRY.segment_lengths(ours, rate).rows
+        assert name != "none" or len(decode_audio(clip(data), GEOMETRY)) == rows
 
 
 def test_a_tagged_file_keeps_its_length():

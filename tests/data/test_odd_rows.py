@@ -13,7 +13,6 @@ import pytest
 import soundfile
 from PIL import Image
 
-from orchmllm.config.recipe import SourceConfig
 from orchmllm.data.dataset import ConversationDataset
 from orchmllm.data.formats import conversation
 from orchmllm.data.formats.conversation import media_of
@@ -21,9 +20,9 @@ from orchmllm.data.formats.rows import parse_json
 from orchmllm.data.media.medium import RowError
 from orchmllm.data.media.root import MediaRoot
 from orchmllm.data.text.tokenizer import ChatTokenizer
-from orchmllm.plan.geometry import AudioGeometry, VisionGeometry
 from orchmllm.plan.layout import AUDIO, TEXT, VISION
 from orchmllm.tools.data.command import main
+from tests.lib import sources
 from tests.lib.commands import python
 from tests.lib.formats import as_dataset, write_jsonl, write_media
 from tests.lib.tokenizers import write_tokenizer
@@ -38,9 +37,7 @@ def folder(tmp_path_factory):
 
 
 def opened(path, folder) -> ConversationDataset:
-    return ConversationDataset(
-        [SourceConfig(path=str(path))], tokenizer=ChatTokenizer(folder / "tokenizer.json"),
-        vision=VisionGeometry(max_side=224), audio=AudioGeometry(), index_dir=folder / "index")
+    return sources.opened(path, ChatTokenizer(folder), folder)
 
 
 def chat(mark: str) -> list[dict]:

@@ -120,10 +120,6 @@ CASES = {  # keys of the source of a CommonVoice folder -> what is said
     "no field": ({"columns": {"audios": "path"}, "split": "train"},
                  "columns has no messages, texts, completion, answer or text, so there is nothing "
                  "to read; it has audios"),
-    "no split": ({"split": "valid"},
-                 "split is 'valid', but no file's name begins so: dev.tsv, test.tsv, train.tsv"),
-    "several": ({}, "it holds several splits, and all of them would be trained on; set split of "
-                    "the source to one of dev, test, train"),
     "no list": ({"split": "train", "columns": {"rows": "audios"}},
                 "columns.rows is 'audios', which is not read of .tsv files: leave it out"),
     "no such value": ({"split": "5", "columns": {"split": "up_votes"}},

@@ -82,7 +82,7 @@ def check(rows: ProcessedRows, processor, talks: list[list[dict]], options: dict
     """Compares every row with what transformers makes of it; returns the images of all rows."""
     num_images = 0
     for i, talk in enumerate(talks):
-        measured, example = rows.measure(i), rows.load(i)
+        measured, example = rows.layout(i), rows.load(i)
         assert rows.problem(i) is None
         # SmolVLM's own asks the part for videos, which is left out, and does the same.
         theirs = ProcessorMixin.apply_chat_template(
@@ -156,7 +156,7 @@ def indexed(folder: Path) -> ProcessedRows:
 
 
 def payload(rows: ProcessedRows, i: int) -> list[int]:
-    return rows.measure(i).to_payload().tolist()
+    return rows.layout(i).to_payload().tolist()
 
 
 def failing(rows: ProcessedRows, i: int) -> tuple[list[tuple[int, str]], object]:
@@ -239,7 +239,7 @@ def test_an_image_that_fails_keeps_its_planned_length(tmp_path, has_index):
     Image.new("RGB", (61, 40)).save(tmp_path / "0_0.png")
     for i, reason in enumerate(("61x40 pixels, where 60x40 were planned", "1_0.png", "is missing")):
         [(segment, told)], example = failing(rows, i)
-        assert reason in told and rows.measure(i).modality[segment] == 1
+        assert reason in told and rows.layout(i).modality[segment] == 1
         assert torch.equal(example.input_ids, good[i].input_ids)
         assert {n: v.shape for n, v in example.media.items()} == {
             n: v.shape for n, v in good[i].media.items()}
@@ -274,7 +274,7 @@ def test_positions_that_neighbours_would_change_make_a_row_unusable(rope, tmp_pa
     write_rows(tmp_path, "llava", [[], []])
     edited(tmp_path, 0, messages=talk([{"type": "text", "text": "a"}], "the red row " * 30))
     free = opened(tmp_path)
-    assert free.measure(0).num_tokens.sum() > 64 >= free.measure(1).num_tokens.sum()
+    assert free.layout(0).num_tokens.sum() > 64 >= free.layout(1).num_tokens.sum()
     path = tmp_path / "config.json"
     config = json.loads(path.read_text())
     config["text_config"] |= {
@@ -282,10 +282,10 @@ def test_positions_that_neighbours_would_change_make_a_row_unusable(rope, tmp_pa
         "rope_parameters": {"rope_theta": 1e4, **rope}}
     path.write_text(json.dumps(config))
     rows = opened(tmp_path)
-    assert rows.digest != free.digest and rows.problem(1) is None
+    assert rows.processor.digest != free.processor.digest and rows.problem(1) is None
     assert "set data.max_example_tokens to 64 or less" in str(rows.problem(0))
     cut = opened(tmp_path, max_example_tokens=64)
-    assert cut.problem(0) is None and cut.measure(0).num_tokens.sum() == 64
+    assert cut.problem(0) is None and cut.layout(0).num_tokens.sum() == 64
 
 
 def test_an_example_ends_at_max_example_tokens(tmp_path):
@@ -299,8 +299,9 @@ def test_an_example_ends_at_max_example_tokens(tmp_path):
     assert "nothing to learn" in str(rows.problem(0))
     for limit in (len(full[1].input_ids), at[1] + 3, at[1] + 1, at[1], at[1] - 3):
         rows = opened(tmp_path, max_example_tokens=int(limit))
-        assert rows.digest == whole.digest and rows.reader.identity != whole.reader.identity
-        lengths, example, fits = rows.measure(1), rows.load(1), bool(limit > at[1])
+        assert rows.processor.digest == whole.processor.digest
+        assert rows.reader.identity != whole.reader.identity
+        lengths, example, fits = rows.layout(1), rows.load(1), bool(limit > at[1])
         n = len(example.input_ids)
         assert lengths.num_tokens.sum() == n and (n == limit if fits else n < at[1])
         assert (lengths.modality == 1).sum() == 1 + fits
@@ -312,22 +313,22 @@ def test_an_example_ends_at_max_example_tokens(tmp_path):
 def test_another_processor_has_another_digest_and_index(tmp_path):
     write_rows(tmp_path, "qwen2_5_vl", SIZES[:1])
     rows = indexed(tmp_path)
-    assert rows.indexes[0] is not None and rows.fingerprint()["processor"] == rows.digest
+    assert rows.indexes[0] is not None and rows.fingerprint()["processor"] == rows.processor.digest
     path = tmp_path / "processor_config.json"
     content = json.loads(path.read_text())
     path.write_text(json.dumps(dict(reversed(content.items())), indent=7))
     same = opened(tmp_path)
-    assert same.digest == rows.digest and same.indexes[0] is not None
+    assert same.processor.digest == rows.processor.digest and same.indexes[0] is not None
     shutil.copytree(tmp_path, tmp_path / "moved")
-    assert opened(tmp_path / "moved").digest == rows.digest
+    assert opened(tmp_path / "moved").processor.digest == rows.processor.digest
     assert pickle.loads(pickle.dumps(rows.reader)).identity == rows.reader.identity
     content["image_processor"]["size"]["longest_edge"] //= 2
     path.write_text(json.dumps(content))
     other = opened(tmp_path)
-    assert other.digest != rows.digest and other.indexes == [None]
+    assert other.processor.digest != rows.processor.digest and other.indexes == [None]
     options = ProcessedRows(tmp_path, same_config(tmp_path),
                             {"size": {"shortest_edge": 784, "longest_edge": 7840}})
-    assert len({options.digest, other.digest, rows.digest}) == 3
+    assert len({options.processor.digest, other.processor.digest, rows.processor.digest}) == 3
 
 
 def same_config(folder: Path) -> DataConfig:
@@ -403,4 +404,4 @@ def test_a_source_without_images_has_an_index(tmp_path):
     write_rows(tmp_path, "llava", [[], []])
     rows = indexed(tmp_path)
     assert rows.indexes[0] is not None
-    assert len(rows.load(1).input_ids) == rows.measure(1).num_tokens.sum()
+    assert len(rows.load(1).input_ids) == rows.layout(1).num_tokens.sum()

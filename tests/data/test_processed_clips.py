@@ -153,7 +153,7 @@ def test_headers_samples_and_transformers_agree(family, tmp_path, monkeypatch):
         assert all(rows.problem(i) is None for i in range(len(talks)))
     processor, _ = load_processor(tmp_path)
     for i, messages in enumerate(talks):
-        example, measured = rows.load(i), rows.measure(i)
+        example, measured = rows.load(i), rows.layout(i)
         theirs = processor.apply_chat_template(
             messages, tokenize=True, return_dict=True, return_tensors="pt",
             processor_kwargs={"audio_kwargs": {"sampling_rate": RATE}})
@@ -178,7 +178,7 @@ def test_parts_of_an_example_are_those_of_the_whole(tmp_path):
     """Of a rank that encodes some of the media: the others are not decoded."""
     write_rows(tmp_path, "qwen2_5_omni", ROWS["qwen2_5_omni"])
     rows = opened(tmp_path)
-    whole, lengths = rows.load(2), rows.measure(2)
+    whole, lengths = rows.load(2), rows.layout(2)
     media = np.flatnonzero(lengths.modality).tolist()
     kinds = [int(lengths.modality[segment]) for segment in media]
     assert kinds == [VISION, AUDIO, AUDIO, VISION]
@@ -217,7 +217,7 @@ def test_a_clip_that_fails_keeps_its_planned_length(tmp_path, has_index):
     soundfile.write(tmp_path / "1_1.wav", np.zeros(7999, np.float32), RATE)
     for i, reason in enumerate(("0_1.wav", "7999 samples at 16000 Hz, where 8000 were planned")):
         [(segment, told)], example = loaded(rows, i)
-        assert reason in told and rows.measure(i).modality[segment] == AUDIO
+        assert reason in told and rows.layout(i).modality[segment] == AUDIO
         assert torch.equal(example.input_ids, good[i].input_ids)
         assert (example.labels == IGNORE_INDEX).all()
         assert {n: v.shape for n, v in example.media.items()} == {
@@ -265,7 +265,7 @@ def test_an_example_ends_before_a_clip_that_would_cross_its_end(tmp_path):
     last = int(np.flatnonzero(whole.input_ids.numpy() == processor.token_ids[AUDIO])[-1])
     for limit in (last - 13, last - 12, last - 11, last, last + 1, last + 2, last + 3):
         rows = opened(tmp_path, max_example_tokens=limit)
-        lengths, example = rows.measure(0), rows.load(0)
+        lengths, example = rows.layout(0), rows.load(0)
         n, fits = len(example.input_ids), limit > last + 1  # with the token behind it
         assert n == lengths.num_tokens.sum() and (n == limit if fits else n <= limit)
         assert (lengths.modality == AUDIO).sum() == fits == ("input_features" in example.media)

@@ -94,7 +94,7 @@ def frames_of(folder: Path, name: str | list[str], rate: float, seconds: list[fl
 def compare(rows: ProcessedRows, folder: Path) -> None:
     with stock_processor(folder) as stock:
         for i, (parts, videos) in enumerate(ROWS):
-            example, measured = rows.load(i), rows.measure(i)
+            example, measured = rows.load(i), rows.layout(i)
             kinds = [{"type": p["type"], **({"text": p["text"]} if "text" in p else {})}
                      for p in parts]
             text = stock.apply_chat_template(talk(kinds, "the red row"), tokenize=False)
@@ -132,7 +132,7 @@ def test_lengths_read_no_frames_and_a_slice_is_read_alone(tmp_path, monkeypatch)
     rows = written(tmp_path, "qwen3_vl", [[image("0.png"), WHAT, video("v.mp4", nframes=5), WHAT]])
     asked, read = [], av_process.frames
     monkeypatch.setattr(av_process, "frames", lambda *a: asked.append(a[2]) or read(*a))
-    layout = rows.measure(0)
+    layout = rows.layout(0)
     assert layout.modality.tolist() == [0, 1, 0, 1, 0, 1, 0, 1, 0] and not asked
     assert layout.grid[[3, 5, 7]].tolist() == [[1, 4, 8]] * 3
     whole = rows.load(0)
@@ -235,7 +235,7 @@ def test_an_example_ends_before_a_video_that_would_cross_its_end(tmp_path):
         rows = opened(tmp_path, max_example_tokens=int(limit))
         example, fits = rows.load(0), limit > at[-1]
         assert len(example.media["video_grid_thw"]) == 1 + fits
-        assert (rows.measure(0).modality == VISION).sum() == 2 + 2 * fits
+        assert (rows.layout(0).modality == VISION).sum() == 2 + 2 * fits
         n = len(example.input_ids)
         assert torch.equal(example.input_ids, whole.input_ids[:n])
 
@@ -243,10 +243,10 @@ def test_an_example_ends_before_a_video_that_would_cross_its_end(tmp_path):
 @pytest.mark.slow
 def test_settings_and_templates_without_videos_are_told_of(tmp_path):
     rows = written(tmp_path, "qwen3_vl", [[video("v.mp4")], [image("0.png")]])
-    digest, identity = rows.digest, rows.reader.identity
+    digest, identity = rows.processor.digest, rows.reader.identity
     write_video_settings(tmp_path, 16, size={"shortest_edge": 4096, "longest_edge": 65536})
     other = opened(tmp_path)
-    assert other.digest != digest and other.reader.identity != identity
+    assert other.processor.digest != digest and other.reader.identity != identity
     path = tmp_path / "chat_template.jinja"
     text = path.read_text()
     path.write_text(text.replace("<|video_pad|>", ""))

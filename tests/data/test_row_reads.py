@@ -32,7 +32,7 @@ from tests.lib.tokenizers import write_tokenizer
 KINDS = ("llava.jsonl", "openai embedded", "parquet", "webdataset")
 
 
-WAYS = (("load", 0), ("bytes", 0), ("tensors", 0), ("load", 1), ("bytes", 1))
+WAYS = (("load", 0), ("tensors", 0), ("load", 1), ("bytes", 1))
 
 
 def opened(path: str, tokenizer, index_dir) -> ConversationDataset:

@@ -23,6 +23,7 @@ from orchmllm.data.media.medium import MediaError, Medium, RowError
 from orchmllm.data.text.tokenizer import ChatTokenizer, Turn
 from orchmllm.plan.geometry import AudioGeometry, VisionGeometry
 from orchmllm.plan.layout import AUDIO, VISION
+from tests.lib import sources
 from tests.lib.broken import Sentinel, flac_expanding, png_claiming, wav_claiming
 from tests.lib.commands import ROOT
 from tests.lib.formats import QUESTIONS, as_dataset, llava_row, write_media
@@ -38,9 +39,7 @@ def peak_mb() -> float:
 
 
 def opened(path: Path, folder: Path, **keys) -> ConversationDataset:
-    return ConversationDataset([SourceConfig(path=str(path), **keys)],
-                               tokenizer=ChatTokenizer(folder), index_dir=folder / "index",
-                               **GEOMETRY)
+    return sources.opened(path, ChatTokenizer(folder), folder, **keys)
 
 
 @pytest.fixture

@@ -89,18 +89,3 @@ def test_a_stop_waits_for_the_steps_that_all_ranks_prepare():
     go.set()
     prefetcher.thread.join()
     assert made == [0, 1, 2]
-
-
-def test_ranks_may_stop_early_together():
-    assert run_ranks(stop_after_two, 3) == [[]] * 3
-
-
-def stop_after_two(world) -> list:
-    data = SyntheticDataset()
-    trainer = Trainer(recipe(), world, dataset=data)
-    loader = StepLoader(data, GlobalSampler(range(24), 6), trainer.orchestrator,
-                                num_steps=50, prefetch=3)
-    for k, _ in enumerate(loader):
-        if k == 1:
-            break
-    return [t.name for t in threading.enumerate() if t.name == "orchmllm-prefetch"]

@@ -16,8 +16,6 @@ from orchmllm.data.formats.open import open_source
 from orchmllm.data.loading.preprocess_handshake import identity_of
 from orchmllm.data.media.headers import image_header
 from orchmllm.data.media.medium import MediaError
-from orchmllm.data.stream import StreamDataset
-from orchmllm.plan.geometry import AudioGeometry, VisionGeometry
 from orchmllm.tools.data.build_index import build_index
 from tests.data.test_safety import write_tar
 from tests.lib.formats import llava_row, write_jsonl
@@ -135,15 +133,6 @@ def test_a_folder_that_datasets_prepared_is_read(tmp_path):
     builder.download_and_prepare(str(tmp_path / "prepared"), file_format="parquet")
     assert (tmp_path / "prepared" / "dataset_info.json").is_file()
     assert len(open_source(SourceConfig(path=str(tmp_path / "prepared")), tmp_path)) == 3
-
-
-def test_a_stream_has_no_split_either(folder, tokenizer, tmp_path):
-    import datasets
-
-    datasets.Dataset.from_list([TEXT_ROW]).to_parquet(tmp_path / "a.parquet")
-    with pytest.raises(ValueError, match="split is 'test', but a data file has no split"):
-        StreamDataset([SourceConfig(path=str(tmp_path / "a.parquet"), split="test")], num_shards=1,
-                      seed=0, tokenizer=tokenizer, vision=VisionGeometry(), audio=AudioGeometry())
 
 
 def test_files_of_several_kinds_are_not_read_as_one(folder, tmp_path):

@@ -142,7 +142,7 @@ def test_a_token_that_nothing_comes_before_is_no_target(both, tmp_path):
              {"role": "assistant", "content": "blue"}]
     write_jsonl(tmp_path / "rows.jsonl", [{"messages": turns}])
     dataset = opened(tmp_path / "rows.jsonl", ours, tmp_path)
-    answers = len(ours.encode("red")) + len(ours.encode("blue")) + 2
+    answers = len(ours.tokenizer.encode("red")) + len(ours.tokenizer.encode("blue")) + 2
     assert dataset.layout(0).num_targets.tolist() == [answers - 1]
     assert int((dataset.load(0).labels != IGNORE_INDEX).sum()) == answers - 1
 

@@ -67,7 +67,7 @@ def drawn(world, num_workers: int, dispatch: str) -> tuple[list, list, int]:
 
 @pytest.mark.dist
 @pytest.mark.parametrize("dispatch", [
-    "load", pytest.param("bytes", marks=pytest.mark.slow), "tensors"])
+    "load", *(pytest.param(name, marks=pytest.mark.slow) for name in ("bytes", "tensors"))])
 def test_same_batches_with_any_number_of_workers(dispatch):
     alone, *others = (run_ranks(drawn, 2, n, dispatch) for n in (0, 1, 3))
     assert dispatch == "bytes" or all(failed for _, failed, _ in alone)

@@ -260,6 +260,7 @@ def overhead(*arguments: object) -> str:
     return done.stdout
 
 
+@pytest.mark.slow
 def test_the_benchmark_knows_its_default_schemes(tmp_path):
     out = overhead("--plot", tmp_path / "overhead.png")
     assert "| 8 | least_move |" in out and (tmp_path / "overhead.png").stat().st_size > 1000

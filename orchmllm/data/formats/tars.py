@@ -18,8 +18,8 @@ from orchmllm.data.media.medium import MAX_MEMBER_BYTES, Medium, RowError
 from orchmllm.data.media.root import refuse_kind
 from orchmllm.plan.layout import AUDIO, VISION
 
-IMAGE_KEYS, AUDIO_KEYS, VIDEO_KEYS = (("images", "image"), ("audios", "audio", "sound"),
-                                      ("videos", "video"))
+KEYS = {VISION: ("images", "image"), AUDIO: ("audios", "audio", "sound"),
+        VIDEO: ("videos", "video")}
 TEXTS = ("txt", "text", "caption", "transcript")
 PICKLED = ("pyd", "pkl", "pickle", "pth", "pt", "npy", "npz", "ten", "joblib")
 
@@ -45,7 +45,7 @@ class TarRows(RowStore):
         RowError for a member that is not read."""
         row: dict = {}
         texts: dict[str, str] = {}  # "json", or a text's key -> the member that it came from
-        media: dict[int, list[tuple[str, Medium]]] = {VISION: [], AUDIO: [], VIDEO: []}
+        media: dict[int, list[tuple[str, Medium]]] = {modality: [] for modality in KEYS}
         for k in range(self._start[i], self._start[i + 1]):
             name, offset, size = self.names[k], int(self.members[k, 1]), int(self.members[k, 2])
             where = f"{name} in {self.files[0]}"
@@ -83,7 +83,7 @@ class TarRows(RowStore):
 
 def _with_members(row: dict, media: dict[int, list[tuple[str, Medium]]]) -> dict:
     """Members take the place of the names that the row lists."""
-    for modality, keys in ((VISION, IMAGE_KEYS), (AUDIO, AUDIO_KEYS), (VIDEO, VIDEO_KEYS)):
+    for modality, keys in KEYS.items():
         if media[modality]:
             kept = next((k for k in keys if k in row), keys[0] if "conversations" in row
                         or "messages" in row else keys[1])

@@ -47,11 +47,12 @@ class SegmentFeed:
     planning read, and to read several examples at once."""
 
     num_dropped = 0
+    fills = False  # see Request
 
     def __init__(self, dataset: Any, sampler: GlobalSampler, orchestrator: Orchestrator,
                  num_steps: int, num_workers: int = 0, servers: Servers | None = None) -> None:
         self.dataset, self.sampler, self.orchestrator = dataset, sampler, orchestrator
-        self.num_steps, self.config_digest = num_steps, 0
+        self.num_steps = num_steps
         self.lookahead = self.config_digest = int(num_workers > 0 or servers is not None)
         self.dispatch = orchestrator.spec.balance.dispatch
         self.knows_all = self.dispatch == "load"  # every rank can probe every example
@@ -73,10 +74,9 @@ class SegmentFeed:
         return BatchLayout.concat([self.dataset.layout(int(i)) for i in probed], sizes)
 
     def announce(self, step: Step) -> None:
-        for micro in step.micro:
-            _ = micro.rank_plan.position_ids  # computed here, not in the training thread
         self._requested.append([
-            Request(micro, self.orchestrator.rank, self.dispatch, self.dataset, self._workers)
+            Request(micro, self.orchestrator.rank, self.dispatch, self.dataset, self._workers,
+                    self.fills)
             for micro in step.micro])
 
     def load(self, step: Step) -> tuple[int, int]:
@@ -90,6 +90,7 @@ class SegmentFeed:
         else:
             contents = [request.content(step) for request in requests]
         for micro, (media, texts) in zip(step.micro, contents, strict=True):
+            _ = micro.rank_plan.position_ids  # computed here, not in the training thread
             micro.inputs = {p: torch.cat([self._zeros(p, 0), *media[p]]) for p in ENCODERS}
             micro.content = torch.cat([torch.empty(0, 2, dtype=torch.int32), *texts])
             if self.orchestrator.device.type == "cuda":
@@ -160,7 +161,7 @@ class Request:
     reads the smallest medium, too."""
 
     def __init__(self, micro: Microbatch, rank: int, dispatch: str, dataset: Any, workers: Workers,
-                 fills: bool = False) -> None:
+                 fills: bool) -> None:
         plan, layout, mine = micro.plan, micro.plan.layout, micro.rank_plan
         self.micro, self.media = micro, {}
         sampled = np.arange(layout.num_examples)[plan.llm.items_of(rank)]

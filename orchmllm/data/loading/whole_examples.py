@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from orchmllm.batch import UNCOUNTED, PackedExamples, Step
-from orchmllm.data.loading.step_loader import Request, SegmentFeed
+from orchmllm.data.loading.step_loader import SegmentFeed
 
 
 class WholeFeed(SegmentFeed):
@@ -18,15 +18,11 @@ class WholeFeed(SegmentFeed):
     row of one token, of which it learns nothing: the model needs a row. Other arguments: see
     SegmentFeed, whose dataset's `load` returns ProcessedExamples here."""
 
+    fills = True
+
     def __init__(self, *args: Any, join: Callable[..., PackedExamples], **keys: Any) -> None:
         super().__init__(*args, **keys)
         self._join = join
-
-    def announce(self, step: Step) -> None:
-        self._requested.append([
-            Request(micro, self.orchestrator.rank, self.dispatch, self.dataset, self._workers,
-                    fills=True)
-            for micro in step.micro])
 
     def load(self, step: Step) -> tuple[int, int]:
         for micro, request in zip(step.micro, self._requested.popleft(), strict=True):

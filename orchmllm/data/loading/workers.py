@@ -16,7 +16,7 @@ import time
 import traceback
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import fields, replace
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from multiprocessing.pool import RemoteTraceback
@@ -200,14 +200,12 @@ def _run(dataset: Any, method: str, call: Call) -> Result:
 
 
 def _convert(value: Any, kind: type, to: Callable) -> Any:
-    if isinstance(value, Example):
-        parts = (value.token_ids, value.labels)
-        return Example(value.example_id, *(p if p is None else to(p) for p in parts),
-                       {s: to(m) for s, m in value.media.items()})
-    if isinstance(value, ProcessedExample):
-        ids, labels = (p if p is None else to(p) for p in (value.input_ids, value.labels))
-        return replace(
-            value, input_ids=ids, labels=labels,
-            media={name: to(m) for name, m in value.media.items()},
-            parts={s: {name: to(m) for name, m in p.items()} for s, p in value.parts.items()})
-    return to(value) if isinstance(value, kind) else value
+    """An example, or a tensor of it, with `to` of everything of a kind."""
+    if isinstance(value, kind):
+        return to(value)
+    if isinstance(value, dict):
+        return {key: _convert(part, kind, to) for key, part in value.items()}
+    if isinstance(value, Example | ProcessedExample):
+        return replace(value, **{field.name: _convert(getattr(value, field.name), kind, to)
+                                 for field in fields(value)})
+    return value

@@ -60,9 +60,9 @@ def _resized(image: np.ndarray, size: tuple[int, int], **options) -> np.ndarray:
     return np.broadcast_to(np.zeros((), np.uint8), (len(image), *size))
 
 
-class _Shapes(PilBackend):
-    """What the steps that read pixels do to shapes. In the order of classes it stands between the
-    class of a family, whose decisions stay its own, and PilBackend. Images are (3, H, W) uint8."""
+class Shapes(PilBackend):
+    """What the steps that read pixels do to shapes, of images as `sized` makes them. Images are
+    (3, H, W) uint8."""
 
     def process_image(self, image: np.ndarray, *args, **options) -> np.ndarray:
         return np.moveaxis(image, -1, 0)
@@ -81,35 +81,26 @@ class _Shapes(PilBackend):
         return np.broadcast_to(np.zeros((), np.float32), image.shape)
 
 
-class _Some(_Shapes):
-    """Steps that read the pixels of an image, unless `sized` made it."""
+class Some(Shapes):
+    """Steps that read the pixels of an image, unless `sized` made it: that becomes what it becomes
+    beside images of these sizes."""
 
 
 def _step(name: str) -> FunctionType:
     def run(self, image, *args, **options):
         made_up = isinstance(image, np.ndarray) and not any(image.strides)
-        return getattr(_Shapes if made_up else PilBackend, name)(self, image, *args, **options)
+        return getattr(Shapes if made_up else PilBackend, name)(self, image, *args, **options)
 
     return run
 
 
 for _name in ("process_image", "resize", "center_crop", "rescale", "normalize"):
-    setattr(_Some, _name, _step(_name))
+    setattr(Some, _name, _step(_name))
 
 
-def of_shapes(image_processor: PilBackend) -> PilBackend:
-    """A copy of an image processor that takes what `sized` gives, and whose results have the shapes
-    of images of these sizes."""
-    return _with_steps(image_processor, _Shapes)
-
-
-def of_some(image_processor: PilBackend) -> PilBackend:
-    """A copy of an image processor that also takes what `sized` gives, among other images, which
-    become what they become beside images of these sizes."""
-    return _with_steps(image_processor, _Some)
-
-
-def _with_steps(image_processor: PilBackend, steps: type) -> PilBackend:
+def adapted(image_processor: PilBackend, steps: type[Shapes]) -> PilBackend:
+    """A copy of an image processor. In the order of classes, `steps` stands between the class of a
+    family, whose decisions stay its own, and PilBackend."""
     out = copy.copy(image_processor)
     family = type(image_processor)
     out.__class__ = type(family.__name__, (family, steps), {})

@@ -22,7 +22,7 @@ from orchmllm.data.formats.conversation import Turn, media_of
 from orchmllm.data.formats.scanned import digest
 from orchmllm.data.media.kinds import VIDEO
 from orchmllm.data.media.medium import Medium, RowError
-from orchmllm.data.media.shapes import Size, blank, kind_of, of_clips, of_shapes, of_some, sized
+from orchmllm.data.media.shapes import Shapes, Size, Some, adapted, blank, kind_of, of_clips, sized
 from orchmllm.data.media.video_processor import PROCESSORS, Videos, with_videos
 from orchmllm.data.segments import KINDS
 from orchmllm.data.text.clips import Clips
@@ -91,8 +91,8 @@ class Processor:
         self._shapes, self._some = copy.copy(processor), copy.copy(processor)
         if hasattr(processor, "image_processor"):
             images = processor.image_processor
-            self._shapes.image_processor = of_shapes(images)
-            self._some.image_processor = of_some(images)
+            self._shapes.image_processor = adapted(images, Shapes)
+            self._some.image_processor = adapted(images, Some)
             self._have_grids = "image_grid_thw" in images.model_input_names
             self.patch = int(np.max(config.vision_config.patch_size))
             marks[VISION], tokens[VISION] = processor.image_token, int(config.image_token_id)

@@ -182,10 +182,6 @@ class ChatTokenizer:
                     spans.append(Text(part, turn.supervised, True))
         return [*spans, Text(end, turns[-1].supervised)]
 
-    def encode(self, text: str) -> list[int]:
-        """Ids of plain text; special tokens in it are read as text."""
-        return self.tokenizer.encode(text, add_special_tokens=False).ids
-
     def decode(self, token_ids: Sequence[int]) -> str:
         """Text of ids, special tokens included. An id that only the model's padded vocabulary has
         is no text."""

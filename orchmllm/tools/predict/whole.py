@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 from transformers import PROCESSOR_MAPPING, AutoImageProcessor
 
-from orchmllm.data.media.shapes import Size, of_shapes, sized
+from orchmllm.data.media.shapes import Shapes, Size, adapted, sized
 from orchmllm.models.families import part_of, read_config
 from orchmllm.models.hf import meta_model
 from orchmllm.plan.geometry import SegmentLengths
@@ -50,7 +50,7 @@ class Pictures:
                 f"{folder} has no settings of an image processor that can be read "
                 f"(preprocessor_config.json), which say how many patches an image has: copy them "
                 f"from the model, or {cure}") from error
-        self._processor = of_shapes(processor)
+        self._processor = adapted(processor, Shapes)
         self._options = getattr(PROCESSOR_MAPPING[type(config)], "images_kwargs", {})
         self._patches = merge**2 if merge else round(1 / ratio**2)  # of a token
         self._patch = int(np.max(config.vision_config.patch_size))

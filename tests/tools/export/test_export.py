@@ -286,7 +286,8 @@ def test_the_tokenizer_speaks_the_template_of_training(trip, tmp_path, capsys):
     for found in (hf, exact):
         assert found.apply_chat_template(messages, return_dict=False) == token_ids.tolist()
     text = "don't, 12345 \n\n caf\u00e9 e\u0301  \u4e2d"  # not normalised as Qwen2's would be
-    assert exact.encode(text, add_special_tokens=False) == ChatTokenizer(tokenizer).encode(text)
+    ours = ChatTokenizer(tokenizer).tokenizer
+    assert exact.encode(text, add_special_tokens=False) == ours.encode(text).ids
 
 
 def test_the_audio_encoder_is_loaded_as_the_docs_say(trip, monkeypatch):
