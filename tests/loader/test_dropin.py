@@ -63,17 +63,6 @@ def test_load_equals_bytes_and_epochs_differ():
     assert load[0][:6] != load[0][6:]
 
 
-def balanced_tokens(world) -> list[int]:
-    loader = loader_of(Texts(), 8, lengths=LENGTHS, collate_fn=collate)
-    return [sum(length_of(i) for i in b["ids"].tolist()) for b in loader]
-
-
-@pytest.mark.dist
-def test_ranks_get_equal_work():
-    tokens = np.array(run_ranks(balanced_tokens, 3))
-    assert (tokens.max(0) / tokens.mean(0)).max() < 1.03
-
-
 def uneven(world, drop_last: bool, wrapped: bool) -> tuple[list[int], int, int]:
     size = [20, 27, 0][world.rank]  # 5, 7 (the last of 3 examples) and 0 batches
     data = Stream(100 * world.rank, size)

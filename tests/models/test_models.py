@@ -212,35 +212,6 @@ def test_packed_convolution_equals_conv1d_per_clip(lengths, stride):
         assert torch.allclose(g, w, atol=1e-12)
 
 
-def test_audio_equals_the_stock_whisper_encoder():
-    from transformers import WhisperConfig
-    from transformers.models.whisper.modeling_whisper import WhisperEncoder
-
-    torch.manual_seed(0)
-    stock = WhisperEncoder(
-        WhisperConfig(
-            d_model=32, encoder_layers=2, encoder_attention_heads=2, encoder_ffn_dim=64,
-            num_mel_bins=8, max_source_positions=10,
-        )
-    ).eval()
-    with torch.no_grad():
-        for parameter in stock.parameters():  # biases and norms too, positions left alone
-            if parameter is not stock.embed_positions.weight:
-                parameter.normal_(std=0.2)
-    weights = {
-        key.replace("self_attn.", "").replace("layers.", "blocks."): value
-        for key, value in stock.state_dict().items()
-        if key != "embed_positions.weight"
-    }
-    module = build("audio")
-    missing, unexpected = module.load_state_dict(weights, strict=False)
-    assert not unexpected and all(key.startswith("connector.") for key in missing)
-    mel = torch.randn(2, 8, 20)
-    features, lengths = module.encode(mel.transpose(1, 2).flatten(0, 1), np.array([20, 20]))
-    assert lengths.tolist() == [10, 10]
-    assert relative(features, stock(mel).last_hidden_state.flatten(0, 1)) < 1e-5
-
-
 def test_wrong_shapes_are_refused():
     with pytest.raises(ValueError, match="4 \\* num_heads"):
         VisionEncoder(VisionConfig(hidden_size=30, num_heads=3), OUT)
