@@ -25,16 +25,19 @@ LENGTHS_FOR = {"load": {"lengths": LENGTHS},
                "bytes": {"lengths": None, "length_fn": token_count}}
 
 
-def yielded(world, how: dict) -> list[list[int]]:
-    loader = loader_of(Texts(), 4, shuffle=True, collate_fn=collate,
-                       **{"lengths": LENGTHS, **how})
-    return [[loader.step.num_global_targets, *loader.step.example_ids] for _ in loader]
+def yielded(world, *hows: dict) -> list[list[list[int]]]:
+    out = []
+    for how in hows:
+        loader = loader_of(Texts(), 4, shuffle=True, collate_fn=collate,
+                           **{"lengths": LENGTHS, **how})
+        out.append([[loader.step.num_global_targets, *loader.step.example_ids] for _ in loader])
+    return out
 
 
 @pytest.mark.parametrize("dispatch", [pytest.param("load", marks=pytest.mark.slow), "bytes"])
 def test_shards_keep_their_examples_and_share_targets(dispatch):
-    shards = run_ranks(yielded, 4, dict(shard_size=2, **LENGTHS_FOR[dispatch]))
-    plain = run_ranks(yielded, 4, dict(enabled=False))
+    shards, plain = zip(*run_ranks(
+        yielded, 4, dict(shard_size=2, **LENGTHS_FOR[dispatch]), dict(enabled=False)), strict=True)
     for rank in range(0, 4, 2):
         for got, want in zip(zip(*shards[rank: rank + 2], strict=True),
                              zip(*plain[rank: rank + 2], strict=True), strict=True):
@@ -44,9 +47,9 @@ def test_shards_keep_their_examples_and_share_targets(dispatch):
 
 
 def test_min_gain_runs_steps_as_sampled():
-    off = run_ranks(yielded, 2, dict(enabled=False))
-    assert run_ranks(yielded, 2, dict(min_gain=0.9)) == off
-    assert run_ranks(yielded, 2, dict(min_gain=0.001)) != off
+    off, never, often = zip(*run_ranks(
+        yielded, 2, dict(enabled=False), dict(min_gain=0.9), dict(min_gain=0.001)), strict=True)
+    assert never == off != often
 
 
 def logged(world) -> list[str]:

@@ -72,7 +72,7 @@ def test_weights_do_not_depend_on_the_number_of_ranks():
     whole = MultimodalModel(MODEL)
     seed_weights(whole, 3)
     want = {n: p.detach().numpy() for n, p in whole.named_parameters()}
-    for num_ranks, shards in ((1, 0), (3, 0), (4, 2)):
+    for num_ranks, shards in ((3, 0), (4, 2)):
         got = run_ranks(_weights, num_ranks, FsdpConfig(
             meta_init=True, shard_size=shards, activation_checkpointing="full"))[0]
         assert got.keys() == want.keys()
