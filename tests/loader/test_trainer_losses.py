@@ -90,14 +90,13 @@ def padded(rows: list[dict]) -> dict:
 
 
 def plain(folder: str, size: int, kind: str = "tokens", model: nn.Module | None = None,
-          accumulation: int = 1, **how: Any) -> Any:
+          **how: Any) -> Any:
     from transformers import Trainer, TrainingArguments
 
     return Trainer(model=model or heads(kind), train_dataset=Rows(kind),
                    **{"data_collator": padded, **how}, args=TrainingArguments(**settings(
                        folder, learning_rate=1e-4 if kind == "CTC sum" else 0.1),
-                       per_device_train_batch_size=size,
-                       gradient_accumulation_steps=accumulation))
+                       per_device_train_batch_size=size))
 
 
 def pairs(kind: str, folder: str, size: int) -> Any:
@@ -164,10 +163,8 @@ def weights(world, kinds: tuple[str, ...], folder: str) -> list[list[float]]:
         with as_torchrun(world):
             if kind == "FSDP2" and world.world_size > 1:
                 how["model"] = sharded_tagger(folder)
-            accumulation = 2 if kind == "function" and world.world_size > 1 else 1
-            trainer = plain(folder, 8 // world.world_size // accumulation,
-                            "tokens" if kind in ("function", "FSDP2") else kind,
-                            accumulation=accumulation, **how)
+            trainer = plain(folder, 8 // world.world_size,
+                            "tokens" if kind in ("function", "FSDP2") else kind, **how)
             if world.world_size > 1:
                 trainer = balance_trainer(trainer, lengths=LENGTHS, policy="greedy")
                 assert kind != "tokens" or trainer._balance["phases"] == cost_of(trainer.model)

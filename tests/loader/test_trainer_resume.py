@@ -125,8 +125,7 @@ def mean_losses(world, folder: str, how: str) -> float:
     return max(float((p - want[n]).abs().max()) for n, p in model.inner.named_parameters())
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("how", ["model", "override"])
+@pytest.mark.parametrize("how", [pytest.param("model", marks=pytest.mark.slow), "override"])
 def test_a_mean_loss_is_scaled(tmp_path, how):
     assert max(run_ranks(mean_losses, 2, str(tmp_path), how)) <= 1e-12
 
