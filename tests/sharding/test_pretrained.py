@@ -19,9 +19,8 @@ from safetensors.torch import load_file, save_file
 
 from orchmllm.config.model import LLMConfig, ModelConfig
 from orchmllm.config.recipe import FsdpConfig, RecipeError, explain, load_recipe, read_recipe
-from orchmllm.hf.configs import mismatches
 from orchmllm.hf.folder import Folder
-from orchmllm.hf.sources import PretrainedError, find_sources
+from orchmllm.hf.sources import PretrainedError, find_sources, mismatches
 from orchmllm.models.mllm import MultimodalModel
 from orchmllm.models.names import PARTS, named
 from orchmllm.runtime.resumable import check_resumable
