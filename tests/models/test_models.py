@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 from orchmllm.batch import SequenceLengths
 from orchmllm.config.model import AudioConfig, LLMConfig, VisionConfig
@@ -81,28 +80,6 @@ def test_no_rows_give_zero_gradients_to_every_parameter(name, dtype):
     for key, parameter in module.named_parameters():
         assert parameter.grad is not None, key
         assert not parameter.grad.any(), key
-
-
-@pytest.mark.parametrize("name", ["vision", "audio"])
-def test_no_rows_have_the_output_width(name):
-    assert run(name, build(name), inputs(name)[:0], []).shape == (0, OUT)
-
-
-@pytest.mark.parametrize("name", MODULES)
-@pytest.mark.parametrize("sequences", [[], [0, 1, 2]])
-def test_checkpointed_blocks_give_the_same_gradients(name, sequences):
-    plain, wrapped = build(name), build(name)
-    for block in wrapped.layers if name == "llm" else wrapped.blocks:
-        def again(*args, forward=block.forward, **kwargs):
-            return checkpoint(forward, *args, use_reentrant=False, **kwargs)
-        block.forward = again
-    for module in (plain, wrapped):
-        x = inputs(name)[: rows_of(name, sequences).sum()]
-        if name == "llm":
-            x = module.embed_tokens(torch.arange(len(x)))
-        loss_of(name, module, x, sequences).backward()
-    for p, q in zip(plain.parameters(), wrapped.parameters(), strict=True):
-        assert torch.equal(p.grad, q.grad)
 
 
 @pytest.mark.parametrize("name", MODULES)
