@@ -16,15 +16,12 @@ import sys
 from collections import ChainMap
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any
-from weakref import WeakKeyDictionary, ref
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.modules.module import register_module_module_registration_hook
 
 from orchmllm.comm.exchange import RowGather, node_size, rank_list
 from orchmllm.encoders import proof as proofs
@@ -38,7 +35,6 @@ from orchmllm.encoders.spec import (
     known_arguments,
     refuse_unknown,
     resolve,
-    watched,
 )
 from orchmllm.plan.cost import in_fine_unit
 
@@ -77,12 +73,9 @@ class EncoderHandle:
         self._error: Exception | None = None  # of the forward before
         self._answers: dict[int, Answers] = {}  # of forwards that run, by module
         self._balanced = self._inside = False  # whether a forward was, or one runs
-        # By model, since copies of it are hooked, too: of each encoder, what check_towers looks at.
-        self._watched: WeakKeyDictionary = WeakKeyDictionary()
         self._hooks = [
             owner.register_forward_pre_hook(self._before, with_kwargs=True),
-            owner.register_forward_hook(self._after, with_kwargs=True, always_call=True),
-            register_module_module_registration_hook(partial(_forget, ref(self._watched)))]
+            owner.register_forward_hook(self._after, with_kwargs=True, always_call=True)]
         self._hooks += [tower.register_forward_pre_hook(self._outside) for tower in {
             t for e in self.encoders for _, t in e.tower_modules(owner)}]
 
@@ -158,10 +151,8 @@ class EncoderHandle:
         try:
             if self._inferred:
                 refuse_unknown(self._known, inputs)
-            if module not in self._watched:
-                self._watched[module] = [watched(e, module) for e in self.encoders]
-            for encoder, modules in zip(self.encoders, self._watched[module], strict=True):
-                check_towers(encoder, modules)
+            for encoder in self.encoders:
+                check_towers(encoder, module)
             return [table.describe_local(e, module, inputs) for e in self.encoders], None
         except Exception as error:
             return [], error
@@ -191,13 +182,6 @@ class EncoderHandle:
                      "; ".join(f"{name}: {s.num_items} items, imbalance {s.imbalance[0]:.2f}->"
                                f"{s.imbalance[1]:.2f}, {s.gain:.0%} of the slowest rank's time, "
                                f"{s.moved} moved" for name, s in self.last.items()))
-
-
-def _forget(watched: ref, module: nn.Module, name: str, submodule: nn.Module | None) -> None:
-    """A module was added somewhere, such as an adapter: what was looked up in models may be
-    old."""
-    if (cache := watched()) is not None:
-        cache.clear()
 
 
 def _check_owner(owner: nn.Module, join: str) -> None:

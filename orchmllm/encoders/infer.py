@@ -143,7 +143,7 @@ def _layout(owner: nn.Module, main: str, method: str, names: list[str]) -> Layou
     if "image_sizes" in others and pixtral:
         return Cropped(value, "image_sizes", partial(_patch_size, main))
     if others == ["pixel_attention_mask"]:
-        return Slots(value, "pixel_attention_mask")
+        return Slots(value, ("pixel_attention_mask",))
     return Rows(value, tuple(n for n in others if n in _BESIDE))
 
 

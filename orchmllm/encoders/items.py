@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
 
 
 @dataclass(frozen=True)
@@ -62,8 +63,7 @@ class Layout(ABC):
 
     @abstractmethod
     def describe(self, module: nn.Module, inputs: Mapping[str, Any]) -> Items:
-        """The Items among the arguments of a forward. Raises ValueError if these do not fit
-        together."""
+        """The Items among the arguments of a forward; ValueError if these do not fit together."""
 
     @abstractmethod
     def rows(self, meta: np.ndarray) -> list[np.ndarray]:
@@ -196,12 +196,10 @@ class Masked(Layout):
         return [meta[:, 0]]
 
     def build(self, meta: np.ndarray, values: tuple[Tensor | None, ...]) -> tuple[Any, ...]:
-        rows = values[0]  # (sum of lengths, C)
-        lengths = torch.tensor(meta[:, 0], device=rows.device)
-        mask = torch.arange(int(meta[:, 0].max(initial=0)), device=rows.device) < lengths[:, None]
-        padded = rows.new_zeros((*mask.shape, *rows.shape[1:]))
-        padded[mask] = rows
-        return padded.transpose(1, 2).contiguous(), mask.long()
+        padded = pad_sequence(values[0].split(meta[:, 0].tolist()), batch_first=True)  # (n, T, C)
+        mask = np.arange(padded.shape[1]) < meta[:, :1]
+        return (padded.transpose(1, 2).contiguous(),
+                torch.tensor(mask, dtype=torch.int64, device=padded.device))
 
 
 @dataclass(frozen=True)
@@ -271,33 +269,27 @@ class Cropped(Layout):
     def build(self, meta: np.ndarray, values: tuple[Tensor | None, ...]) -> tuple[Any, ...]:
         rows, sizes = values[0], meta[:, :2]
         height, width = (int(n) for n in sizes.max(0))
-        out, start = rows.new_zeros((len(meta), rows.shape[1], height, width)), 0
-        for image, (h, w, p) in zip(out, meta.tolist(), strict=True):
+        out = rows.new_zeros((len(meta), rows.shape[1], height, width))
+        patches = rows.split(self.rows(meta)[0].tolist())
+        for image, part, (h, w, p) in zip(out, patches, meta.tolist(), strict=True):
             h, w = h // p, w // p
-            part = rows[start: start + h * w].unflatten(0, (h, w)).permute(2, 0, 3, 1, 4)
+            part = part.unflatten(0, (h, w)).permute(2, 0, 3, 1, 4)
             image[:, : h * p, : w * p] = part.reshape(-1, h * p, w * p)
-            start += h * w
         return out, torch.tensor(sizes, device=rows.device)
 
 
 @dataclass(frozen=True)
-class Slots(Layout):
-    """Images in a fixed number of slots per example: values (B, slots, C, H, W), mask
+class Slots(Rows):
+    """Images in a fixed number of slots per example: values (B, slots, C, H, W), one mask
     (B, slots, H, W) or None. A slot of zeros holds no image, and the encoder leaves it out."""
 
-    value: str
-    mask: str
-
     def describe(self, module: nn.Module, inputs: Mapping[str, Any]) -> Items:
-        value = tensor_of(inputs, self.value, 5).flatten(0, 1)
+        value, [name] = tensor_of(inputs, self.value, 5).flatten(0, 1), self.others
         filled = (value != 0).flatten(1).any(1)
-        mask = inputs.get(self.mask)
+        mask = inputs.get(name)
         if mask is not None:
-            mask = tensor_of(inputs, self.mask, 4).flatten(0, 1)[filled]
+            mask = tensor_of(inputs, name, 4).flatten(0, 1)[filled]
         return Items(np.zeros((int(filled.sum()), 0), np.int64), (value[filled], mask))
-
-    def rows(self, meta: np.ndarray) -> list[np.ndarray]:
-        return [np.ones(len(meta), np.int64)] * 2
 
     def part(self, inputs: Mapping[str, Any], meta: np.ndarray, items: slice) -> tuple[Any, ...]:
         filled = (inputs[self.value] != 0).flatten(2).any(2)

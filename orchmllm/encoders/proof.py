@@ -9,6 +9,7 @@ dtypes. All ranks make the same number of calls, so that the gathers of FSDP2 me
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from orchmllm.encoders.results import Features, flatten
-from orchmllm.encoders.sharing import Share, placeholder, run_call
+from orchmllm.encoders.sharing import Share, placeholder, run_encoder
 
 _TIMES = 4  # the difference that is allowed, in differences between two chunkings
 
@@ -61,21 +62,22 @@ def _reference(
     # Chunks end with a call, which only this rank knows: each call but one may add a chunk.
     num_calls = max(len(_chunks(c, limit)) for c in cost_of) + len(encoder.calls) - 1
     results = []  # told apart below: an error there must not keep other ranks from a call
+    run = partial(run_encoder, encoder, owner, options=local.options)
     for call, layout, meta, cost in _own_items(share, cost_of[rank]):
         for items in _chunks(cost, limit):
             arguments = layout.part(local.inputs, meta, items)
-            results.append((run_call(share, owner, call, arguments), meta[items]))
+            results.append((run(call, arguments), meta[items]))
     first = next(iter(encoder.calls))
     meta, values = placeholder(share, device)
     for _ in range(num_calls + 1 - len(results)):  # once everywhere, as later ranks may have none
-        run_call(share, owner, first, encoder.layout.build(meta, tuple(values)))
+        run(first, encoder.layout.build(meta, tuple(values)))
     if len(local.meta):
         meta = local.meta[:1]
         values = [None if v is None else v[: int(rows[0])].to(device) for v, rows in zip(
             local.values, encoder.layout.rows(local.meta), strict=True)]
     twice = [None if v is None else torch.cat([v, v]) for v in values]
     meta = np.concatenate([meta, meta])
-    result = run_call(share, owner, first, encoder.layout.build(meta, tuple(twice)))
+    result = run(first, encoder.layout.build(meta, tuple(twice)))
     held = [flatten(encoder, owner, out, of_items, False) for out, of_items in results]
     return held, flatten(encoder, owner, result, meta, False) if held else None
 

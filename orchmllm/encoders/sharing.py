@@ -35,14 +35,12 @@ _PATIENCE_S = 5.0  # for ranks that an error keeps from the agreement
 class EncoderStep:
     """One encoder in the forward last balanced. num_items: in the world; imbalance: cost of the
     slowest rank / mean, as sampled and as planned; moved: items that changed rank; gain: share by
-    which the slowest rank's encoder time falls, by the plan; moved_bytes: of the media that changed
-    rank."""
+    which the slowest rank's encoder time falls, by the plan."""
 
     num_items: int
     imbalance: tuple[float, float]
     moved: int
     gain: float
-    moved_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -84,9 +82,8 @@ def assign(
     gain = 1 - int(after.max()) / max(int(before.max()), 1)
     if gain <= 0 or gain < min_gain:
         rank_of, after, gain = home, before, 0.0
-    moves = rank_of != home
-    step = EncoderStep(len(cost), (imbalance(before), imbalance(after)), int(moves.sum()), gain,
-                       int(num_bytes[moves].sum()))
+    step = EncoderStep(len(cost), (imbalance(before), imbalance(after)),
+                       int((rank_of != home).sum()), gain)
     move = Rearrangement.from_rank_of(rank_of, world.sizes)
     return Share(encoder, local, world, move, cost, rows, step)
 
@@ -134,7 +131,8 @@ def _encode(
     if is_placeholder:
         meta, values = placeholder(share, device)
     arguments = encoder.layout.build(meta, tuple(values))
-    result = run_call(share, owner, next(iter(encoder.calls)), arguments)
+    result = run_encoder(encoder, owner, next(iter(encoder.calls)), arguments,
+                         share.local.options)
     return flatten(encoder, owner, result, meta, is_placeholder)
 
 
@@ -146,11 +144,6 @@ def placeholder(
     return share.world.meta[[cheapest]], [None if tensor is None else torch.ones(
         (int(rows[cheapest]), *tensor[1]), dtype=tensor[0], device=device)
         for tensor, rows in zip(share.world.tensors, share.rows, strict=True)]
-
-
-def run_call(share: Share, owner: nn.Module, call: str, arguments: Sequence[Any]) -> Any:
-    """`run_encoder` with the options of this rank's forward."""
-    return run_encoder(share.encoder, owner, call, arguments, share.local.options)
 
 
 def run_encoder(

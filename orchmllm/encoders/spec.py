@@ -16,7 +16,6 @@ from orchmllm.encoders.items import Layout
 from orchmllm.plan.cost import CostModel
 
 EQUAL = "equal"  # Encoder.rows: every item has as many rows of features
-_WATCHED = (nn.modules.dropout._DropoutNd, nn.modules.batchnorm._BatchNorm)
 _RANDOM = ("dropout", "attention_dropout", "activation_dropout", "hidden_dropout",
            "hidden_dropout_prob", "attention_probs_dropout_prob", "layerdrop", "encoder_layerdrop",
            "drop_path_rate", "attn_dropout", "proj_dropout")
@@ -105,36 +104,27 @@ def check_encoder(owner: nn.Module, encoder: Encoder) -> None:
         if not callable(resolve(owner, name)):
             raise ValueError(f"encoder {encoder.name!r}: {type(owner).__name__}.{name} is no "
                              "method or submodule")
-    check_towers(encoder, watched(encoder, owner))
+    check_towers(encoder, owner)
     for path, tower in encoder.tower_modules(owner):
         _check_config(encoder, path, getattr(tower, "config", None))
 
 
-def watched(encoder: Encoder, owner: nn.Module) -> list[tuple[str, nn.Module]]:
-    """(path, module) of the towers, and of what in them check_towers looks at."""
-    found = []
-    for path, tower in encoder.tower_modules(owner):
-        found.append((path, tower))
-        found += [(f"{path}.{name}", module) for name, module in tower.named_modules()
-                  if name and isinstance(module, _WATCHED)]
-    return found
-
-
-def check_towers(encoder: Encoder, modules: Sequence[tuple[str, nn.Module]]) -> None:
+def check_towers(encoder: Encoder, owner: nn.Module) -> None:
     """What may change after the call. Raises ValueError for dropout, and for batch normalisation
     over the items that a rank encodes, which model.train() switches on where it was in eval mode.
     transformers finds the hidden states to record by the name of the tower's class, which
     fully_shard changes: then the model fails with or without balancing, and ValueError says so."""
-    for path, module in modules:
-        if isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0:
-            raise ValueError(f"encoder {encoder.name!r}: {path} has dropout {module.p}: its masks "
-                             "would depend on where an item is encoded; set it to 0")
-        if isinstance(module, nn.modules.batchnorm._BatchNorm) and not _frozen(module):
-            raise ValueError(
-                f"encoder {encoder.name!r}: {path} is a {type(module).__name__}, whose result "
-                "depends on the other items of the rank: use another normalisation, or freeze its "
-                "parameters and put it in eval mode after each model.train()")
-        if encoder.captures and path in encoder.towers and isinstance(module, FSDPModule):
+    for path, tower in encoder.tower_modules(owner):
+        for name, module in tower.named_modules(prefix=path):
+            if isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0:
+                raise ValueError(f"encoder {encoder.name!r}: {name} has dropout {module.p}: its "
+                                 "masks would depend on where an item is encoded; set it to 0")
+            if isinstance(module, nn.modules.batchnorm._BatchNorm) and not _frozen(module):
+                raise ValueError(
+                    f"encoder {encoder.name!r}: {name} is a {type(module).__name__}, whose result "
+                    "depends on the other items of the rank: use another normalisation, or freeze "
+                    "its parameters and put it in eval mode after each model.train()")
+        if encoder.captures and isinstance(tower, FSDPModule):
             raise ValueError(
                 f"encoder {encoder.name!r}: {path} was given to fully_shard, which renames its "
                 "class, and transformers then records no hidden states, which this model reads: "

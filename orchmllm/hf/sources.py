@@ -7,11 +7,12 @@ import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
+from orchmllm.config.checkpoint_shapes import KEYS, MODEL_TYPES, part_config
 from orchmllm.config.model import ModelConfig
-from orchmllm.hf.configs import mismatches
 from orchmllm.hf.folder import (
     ELEMENT_BYTES,
     Folder,
@@ -28,6 +29,16 @@ PREFIXES = {"vision": ("",), "audio": ("", "encoder.", "model.encoder.")}
 POSITIONS = "embed_positions.weight"  # Whisper's, computed here instead of stored
 SAMPLE_BYTES = 4096  # of a tensor, in its fingerprint
 MAX_POSITION_ERROR = 0.01  # sinusoids rounded to bfloat16 are within 0.004
+
+# key of config.json -> the value that can be computed, which is transformers' default, too
+FIXED: dict[str, dict[str, Any]] = {
+    "vision": {},
+    "audio": {"activation_function": "gelu", "scale_embedding": False},
+    "llm": {"hidden_act": "silu", "use_sliding_window": False, "rope_type": "default"},
+}
+OTHER_MODELS = ("; other models train in a loop of your own or in a Trainer, with "
+                'BalancedDataLoader or balance_trainer, and balance_encoders ("Which model, which '
+                'way" in docs/loader.md)')
 
 
 class PretrainedError(ValueError):
@@ -140,6 +151,30 @@ def _part(part: str, model: ModelConfig, path: Path) -> WeightSource | list[str]
     if part == "audio":
         wrong += _position_problems(given, folder, key_of)
     return wrong or WeightSource(part, path, {n.name: folder.tensors[n.hf] for n in wanted}, notes)
+
+
+def mismatches(part: str, model: ModelConfig, folder: Folder) -> Iterator[str]:
+    """Every way in which a folder's configuration is not the recipe's."""
+    where = f"model.{part}"
+    given = f"{where}.pretrained = {str(folder.path)!r}"
+    model_type = folder.config.get("model_type")
+    if model_type not in MODEL_TYPES[part]:
+        yield (f"{given}: config.json has model_type {model_type!r}, expected "
+               f"{' or '.join(map(repr, MODEL_TYPES[part]))}{OTHER_MODELS}")
+        return
+    config = part_config(folder.config)
+    section = getattr(model, part)
+    for ours, theirs in KEYS[part].items():
+        want, value = getattr(section, ours), config.get(theirs)
+        if value is None:
+            yield f"{given}: config.json lacks {theirs}"
+        elif value != want:
+            yield f"{where}.{ours}: recipe {want}, checkpoint {value}"
+    for key, needed in FIXED[part].items():
+        value = config.get(key, needed)
+        if value != needed:
+            yield (f"{given}: config.json has {key} {value!r}; only {needed!r} can be computed"
+                   f"{OTHER_MODELS}")
 
 
 def _layout(part: str, model: ModelConfig, folder: Folder) -> Callable[[str], str]:

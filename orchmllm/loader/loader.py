@@ -274,10 +274,8 @@ class BalancedDataLoader(DataLoader):
         rank's share of them, rounded up. Raises ValueError for another version, kind, dataset,
         order or accumulation, within an epoch for another batch_size argument (unless the global
         batches are equal), and for a per-rank state of another rank or number of ranks."""
-        if "rank" in state:  # of before
-            state = {**state, f"inner_{state['rank']}": (state.get("inner"),)}
         check_state(state, self.state_dict(), self._own_key)
-        self._planning.geometry = state.get("geometry", 0)  # states of before do not have it
+        self._planning.geometry = state["geometry"]
         size = self._source.batch_size
         if self._source.kind == "indices" and (
                 state["step"] or state.get("batch_size", size) == size):

@@ -63,12 +63,6 @@ class WholeModel(nn.Module):
     def token_embedding(self) -> nn.Parameter:
         return self.hf.get_input_embeddings().weight
 
-    def freeze(self, parts: Sequence[str]) -> None:
-        """Fixes the parameters of `vision`, `audio`, `connector` or `llm`."""
-        for name, parameter in self.hf.named_parameters():
-            if part_of(name) in parts:
-                parameter.requires_grad_(False)
-
     def blocks(self) -> dict[str, nn.ModuleList]:
         """The stack of transformer blocks of vision, audio and llm, where the model has them: in
         each the list of modules that has most parameters."""

@@ -13,6 +13,7 @@ from orchmllm.config.model import AudioConfig, LLMConfig, ModelConfig, VisionCon
 from orchmllm.plan.assign import PHASES
 
 PARTS = PHASES  # each has a folder
+Shaped = tuple[str, tuple[int, ...]]  # name and shape of a parameter
 
 
 class Named(NamedTuple):
@@ -27,75 +28,74 @@ class Named(NamedTuple):
 def named(part: str, model: ModelConfig) -> list[Named]:
     """All parameters of a part that its Hugging Face folder has: `vision`, `audio`, `llm`; or
     `connectors`, the ones that no class of transformers has, under our names."""
-    if part == "vision":
-        found = _vision(model.vision)
-    elif part == "audio":
-        found = _audio(model.audio)
-    elif part == "llm":
-        found = _llm(model.llm)
-    else:
-        return list(_connectors(model))
-    return [Named(f"{part}.{name}", hf, shape) for name, hf, shape in found]
+    if part == "connectors":
+        return [Named(name, name, shape) for name, shape in _connectors(model)]
+    shapes = {"vision": _vision, "audio": _audio, "llm": _llm}[part](getattr(model, part))
+    return [Named(f"{part}.{_ours(part, hf)}", hf, shape) for hf, shape in shapes]
 
 
-def _both(name: str, hf: str, out: int, *sizes: int) -> Iterator[Named]:
+def _ours(part: str, hf: str) -> str:
+    """The name within our part of a tensor of the class of transformers."""
+    if part == "llm":
+        return f"hf.{hf}"
+    return hf.replace("layers.", "blocks.").replace(".self_attn.", ".")
+
+
+def _both(name: str, out: int, *sizes: int) -> Iterator[Shaped]:
     """Weight and bias; without sizes those of a norm."""
-    yield Named(f"{name}.weight", f"{hf}.weight", (out, *sizes))
-    yield Named(f"{name}.bias", f"{hf}.bias", (out,))
+    yield f"{name}.weight", (out, *sizes)
+    yield f"{name}.bias", (out,)
 
 
-def _vision(config: VisionConfig) -> Iterator[Named]:
+def _vision(config: VisionConfig) -> Iterator[Shaped]:
     size, ffn = config.hidden_size, config.intermediate_size
-    yield from _both("patch_embed", "patch_embed", size, config.geometry.row_size)
+    yield from _both("patch_embed", size, config.geometry.row_size)
     for k in range(config.num_layers):
         for name, *shape in (("norm1", size), ("qkv", 3 * size, size), ("proj", size, size),
                              ("norm2", size), ("fc1", ffn, size), ("fc2", size, ffn)):
-            yield from _both(f"blocks.{k}.{name}", f"blocks.{k}.{name}", *shape)
-    yield from _both("norm", "norm", size)
+            yield from _both(f"blocks.{k}.{name}", *shape)
+    yield from _both("norm", size)
 
 
-def _audio(config: AudioConfig) -> Iterator[Named]:
+def _audio(config: AudioConfig) -> Iterator[Shaped]:
     size, ffn = config.hidden_size, config.intermediate_size
-    yield from _both("conv1", "conv1", size, config.num_mels, 3)
-    yield from _both("conv2", "conv2", size, size, 3)
+    yield from _both("conv1", size, config.num_mels, 3)
+    yield from _both("conv2", size, size, 3)
     for k in range(config.num_layers):
-        ours, theirs = f"blocks.{k}", f"layers.{k}"
-        yield from _both(f"{ours}.self_attn_layer_norm", f"{theirs}.self_attn_layer_norm", size)
+        at = f"layers.{k}"
+        yield from _both(f"{at}.self_attn_layer_norm", size)
         for name in ("q_proj", "v_proj", "out_proj"):
-            yield from _both(f"{ours}.{name}", f"{theirs}.self_attn.{name}", size, size)
-        yield Named(f"{ours}.k_proj.weight", f"{theirs}.self_attn.k_proj.weight", (size, size))
-        yield from _both(f"{ours}.final_layer_norm", f"{theirs}.final_layer_norm", size)
-        yield from _both(f"{ours}.fc1", f"{theirs}.fc1", ffn, size)
-        yield from _both(f"{ours}.fc2", f"{theirs}.fc2", size, ffn)
-    yield from _both("layer_norm", "layer_norm", size)
+            yield from _both(f"{at}.self_attn.{name}", size, size)
+        yield f"{at}.self_attn.k_proj.weight", (size, size)
+        yield from _both(f"{at}.final_layer_norm", size)
+        yield from _both(f"{at}.fc1", ffn, size)
+        yield from _both(f"{at}.fc2", size, ffn)
+    yield from _both("layer_norm", size)
 
 
-def _llm(config: LLMConfig) -> Iterator[Named]:
+def _llm(config: LLMConfig) -> Iterator[Shaped]:
     size, ffn = config.hidden_size, config.intermediate_size
     kv = size // config.num_heads * config.num_kv_heads
-    table = (config.vocab_size, size)
-    shapes = {"model.embed_tokens.weight": table}
+    yield "model.embed_tokens.weight", (config.vocab_size, size)
     for k in range(config.num_layers):
         at = f"model.layers.{k}"
         for name, out in (("q_proj", size), ("k_proj", kv), ("v_proj", kv)):
-            shapes[f"{at}.self_attn.{name}.weight"] = (out, size)
-            shapes[f"{at}.self_attn.{name}.bias"] = (out,)
-        shapes[f"{at}.self_attn.o_proj.weight"] = (size, size)
-        shapes[f"{at}.mlp.gate_proj.weight"] = shapes[f"{at}.mlp.up_proj.weight"] = (ffn, size)
-        shapes[f"{at}.mlp.down_proj.weight"] = (size, ffn)
-        shapes[f"{at}.input_layernorm.weight"] = (size,)
-        shapes[f"{at}.post_attention_layernorm.weight"] = (size,)
-    shapes |= {"model.norm.weight": (size,), "lm_head.weight": table}
-    for name, shape in shapes.items():
-        yield Named(f"hf.{name}", name, shape)
+            yield from _both(f"{at}.self_attn.{name}", out, size)
+        yield f"{at}.self_attn.o_proj.weight", (size, size)
+        yield f"{at}.mlp.gate_proj.weight", (ffn, size)
+        yield f"{at}.mlp.up_proj.weight", (ffn, size)
+        yield f"{at}.mlp.down_proj.weight", (size, ffn)
+        yield f"{at}.input_layernorm.weight", (size,)
+        yield f"{at}.post_attention_layernorm.weight", (size,)
+    yield "model.norm.weight", (size,)
+    yield "lm_head.weight", (config.vocab_size, size)
 
 
-def _connectors(model: ModelConfig) -> Iterator[Named]:
+def _connectors(model: ModelConfig) -> Iterator[Shaped]:
     width = model.llm.hidden_size
     groups = {"audio": model.audio.hidden_size * model.audio.stack,
               "vision": model.vision.hidden_size * model.vision.merge_size**2}
     for part, size in groups.items():
-        at = f"{part}.connector"
-        yield from _both(f"{at}.norm", f"{at}.norm", size)
-        yield from _both(f"{at}.fc1", f"{at}.fc1", width, size)
-        yield from _both(f"{at}.fc2", f"{at}.fc2", width, width)
+        yield from _both(f"{part}.connector.norm", size)
+        yield from _both(f"{part}.connector.fc1", width, size)
+        yield from _both(f"{part}.connector.fc2", width, width)

@@ -19,9 +19,8 @@ from torch import nn
 from orchmllm.config.model import ModelConfig
 from orchmllm.config.recipe import FsdpConfig
 from orchmllm.models import adapters
-from orchmllm.models.families import model_class, read_config
+from orchmllm.models.families import model_class, part_of, read_config
 from orchmllm.models.hf import WholeModel
-from orchmllm.plan.assign import PHASES
 from orchmllm.plan.layout import ENCODERS
 from orchmllm.sharding.blocks import recompute
 from orchmllm.sharding.fsdp import compute_dtype, shard_all
@@ -87,9 +86,11 @@ def experts_by(dtype: torch.dtype) -> str | None:
 
 def freeze(whole: WholeModel, model: ModelConfig) -> None:
     """Fixes the parts that the recipe says; with adapters, all that they are beside."""
-    whole.freeze([part for part in (*PHASES, "connector") if not model.learns(part)])
-    for name, parameter in whole.hf.named_parameters() if model.lora.rank else ():
-        parameter.requires_grad_(adapters.learns(name, model))
+    for name, parameter in whole.hf.named_parameters():
+        if model.lora.rank:
+            parameter.requires_grad_(adapters.learns(name, model))
+        elif not model.learns(part_of(name)):  # what its class fixes stays fixed
+            parameter.requires_grad_(False)
 
 
 def ordered(whole: WholeModel, config: FsdpConfig) -> tuple[list[Unit], list[Unit]]:

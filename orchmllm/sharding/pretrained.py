@@ -49,7 +49,7 @@ def _fill(parameter: Tensor, file: safe_open, stored: Stored) -> None:
     step = max(1, BLOCK_BYTES * max(stored.shape[0], 1) // max(stored.num_bytes, 1))  # rows
     for at in range(0, len(local), step):
         rows = local[at: at + step]
-        rows.copy_(tensor[first + at: first + at + len(rows)].reshape(rows.shape))
+        rows.copy_(tensor[first + at: first + at + len(rows)])
 
 
 def agreed_fingerprint(sources: Sequence[WeightSource],

@@ -230,7 +230,8 @@ def many(world) -> tuple[float, int]:
 
 
 def looked_at(world) -> list[tuple[bool, dict]]:
-    """The loss as balance_trainer looks at it, in a forward without gradients on all ranks."""
+    """The loss as balance_trainer looks at it, in a forward without gradients on all ranks; and in
+    an evaluation that is balanced, too."""
     e = load("own_model")
     torch.manual_seed(0)
     model = e.TwoTowers().double()
@@ -245,10 +246,14 @@ def looked_at(world) -> list[tuple[bool, dict]]:
         with _undisturbed(trainer, model, training):
             got = e.loss_of(model, inputs)
         out.append((torch.allclose(got, want, atol=EXACT), handle.last))
+    handle.remove()
+    handle = e.balanced(model.eval(), when="always")
+    with torch.no_grad():
+        out.append((torch.allclose(e.loss_of(model, inputs), want, atol=EXACT), handle.last))
     return out
 
 
-def test_encoders_are_balanced_where_a_trainer_looks_at_its_loss():
+def test_encoders_are_balanced_without_gradients_where_that_is_asked_for():
     for looks in run_ranks(looked_at, 2):
         for same, last in looks:
             assert same and last["photo"].moved > 0

@@ -8,7 +8,6 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from orchmllm import CostModel, cost_of
-from orchmllm.loader.setup import make_spec
 
 pytest.importorskip("transformers")
 SIZES = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
@@ -69,13 +68,6 @@ def test_a_window_is_seen_as_far_as_it_reaches():
         assert got == pytest.approx(seen * pair, rel=0.05)
     assert cost_of(short).quadratic == cost.quadratic // 2  # one of two layers sees everything
     assert cost_of(short).window == 0
-
-
-def test_a_cost_of_one_tells_lengths_apart():
-    known = dict(cost=CostModel(linear=1, quadratic=0), ranks_per_node=1, dispatch="load",
-                 min_gain=0.0)
-    cost = make_spec("greedy", None, 0, **known).costs["llm"]
-    assert (cost([3, 5, 700]) / cost([1])).tolist() == [3, 5, 700]
 
 
 def test_frozen_weights_have_no_gradients():

@@ -63,21 +63,20 @@ def test_a_padded_plan_is_measured_in_padded_tokens():
     assert skipping[1] == after  # what is worth it is not skipped
 
 
-def refused(world) -> str:
-    with pytest.raises(ValueError) as error:
+def by_cost(world) -> list[tuple[list, list[tuple]]]:
+    with pytest.raises(ValueError, match="is 0 for every item"):
         BalancedDataLoader(Texts(), 4, lengths=LENGTHS[:48], phases=CostModel(0, 0))
-    return str(error.value)
+    out = []
+    for terms in ((0, 1), (1, 0), (1000, 0)):
+        _, planned, lines = counted(world, dict(policy="greedy", phases=CostModel(*terms)))
+        out.append((planned, [LINE.search(line).groups() for line in lines]))
+    return out
 
 
 def test_a_small_cost_balances_as_a_large_one():
     """CostModel(1, 0) is the length; in whole kFLOP it would be 0 for every item."""
-    assert "is 0 for every item" in run_ranks(refused, 1)[0]
-    def said(phases: CostModel) -> tuple[list, list[tuple]]:
-        _, planned, lines = run_ranks(counted, 2, dict(policy="greedy", phases=phases))[0]
-        return planned, [LINE.search(line).groups() for line in lines]
-
-    quadratic = said(CostModel(0, 1))
-    assert said(CostModel(1, 0)) == said(CostModel(1000, 0)) != quadratic
+    quadratic, small, large = run_ranks(by_cost, 2)[0]
+    assert small == large != quadratic
     assert max(float(before) for before, *_ in quadratic[1]) > 1.1
 
 

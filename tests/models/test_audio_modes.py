@@ -145,8 +145,9 @@ def whisper() -> WhisperEncoder:
     return stock
 
 
-def test_fixed_equals_transformers_whisper_encoder():
-    stock, module = whisper(), encoder("fixed")
+@pytest.mark.parametrize("mode", ["packed", "fixed"])
+def test_clips_of_a_window_are_encoded_as_by_whisper(mode):
+    stock, module = whisper(), encoder(mode)
     weights = {k.replace("self_attn.", "").replace("layers.", "blocks."): v
                for k, v in stock.state_dict().items() if k != "embed_positions.weight"}
     missing, unexpected = module.load_state_dict(weights, strict=False)
@@ -159,8 +160,11 @@ def test_fixed_equals_transformers_whisper_encoder():
     assert positions.tolist() == [1500, 1500]
     error = (features - want.flatten(0, 1)).abs().max() / want.abs().max()
     assert float(error) <= 1e-5
+
+
+def test_a_clip_that_is_no_window_is_refused():
     with pytest.raises(ValueError, match=r"must have 3000 frames, got \[2999\]"):
-        module(mel[:2999], SequenceLengths.from_lengths([2999]))
+        encoder("fixed")(clips([2999]), SequenceLengths.from_lengths([2999]))
 
 
 def test_a_decoded_clip_is_what_whisper_gets(tmp_path):

@@ -6,10 +6,8 @@ from __future__ import annotations
 import subprocess
 import sys
 
-import numpy as np
 import pytest
 import torch
-from torch.profiler import ProfilerActivity, profile
 
 from orchmllm.batch import IGNORE_INDEX
 from orchmllm.models.llm import LossHead
@@ -28,6 +26,8 @@ def loss_and_gradients(rows: int, vocab: int, chunk: int, hidden_size: int = 64,
     labels = torch.randint(0, vocab, (rows,), generator=generator)
     labels[::3] = IGNORE_INDEX
     loss = head(hidden, labels, chunk)
+    with torch.no_grad():
+        assert torch.equal(head(hidden, labels, chunk), loss)
     (loss / rows).backward()
     return [loss.detach(), hidden.grad, head.weight.grad]
 
@@ -47,22 +47,6 @@ def test_nothing_learnt_has_no_gradient():
     loss = head(hidden, torch.full((6,), IGNORE_INDEX), 4)
     loss.backward()
     assert loss == 0 and not hidden.grad.any() and not head.weight.grad.any()
-
-
-def allocated(chunk: int, rows: int, vocab: int) -> float:
-    """Peak bytes of tensors during loss and backward, from the allocator's own events."""
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as prof:
-        loss_and_gradients(rows, vocab, chunk)
-    events = sorted((e.start_ns(), e.nbytes()) for e in prof.profiler.kineto_results.events()
-                    if e.name() == "[memory]")
-    return float(np.cumsum([size for _, size in events]).max())
-
-
-def test_a_chunk_takes_a_fraction_of_the_memory():
-    rows, vocab = 1024, 16384
-    plain, chunked = (allocated(c, rows, vocab) for c in (0, CHUNK))
-    assert plain >= 3 * 4 * rows * vocab  # logits, their log-softmax, its gradient
-    assert plain >= 4 * chunked
 
 
 RSS = """

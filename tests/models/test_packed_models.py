@@ -18,8 +18,10 @@ from orchmllm.models.block_flops import CHUNK, multiplied, state_flop
 from orchmllm.models.families import refusals
 from orchmllm.models.hf import WholeModel
 from orchmllm.models.whole_flops import part_flops
+from orchmllm.sharding.hf import freeze
 from tests.lib import whole_models as models
 from tests.lib.encoder_models import IMAGE
+from tests.lib.recipes import frozen
 from tests.lib.whole_folders import write_model, write_rows
 from tests.lib.whole_models import Item
 
@@ -157,7 +159,7 @@ def test_a_row_without_media_has_a_backward_pass_where_the_text_model_is_frozen(
     """No rank has media, so nothing that learns was computed; FSDP2 relies on a backward pass."""
     model = models.build("internvl")
     whole = WholeModel(model, torch.float64)
-    whole.freeze(["llm", "connector"])
+    freeze(whole, frozen("llm", "connector"))
     loss = whole(whole.join([models.as_example(0, several("internvl", model)[1])]))
     loss.backward()
     assert loss.item() > 0 and not any(p.grad is not None for p in model.parameters())
