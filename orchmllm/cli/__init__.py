@@ -37,10 +37,6 @@ COMMANDS = {
                          "compare the paper's balancing schemes, predicted"),
     "papers plan": ("orchmllm.papers.plan", "place units, split layers or choose recomputation"),
 }
-# Names of before, which go on working.
-OLDER = {"reproduce": "papers reproduce", "simulate": "papers simulate",
-         "ablations": "papers ablations", "plan units": "papers plan units",
-         "plan split": "papers plan split", "plan recompute": "papers plan recompute"}
 
 
 def usage() -> str:
@@ -65,9 +61,6 @@ def dispatch(argv: Sequence[str]) -> int:
     if words[0] == "--version":
         print(versions())
         return 0
-    for n in (2, 1):
-        older = OLDER.get(" ".join(words[:n]), "").split()
-        words = [*older, *words[n:]] if older else words
     name = _command(words)
     if not name:
         group = [name for name in COMMANDS if name.startswith(f"{words[0]} ")]

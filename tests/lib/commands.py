@@ -25,7 +25,7 @@ def python(*args, env: dict | None = None, cwd: Path = ROOT) -> subprocess.Compl
 
 def train_args(data: Path, run_dir: Path, *overrides: str) -> list[str]:
     """Arguments of Python for a small run of recipes/demo.yaml."""
-    return ["-m", "orchmllm.train", "--recipe", "recipes/demo.yaml", f"data.path={data}",
+    return ["-m", "orchmllm.train", "recipes/demo.yaml", f"data.path={data}",
             f"run.dir={run_dir}", *TINY, *overrides]
 
 

@@ -89,7 +89,7 @@ def test_too_few_examples():
 def test_simulate_command(tmp_path, capsys):
     recipe = tmp_path / "r.yaml"
     recipe.write_text("data: {path: none}\n", encoding="utf-8")
-    command = ["--recipe", str(recipe), "--mix", "natural", "--ranks", "8", "train.batch_size=10"]
+    command = [str(recipe), "--mix", "natural", "--ranks", "8", "train.batch_size=10"]
     assert simulate(["per-phase", *command]) == 0
     out = capsys.readouterr().out
     assert "8 ranks x 10 examples, 400 examples of natural" in out
@@ -105,7 +105,7 @@ def test_simulate_command(tmp_path, capsys):
     with pytest.raises(SystemExit) as stop:
         simulate(["random", *command, "--steps", "0"])
     assert stop.value.code == 2 and "--steps: 0: must be at least 1" in capsys.readouterr().err
-    assert simulate(["random", "--recipe", str(recipe)]) == 2  # its own data, which is not there
+    assert simulate(["random", str(recipe)]) == 2  # its own data, which is not there
     assert "none" in capsys.readouterr().err
 
 
@@ -115,7 +115,7 @@ def test_simulate_on_the_recipes_own_data(tmp_path, capsys):
     recipe = tmp_path / "r.yaml"
     recipe.write_text(f"data: {{path: {path}, tokenizer: {tmp_path / 'llava'}, index_dir: "
                       f"{tmp_path / 'index'}}}\ntrain: {{batch_size: 3}}\n", encoding="utf-8")
-    assert simulate(["per-phase", "--recipe", str(recipe), "--ranks", "2", "--steps", "2"]) == 0
+    assert simulate(["per-phase", str(recipe), "--ranks", "2", "--steps", "2"]) == 0
     assert "examples of the recipe" in capsys.readouterr().out
 
 

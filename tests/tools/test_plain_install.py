@@ -30,7 +30,7 @@ def test_data_that_need_an_extra_are_refused_before_ranks_start(plain, tmp_path,
                                                                 missing):
     (tmp_path / name).write_bytes(b"")
     write_tokenizer(tmp_path)
-    assert train(["--recipe", "recipes/demo.yaml", f"data.path={tmp_path / name}",
+    assert train(["recipes/demo.yaml", f"data.path={tmp_path / name}",
                   f"data.tokenizer={tmp_path / 'tokenizer.json'}",
                   f"run.dir={tmp_path / 'run'}"]) == 2
     said = capsys.readouterr().err

@@ -39,7 +39,7 @@ from tests.lib.commands import python
 from tests.lib.recipes import read, small_spec
 from tests.lib.synthetic import recipe as tiny
 
-TRAIN = ("-m", "orchmllm.train", "--recipe")
+TRAIN = ("-m", "orchmllm.train")
 DRY_RUN = ("-m", "orchmllm", "dry-run")
 
 
@@ -70,7 +70,7 @@ def test_dry_run_of_84b_on_2560_ranks(tmp_path):
     """The figures of issue and documentation, in under 60 s (of CPU: the machine may be busy) and
     4 GB."""
     out = tmp_path / "r.json"
-    run = python(*DRY_RUN, "recipes/mllm84b.yaml", "--world-size", "2560", "--json", out)
+    run = python(*DRY_RUN, "recipes/mllm84b.yaml", "--ranks", "2560", "--json", out)
     assert run.returncode == 0, run.stderr
     r = json.loads(out.read_text())
     assert r["peak_rss_bytes"] < 4e9 and r["steps"] == 20
@@ -112,14 +112,14 @@ def test_small_dry_run_is_consistent():
 
 
 @pytest.mark.parametrize("changes, says", [
-    (("--world-size", "2000"), "start 1792 or 2048 ranks, or set it to 0 (all ranks) or a number "
+    (("--ranks", "2000"), "start 1792 or 2048 ranks, or set it to 0 (all ranks) or a number "
                                "that divides them"),
-    (("--world-size", "2564", "fsdp.shard_size=4"), "start 2560 or 2568"),
-    (("--world-size", "2560", "fsdp.memory_gb=40"), "train.batch_size=21 would fit"),
-    (("--world-size", "2560", "fsdp.memory_gb=40", "train.global_batch_size=76800"),
+    (("--ranks", "2564", "fsdp.shard_size=4"), "start 2560 or 2568"),
+    (("--ranks", "2560", "fsdp.memory_gb=40"), "train.batch_size=21 would fit"),
+    (("--ranks", "2560", "fsdp.memory_gb=40", "train.global_batch_size=76800"),
      "train.global_batch_size=53760 would fit"),
-    (("--world-size", "2560", "fsdp.memory_gb=4"), "fsdp.shard_size above 256"),
-    (("--world-size", "256", "train.global_batch_size=100"),
+    (("--ranks", "2560", "fsdp.memory_gb=4"), "fsdp.shard_size above 256"),
+    (("--ranks", "256", "train.global_batch_size=100"),
      "raise it to 256, or lower train.accumulation_steps"),
 ])
 def test_one_message_for_what_cannot_run(changes, says):
@@ -129,11 +129,11 @@ def test_one_message_for_what_cannot_run(changes, says):
 
 
 def test_a_run_on_the_wrong_world_ends_before_it_starts():
-    run = python(*TRAIN, "recipes/mllm84b.yaml", "--validate", "--world-size", "100")
+    run = python(*TRAIN, "recipes/mllm84b.yaml", "--validate", "--ranks", "100")
     assert run.returncode == 2 and "start 256 ranks" in run.stderr
     world = {"RANK": "0", "WORLD_SIZE": "512", "LOCAL_WORLD_SIZE": "8", "MASTER_ADDR": "localhost",
              "MASTER_PORT": "1"}
-    run = python(*TRAIN, "recipes/mllm84b.yaml", "--world-size", "2560", env=world)
+    run = python(*TRAIN, "recipes/mllm84b.yaml", "--ranks", "2560", env=world)
     assert run.returncode == 2 and "there are 512 ranks: start 2560" in run.stderr
 
 
