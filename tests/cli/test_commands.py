@@ -69,13 +69,6 @@ def test_the_console_script_is_this_command():
     assert script.value == "orchmllm.cli:main"
 
 
-def test_a_dry_run_of_a_wrong_recipe_is_refused(tmp_path):
-    wrong = tmp_path / "r.yaml"
-    wrong.write_text("train: {lr: -1}\n", encoding="utf-8")
-    done = orchmllm("dry-run", str(wrong), "--ranks", "4")
-    assert done.returncode == 2 and "train.lr = -1: must be greater than 0" in done.stderr
-
-
 @pytest.mark.parametrize("error", [ValueError("a value"), FileNotFoundError("a file"),
                                    StorageError("a server")])
 def test_what_cannot_be_done_is_one_line(error, capsys):
