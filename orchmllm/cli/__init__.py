@@ -52,9 +52,8 @@ def versions() -> str:
     return ", ".join(f"{name} {version(name)}" for name in ("orchmllm", "torch", "transformers"))
 
 
-def dispatch(argv: Sequence[str]) -> int:
-    """Runs the command that `argv` names; 2 for one that does not exist."""
-    words = list(argv)
+def dispatch(words: Sequence[str]) -> int:
+    """Runs the command that the words name; 2 for one that does not exist."""
     if not words or words[-1] in ("-h", "--help", "help") and not _command(words):
         print(usage())
         return 0 if words else 2

@@ -7,7 +7,7 @@ import importlib.util
 import pytest
 
 from orchmllm.data.formats import find
-from orchmllm.tools import pictures
+from orchmllm.tools.data import composition
 from orchmllm.tools.data.command import main as data
 from orchmllm.train import main as train
 from tests.lib.tokenizers import write_tokenizer
@@ -19,7 +19,7 @@ OPTIONAL = ("datasets", "pyarrow", "matplotlib")
 def plain(monkeypatch):
     """No package of an extra can be found."""
     there = importlib.util.find_spec
-    for module in (find, pictures):
+    for module in (find, composition):
         monkeypatch.setattr(module, "find_spec", lambda name: None if name in OPTIONAL
                             else there(name))
 
