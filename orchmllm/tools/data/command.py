@@ -47,6 +47,7 @@ OPTIONS = (
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
+    """Raises ValueError for a picture that was asked for and cannot be drawn."""
     parser = command_parser("data", __doc__, OPTIONS)
     parser.add_argument("command", choices=("index", "lint", "stats", "preview"), metavar="WHAT",
                         help="index, lint, stats or preview")
