@@ -17,9 +17,7 @@ from orchmllm.papers import disttrain, omnibal
 from orchmllm.papers.advice import ratio, rows
 from orchmllm.papers.fact import Printed
 from orchmllm.papers.plan import main as plan
-from orchmllm.papers.profiles import with_frozen
 from orchmllm.papers.reproduce import main as reproduce
-from orchmllm.papers.units import plan_units
 from orchmllm.tools.predict import phase_runner
 from orchmllm.tools.predict.profile_command import main as profile
 from orchmllm.tools.predict.profile_command import measure
@@ -201,11 +199,3 @@ def test_reproduce_one_table(capsys):
         with pytest.raises(SystemExit) as stop:
             reproduce(command)
         assert stop.value.code == 2 and message in capsys.readouterr().err
-
-
-def test_plans_with_a_frozen_encoder_have_no_backward_of_it():
-    profiles = disttrain.disttrain_profiles("9B")
-    times = [plan_units(with_frozen(profiles, f), num_gpus=96, global_batch=128,
-                        gpu_bytes=disttrain.ROOM).iteration_ms
-             for f in ((), ("vision",), tuple(profiles))]
-    assert times == sorted(times, reverse=True)

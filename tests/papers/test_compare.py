@@ -15,7 +15,6 @@ from orchmllm.papers.reproduce import main as reproduce
 from orchmllm.papers.schemes import (
     ASSIGN,
     SCHEMES,
-    grouped,
     run,
 )
 from orchmllm.papers.simulate import main as simulate
@@ -71,13 +70,6 @@ def test_examples_and_costs_survive_regrouping():
             assert ASSIGN[assign](layout, spec).phase_cost(phase)[1].sum() == cost.sum()
     mine = layout.segments[ENCODERS["vision"]]
     assert layout.rows[mine].sum() == pool.rows[pool.segments[ENCODERS["vision"]]].sum()
-
-
-def test_every_grouping_takes_each_example_at_most_once():
-    pool = batch_layout(sample_headers("natural", 1000, 0), MODEL, 1)
-    for kind in ("random", "length", "device", "isf", "capped"):
-        made = grouped(kind, pool, 8, 5, 0)
-        assert sorted([*made.index, *made.dropped]) == list(range(1000)), kind
 
 
 def test_too_few_examples():
