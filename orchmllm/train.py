@@ -48,7 +48,7 @@ folder that another run writes; 128 + n stopped by signal n, after saving.
 
 def parse(argv: list[str]) -> argparse.Namespace:
     parser = recipe_parser("train", __doc__, (
-        ("--ranks --world-size", 0, "the number of ranks that has to be there; 0: any"),))
+        ("--ranks", 0, "the number of ranks that has to be there; 0: any"),))
     parser.epilog = EPILOG
     what = parser.add_mutually_exclusive_group()
     what.add_argument("--validate", action="store_true",

@@ -131,7 +131,7 @@ def waits(folder: Path, workers: int, steps: int, rng) -> tuple[float, float]:
             {"from": "gpt", "value": " ".join(WORDS)}]})
     (folder / "large.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     subprocess.run(
-        [sys.executable, "-m", "orchmllm.train", "--recipe", "recipes/demo.yaml",
+        [sys.executable, "-m", "orchmllm.train", "recipes/demo.yaml",
          f"data.path={folder}/large.jsonl", f"data.tokenizer={folder}/tokenizer.json",
          f"run.dir={folder}/run", f"data.num_workers={workers}", "data.num_validation=0",
          f"train.num_steps={steps + 5}", "train.warmup_steps=1", "launch.nproc_per_node=1",

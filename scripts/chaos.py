@@ -56,7 +56,7 @@ class Run:
         self.folder, self.log = folder, folder.with_suffix(".log")
         self._deadline = time.monotonic() + args.timeout_s
         self._command = [
-            sys.executable, "-m", "orchmllm.train", "--recipe", "recipes/demo.yaml",
+            sys.executable, "-m", "orchmllm.train", "recipes/demo.yaml",
             f"data.path={args.data}", f"run.dir={folder}", f"train.num_steps={args.steps}",
             f"launch.nproc_per_node={args.ranks}", *TINY]
         self.num_starts = 0

@@ -64,7 +64,7 @@ def predicted(recipe: Recipe, ranks: int, steps: int) -> dict[str, float]:
 
 def measured(path: Path, overrides: list[str], run_dir: Path) -> dict[str, float]:
     """off, on -> CPU seconds of the critical path."""
-    if compare(["--recipe", str(path), *overrides]):
+    if compare([str(path), *overrides]):
         raise RuntimeError("orchmllm compare failed")
     return json.loads((run_dir / "comparison.json").read_text())["critical_path_s"]
 

@@ -48,7 +48,7 @@ def checked_out(revision: str, folder: Path) -> Path:
 def train(tree: Path, data: Path, run_dir: Path, ranks: int, dispatch: str, *options: str) -> None:
     """A run of the code in `tree`. Raises RuntimeError with its output if it fails."""
     done = subprocess.run(
-        [sys.executable, "-m", "orchmllm.train", "--recipe", "recipes/demo.yaml", *TINY,
+        [sys.executable, "-m", "orchmllm.train", "recipes/demo.yaml", *TINY,
          f"data.path={data / 'data.jsonl'}", f"run.dir={run_dir}",
          f"launch.nproc_per_node={ranks}", f"balance.dispatch={dispatch}", *options],
         cwd=tree, env={**os.environ, "PYTHONPATH": str(tree), "CUDA_VISIBLE_DEVICES": ""},

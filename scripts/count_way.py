@@ -88,7 +88,7 @@ def run_trainer(recorder: Recorder, dispatch: str, data: Path, folder: Path) -> 
 
     os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1",
                    "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    if train.main(["--recipe", str(ROOT / "recipes/demo.yaml"), *TRAINER,
+    if train.main([str(ROOT / "recipes/demo.yaml"), *TRAINER,
                    f"data.path={data / 'data.jsonl'}", f"run.dir={folder / dispatch}",
                    f"balance.dispatch={dispatch}"]):
         raise RuntimeError(f"the run with dispatch {dispatch} failed")

@@ -37,10 +37,6 @@ COMMANDS = {
                          "compare the paper's balancing schemes, predicted"),
     "papers plan": ("orchmllm.papers.plan", "place units, split layers or choose recomputation"),
 }
-# Names of before, which go on working.
-OLDER = {"reproduce": "papers reproduce", "simulate": "papers simulate",
-         "ablations": "papers ablations", "plan units": "papers plan units",
-         "plan split": "papers plan split", "plan recompute": "papers plan recompute"}
 
 
 def usage() -> str:
@@ -56,18 +52,14 @@ def versions() -> str:
     return ", ".join(f"{name} {version(name)}" for name in ("orchmllm", "torch", "transformers"))
 
 
-def dispatch(argv: Sequence[str]) -> int:
-    """Runs the command that `argv` names; 2 for one that does not exist."""
-    words = list(argv)
+def dispatch(words: Sequence[str]) -> int:
+    """Runs the command that the words name; 2 for one that does not exist."""
     if not words or words[-1] in ("-h", "--help", "help") and not _command(words):
         print(usage())
         return 0 if words else 2
     if words[0] == "--version":
         print(versions())
         return 0
-    for n in (2, 1):
-        older = OLDER.get(" ".join(words[:n]), "").split()
-        words = [*older, *words[n:]] if older else words
     name = _command(words)
     if not name:
         group = [name for name in COMMANDS if name.startswith(f"{words[0]} ")]

@@ -40,10 +40,8 @@ def at_least(least: int) -> Callable[[str], int]:
 def add_options(to: argparse._ActionsContainer, options: Sequence[tuple]) -> None:
     """Adds (flag, default, help) each. A default of False makes a switch, a tuple holds the
     choices, the default first, and a type or another callable reads what has no default. A whole
-    number with a default above 0 has to be above 0 itself, others at least 0. A second name in
-    `flag` is an older one, which the help does not show."""
-    for names, default, text in options:
-        flag, *older = names.split()
+    number with a default above 0 has to be above 0 itself, others at least 0."""
+    for flag, default, text in options:
         if default is False:
             how = {"action": "store_true"}
         elif callable(default):
@@ -55,10 +53,7 @@ def add_options(to: argparse._ActionsContainer, options: Sequence[tuple]) -> Non
             how = {"type": kind, "default": default}
         if "default" in how:
             text += f" ({how['default']})"
-        action = to.add_argument(flag, help=text, **how)
-        for old in older:
-            to.add_argument(old, dest=action.dest, help=argparse.SUPPRESS,
-                            **{**how, "default": argparse.SUPPRESS})
+        to.add_argument(flag, help=text, **how)
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
@@ -92,21 +87,17 @@ class Parser(argparse.ArgumentParser):
 
     def add_recipe(self, text: str = "every key of it is in docs/recipe.md",
                    before: str = "") -> None:
-        """Adds RECIPE and the overrides that follow it. `--recipe R` is the older form. before: the
-        usage's words for the arguments that come before it."""
+        """Adds RECIPE and the overrides that follow it. before: the usage's words for the arguments
+        that come before it."""
         self.usage = f"%(prog)s [options] {before}RECIPE [section.key=value ...]"
         self.add_argument("recipe", nargs="?", default="", metavar="RECIPE", help=text)
         self.add_argument("overrides", nargs="*", metavar="section.key=value",
                           help="replaces a value of the recipe, e.g. train.lr=1e-4")
-        self.add_argument("--recipe", dest="named", help=argparse.SUPPRESS)
 
     def parse_recipe(self, argv: Sequence[str], optional: bool = False) -> argparse.Namespace:
         """The arguments, with overrides before and after options. optional: RECIPE may be left
         out, and is "" then."""
         args = self.parse_intermixed_args(argv)
-        if args.named is not None:
-            args.overrides = [word for word in (args.recipe, *args.overrides) if word]
-            args.recipe = args.named
         if not args.recipe and not optional:
             self.error("RECIPE is missing: name a YAML file, e.g. recipes/demo.yaml")
         return args

@@ -172,7 +172,7 @@ def _sizes(recipe: Recipe, world_size: int) -> list[tuple[int, int, int]]:
 @in_one_line
 def main(argv: list[str]) -> int:
     parser = recipe_parser("papers ablations", __doc__, (
-        ("--ranks --world-size", 0, "number of ranks; 0: a table at 128 and one at 2560"),
+        ("--ranks", 0, "number of ranks; 0: a table at 128 and one at 2560"),
         ("--json", Path, "also write what was found")))
     cluster_options(parser)
     args = parser.parse_recipe(argv)

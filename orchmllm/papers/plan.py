@@ -36,7 +36,7 @@ DEVICE = (("--profile", Path, "JSON of `orchmllm profile`: measured times"),
           ("--gpu", "h100-sxm", f"one of {', '.join(GPUS)}"))
 NETWORK = ("--network", 400.0, "Gbit/s of each GPU between nodes")
 OPTIONS = {
-    "units": (*DEVICE, NETWORK, ("--ranks --num-gpus", 64, "GPUs of the job"),
+    "units": (*DEVICE, NETWORK, ("--ranks", 64, "GPUs of the job"),
               ("--gpu-gb", 74.0, "memory to use of a GPU"),
               ("--global-batch", 0, "samples of an iteration; 0: train.global_batch_size, or "
                "train.batch_size a GPU")),

@@ -15,8 +15,8 @@ from orchmllm.config.recipe import Recipe, to_yaml
 from orchmllm.runtime.files import fsync
 from orchmllm.runtime.log_schema import ALL_RANKS_EVERY, ALL_RANKS_UP_TO, SCHEMA_VERSION
 
-LOGS = ("metrics.jsonl", "quarantine.jsonl", "nonfinite.jsonl",
-        "samples.jsonl")  # that a run folder may hold
+SAMPLES = "samples.jsonl"
+LOGS = ("metrics.jsonl", "quarantine.jsonl", "nonfinite.jsonl", SAMPLES)  # of a run folder
 MAX_ROW_BYTES = 2**24  # of one row; those that tell of all ranks grow with their number
 
 

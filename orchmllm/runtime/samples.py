@@ -18,9 +18,7 @@ from orchmllm.data.dataset import ConversationDataset
 from orchmllm.models.generate import greedy, prompt_of
 from orchmllm.models.mllm import MultimodalModel
 from orchmllm.plan.assign import PlanSpec
-from orchmllm.runtime.metrics import JsonLines
-
-NAME = "samples.jsonl"
+from orchmllm.runtime.metrics import SAMPLES, JsonLines
 
 
 class Samples:
@@ -34,7 +32,7 @@ class Samples:
         self._gather = RowGather(spec.ranks_per_node, recipe.launch.timeout_s)
         asked = list(rows[:recipe.train.num_samples])
         self._mine = asked[self._gather.rank::self._gather.world_size]
-        self._path, self._file = recipe.run.folder / NAME, None
+        self._path, self._file = recipe.run.folder / SAMPLES, None
 
     def write(self, model: MultimodalModel, step: int) -> None:
         """Answers with the weights as they are. An example that cannot be read has its reason in

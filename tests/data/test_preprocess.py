@@ -158,7 +158,7 @@ def test_what_cannot_be_served_is_said(recipe, tmp_path, capsys, args, reason):
 
 
 def test_a_recipe_is_checked_before_there_are_ranks(recipe):
-    done = python("-m", "orchmllm.train", "--recipe", recipe, "--validate",
+    done = python("-m", "orchmllm.train", recipe, "--validate",
                   'data.preprocess=["10.0.0.1:7"]', f"run.dir={recipe.parent}/v")
     assert done.returncode == 2, done.stderr
     assert "data.preprocess: 10.0.0.1 is not this machine alone" in done.stderr

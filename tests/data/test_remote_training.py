@@ -206,12 +206,12 @@ def test_a_bad_url_is_named_before_ranks_start(files, tokenizer, tmp_path):
         for path, text in ((f"{web.url}/rows.jsonl", ""),
                            (f"{web.url}/none.jsonl", f"no such file: '{web.url}/none.jsonl'"),
                            ("https://example.org/rows.jsonl", "is a URL that is not declared")):
-            done = python("-m", "orchmllm.train", "--recipe", "recipes/demo.yaml", "--validate",
+            done = python("-m", "orchmllm.train", "recipes/demo.yaml", "--validate",
                           f"data.path={path}", f"data.tokenizer={tokenizer}", root,
                           f"run.dir={tmp_path}/run", f"data.remote.cache={tmp_path}/cache")
             assert done.returncode == (2 if text else 0), done.stderr
             assert text in done.stderr
-        done = python("-m", "orchmllm.train", "--recipe", "recipes/demo.yaml", "--validate",
+        done = python("-m", "orchmllm.train", "recipes/demo.yaml", "--validate",
                       f"data.path={files}/rows.jsonl", f"data.tokenizer={tokenizer}",
                       "data.remote.roots=[{url: 's3://user:key@bucket'}]")
         assert done.returncode == 2 and "write s3://bucket/folder" in done.stderr

@@ -24,7 +24,7 @@ def test_comparison_of_a_tiny_run(tmp_path, demo_corpus, monkeypatch, capsys):
     monkeypatch.setattr(command, "run_local", launched.run_local)
     monkeypatch.chdir(ROOT)
     assert command.main([
-        "--recipe", "recipes/demo.yaml", f"data.path={demo_corpus}", f"run.dir={tmp_path / 'run'}",
+        "recipes/demo.yaml", f"data.path={demo_corpus}", f"run.dir={tmp_path / 'run'}",
         *TINY, "model.llm.num_heads=6", "data.num_validation=4",
         "train.num_steps=3", "train.warmup_steps=1"]) == 0
     result = json.loads((tmp_path / "run" / "comparison.json").read_text())
@@ -46,7 +46,7 @@ def test_comparison_of_a_tiny_run(tmp_path, demo_corpus, monkeypatch, capsys):
 
 def test_ranks_that_cannot_be_are_refused_before_any_training(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(command, "run_local", None)
-    assert command.main(["--recipe", str(ROOT / "recipes" / "demo.yaml"),
+    assert command.main([str(ROOT / "recipes" / "demo.yaml"),
                          f"run.dir={tmp_path / 'run'}", "fsdp.shard_size=3"]) == 2
     assert "fsdp.shard_size is 3, which does not divide the 4 ranks" in capsys.readouterr().err
     assert not (tmp_path / "run").exists()
@@ -65,7 +65,7 @@ def test_a_difference_of_losses_is_found():
 @pytest.mark.timeout(3600)
 def test_the_demo_shows_what_it_promises(tmp_path):
     make_demo_data(tmp_path / "data", 400)
-    out = python("-m", "orchmllm", "compare", "--recipe", "recipes/demo.yaml",
+    out = python("-m", "orchmllm", "compare", "recipes/demo.yaml",
                  f"data.path={tmp_path / 'data'}", f"run.dir={tmp_path / 'run'}")
     print(out.stdout, out.stderr)
     assert out.returncode == 0, out.stderr

@@ -3,6 +3,7 @@ running. Real processes under the real launcher."""
 
 from __future__ import annotations
 
+import resource
 from pathlib import Path
 
 import psutil
@@ -10,7 +11,7 @@ import pytest
 
 from orchmllm.runtime.checkpoint import problem_of
 from orchmllm.runtime.metrics import read_rows
-from tests.lib.commands import python
+from tests.lib.commands import python, train_args
 from tests.lib.launched import run_local
 
 pytestmark = pytest.mark.dist
@@ -25,25 +26,22 @@ def run(tmp_path: Path, fault: str, num_ranks: int) -> tuple[str, int]:
     return out.stderr, out.returncode
 
 
-def told(tmp_path: Path, fault: str, num_ranks: int, launcher: bool, capsys) -> tuple[str, int]:
-    """`run`, or without the launcher the same ranks as forks, which start faster."""
-    if launcher:
-        return run(tmp_path, fault, num_ranks)
+def forked(tmp_path: Path, fault: str, num_ranks: int, capsys) -> tuple[str, int]:
+    """`run` without the launcher: the same ranks as forks, which start faster."""
     code = run_local("tests.lib.faulty_train", [str(tmp_path), fault], num_ranks)
     return capsys.readouterr().err, code
 
 
-@pytest.mark.parametrize("launcher", [False, pytest.param(True, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("fault, text", [
-    pytest.param("raise", "rank 1 failed at step 3, phase data: KeyError: 'user hook broke'",
+@pytest.mark.parametrize("fault, text, launcher", [
+    pytest.param("raise", "rank 1 failed at step 3, phase data: KeyError: 'user hook broke'", True,
                  marks=pytest.mark.slow),
     ("raise in backward", "rank 1 failed at step 3, phase vision: ArithmeticError: hook broke in "
-                          "backward"),
+                          "backward", False),
     pytest.param("raise in data", "error: step 0: rank 1 failed: LookupError: no such thing",
-                 marks=pytest.mark.slow),
+                 False, marks=pytest.mark.slow),
 ])
 def test_an_exception_on_one_rank_ends_all(tmp_path, fault, text, launcher, capsys):
-    stderr, code = told(tmp_path, fault, 2, launcher, capsys)
+    stderr, code = run(tmp_path, fault, 2) if launcher else forked(tmp_path, fault, 2, capsys)
     assert code == 1 and text in stderr, stderr
     assert stderr.count("error: ") == 1, stderr
 
@@ -76,13 +74,12 @@ def test_a_killed_rank_ends_all(tmp_path):
     assert code != 0 and "rank 1 was killed by SIGKILL" in stderr, stderr
 
 
-@pytest.mark.parametrize("launcher", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("fault, phase", [
     ("stall in vision", "phase vision"),
     pytest.param("stall after the forward", "phase llm", marks=pytest.mark.slow),
     pytest.param("stall in data", "phase data", marks=pytest.mark.slow)])
-def test_a_late_rank_is_named(tmp_path, fault, phase, launcher, capsys):
-    stderr, code = told(tmp_path, fault, 3, launcher, capsys)
+def test_a_late_rank_is_named(tmp_path, fault, phase, capsys):
+    stderr, code = forked(tmp_path, fault, 3, capsys)
     assert code == 1, stderr
     assert "no progress for" in stderr and "rank 1 is late: step" in stderr, stderr
     assert phase in stderr and "faulty_train.py" in stderr, stderr
@@ -91,3 +88,18 @@ def test_a_late_rank_is_named(tmp_path, fault, phase, launcher, capsys):
     for rank in range(3):
         assert "Thread" in (hang / f"stacks_rank{rank}.txt").read_text()
         assert (hang / f"flight_recorder_rank{rank}.json").stat().st_size > 100
+
+
+def small_files() -> None:
+    resource.setrlimit(resource.RLIMIT_FSIZE, (40 * 1024, 40 * 1024))
+
+
+def test_disk_full_during_a_save(tmp_path, demo_corpus, capsys):
+    """A small file size limit stands in for a full disk."""
+    args = train_args(demo_corpus, tmp_path / "run", "checkpoint.every_steps=2")
+    code = run_local("orchmllm.train", args[2:], 2, before=small_files)
+    stderr = capsys.readouterr().err
+    assert code == 1
+    assert "checkpoint 2: rank" in stderr and "File too large" in stderr, stderr
+    assert "Traceback" not in stderr
+    assert not list((tmp_path / "run" / "checkpoints").glob("step_*"))

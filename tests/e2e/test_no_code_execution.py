@@ -51,7 +51,8 @@ def test_yaml_tags(tmp_path):
 
 @pytest.mark.dist
 def test_pickles_in_a_checkpoint(tmp_path):
-    """In place of every file, and beside them under the names torch would read."""
+    """In place of every file, and beside them under the names torch would read. A file that is not
+    what was saved, or is missing, is named, and the checkpoint before is used."""
     run = run_recipe(tmp_path / "run", train={"num_steps": 2})
     run_ranks(train_recorded, 2, run)
     newest = tmp_path / "run" / "checkpoints" / "step_00000002"
@@ -63,8 +64,12 @@ def test_pickles_in_a_checkpoint(tmp_path):
     for name in names:
         saved = (newest / name).read_bytes()
         (newest / name).write_bytes(evil)
-        assert run_ranks(find, 2, run)[0][0] == "step_00000001", name
+        path, why = run_ranks(find, 2, run)[0]
+        assert path == "step_00000001" and (name in why or name == "manifest.json"), name
         (newest / name).write_bytes(saved)
+    (newest / "state.json").unlink()
+    path, why = run_ranks(find, 2, run)[0]
+    assert path == "step_00000001" and "state.json" in why
     (newest / "manifest.json").write_text('{"version": 1, "files": {"../../x": {}}}')
     assert run_ranks(find, 2, run)[0][0] == "step_00000001"
     assert not sentinel.exists()

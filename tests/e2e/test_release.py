@@ -72,7 +72,8 @@ def test_what_is_released_works_elsewhere(kind, archives, tmp_path):
         [bin_dir / "python", "-m", "pip", "check"], cwd=tmp_path, env=ENV, capture_output=True,
         text=True).stdout.splitlines() if line.startswith("orchmllm")]
     assert not wrong, wrong
-    rows = run(bin_dir / "orchmllm", "reproduce", "omnibal", "--samples", "1000", "--table", "7",
+    rows = run(bin_dir / "orchmllm", "papers", "reproduce", "omnibal", "--samples",
+               "1000", "--table", "7",
                cwd=tmp_path)
     assert "3 not modelled" in rows  # from a table beside the code
     assert "sampled  balanced" in run(bin_dir / "orchmllm", "data", "stats", "--ranks", "4",

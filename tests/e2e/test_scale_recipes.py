@@ -83,10 +83,6 @@ def test_parameters_on_meta_equal_the_analytic_count(name):
             assert own / 1e9 == pytest.approx(billions, rel=0.1)
 
 
-def test_the_84b_total():
-    assert 83e9 < sum(parameters(read("mllm84b").model).values()) < 85e9
-
-
 def scaled_down(recipe: Recipe) -> Recipe:
     """The recipe at about 1/64 of its widths: heads, grouping, downsampling and all options stay,
     but for the number of ranks and what is downloaded or filled."""

@@ -15,6 +15,7 @@ import psutil
 import pytest
 import torch
 
+from orchmllm.launch import exit_with
 from orchmllm.runtime import local_ranks
 from tests.lib.commands import ROOT, train_args
 
@@ -98,3 +99,15 @@ def test_ctrl_c_while_it_starts_is_one_line(tmp_path, demo_corpus, until):
             if not x.startswith(("import time:", "Stopping after "))]
     assert "".join(said) == expected and process.returncode == 130
     assert not psutil.wait_procs(children, timeout=60)[1]
+
+
+def test_ctrl_c_of_a_command_is_one_line(capsys):
+    def interrupted(arguments):
+        raise KeyboardInterrupt
+
+    with pytest.raises(SystemExit) as ended:
+        exit_with(interrupted)
+    assert ended.value.code == 130 and capsys.readouterr().err == "interrupted\n"
+    with pytest.raises(SystemExit) as ended:
+        exit_with(lambda arguments: 3)
+    assert ended.value.code == 3

@@ -32,7 +32,7 @@ def environment(**more: str) -> dict[str, str]:
 def arguments(data: Path, folder: Path) -> list[str]:
     """Of a launch script. The recipe also says how many ranks it starts by itself, which does not
     count here."""
-    return train_args(data, folder, "launch.nproc_per_node=4")[3:]
+    return train_args(data, folder, "launch.nproc_per_node=4")[2:]
 
 
 def finished(folder: Path, logs: list[str]) -> None:

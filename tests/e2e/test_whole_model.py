@@ -71,7 +71,7 @@ def test_the_way_of_a_newcomer(tmp_path):
     assert "saved on 2 ranks, now 3" in out
     assert losses(tmp_path / "balanced") == pytest.approx(losses(tmp_path / "sampled"), abs=1e-6)
     assert len(losses(tmp_path / "balanced")) == 20
-    code, _, err = command(tmp_path, "export", "--checkpoint", "balanced/checkpoints/step_00000020",
+    code, _, err = command(tmp_path, "export", "balanced/checkpoints/step_00000020",
                            "--out", "exported")
     assert code == 0, err
     generate(tmp_path)

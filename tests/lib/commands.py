@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from orchmllm.tools.init.demo import make_corpus
+
 ROOT = Path(__file__).resolve().parents[2]
 TINY = [  # overrides that make recipes/demo.yaml small
     "launch.nproc_per_node=2", "model.vision.num_layers=1", "model.vision.hidden_size=32",
@@ -25,18 +27,11 @@ def python(*args, env: dict | None = None, cwd: Path = ROOT) -> subprocess.Compl
 
 def train_args(data: Path, run_dir: Path, *overrides: str) -> list[str]:
     """Arguments of Python for a small run of recipes/demo.yaml."""
-    return ["-m", "orchmllm.train", "--recipe", "recipes/demo.yaml", f"data.path={data}",
+    return ["-m", "orchmllm.train", "recipes/demo.yaml", f"data.path={data}",
             f"run.dir={run_dir}", *TINY, *overrides]
 
 
-def train_demo(tmp_path: Path, data: Path, *overrides: str) -> tuple[int, str, str]:
-    """(exit code, stderr, stdout) of a small run of recipes/demo.yaml in tmp_path/run."""
-    out = python(*train_args(data, tmp_path / "run", *overrides))
-    print(out.stderr)
-    return out.returncode, out.stderr, out.stdout
-
-
 def make_demo_data(folder: Path, num_examples: int, seed: int = 0) -> Path:
-    python("scripts/make_demo_data.py", "--out", folder, "--num-examples", num_examples,
-           "--seed", seed).check_returncode()
+    """The demo's corpus, in this process."""
+    make_corpus(folder, num_examples, seed)
     return folder

@@ -69,7 +69,7 @@ def run_all(world, drawn: list[list[str]]) -> None:
     """Trains each to its end. Raises AssertionError naming the overrides of one that fails, or
     leaves no checkpoint of its last step."""
     for overrides in drawn:
-        shown = f"python -m orchmllm.train --recipe {DEMO} {' '.join(overrides)}"
+        shown = f"python -m orchmllm.train {DEMO} {' '.join(overrides)}"
         if world.rank == 0:
             print(shown, flush=True)  # in case that it hangs
         run = load_recipe(DEMO, overrides)

@@ -131,13 +131,15 @@ def test_what_is_balanced_costs_what_its_windows_do(tmp_path):
         assert costs[part](lengths.positions) == pytest.approx(wanted, abs=1), part
 
 
-def test_what_a_rank_repeats_is_that_of_its_items(tmp_path):
+def test_what_a_rank_repeats_is_that_of_its_items(tmp_path, monkeypatch):
     """Of texts of one length, longer than a window, not of one text as long as all of them."""
     with_windows(models.build("qwen2_5_vl").config).save_pretrained(tmp_path)
     memory = WholeMemory.of(resolve(Recipe(model=ModelConfig(config=str(tmp_path))), 1, 1))
     each = np.full(5, 4 * REACH)
     texts, total = Lengths(0 * each, each, each), each[:1] * len(each)
     loads = Loads({"llm": Lengths(0 * total, total, total)}, {}, {"llm": total * each[0]})
+    monkeypatch.setattr("orchmllm.sharding.memory.FLOP_PER_BYTE", 0)
     again = memory.again("llm", loads, memory.counts("llm", "full"))
-    wanted = phase_work("llm", memory.model, texts, "full").recompute.sum()
-    assert again == pytest.approx([wanted], rel=1e-12)
+    products, attention = phase_work("llm", memory.model, texts, "full").recompute.sum(axis=1)
+    repeated = memory._blocks("llm")[0].repeated  # of equal layers
+    assert again == pytest.approx([repeated * products + attention], rel=1e-12)

@@ -19,11 +19,11 @@ def test_ablations_are_of_the_lengths_and_the_world_that_are_asked_for(tmp_path,
                        ("file", ("--lengths", str(lines))),
                        ("twice", ("train.accumulation_steps=2",))):
         path = tmp_path / f"{name}.json"
-        assert main([str(recipe), "--world-size", "2", "--json", str(path), *args]) == 0
+        assert main([str(recipe), "--ranks", "2", "--json", str(path), *args]) == 0
         assert capsys.readouterr().out.startswith("Lengths: ")
         table = json.loads(path.read_text())["tables"][0]
         found[name] = [row["tokens_per_gpu"] for row in table["rows"].values()]
     assert len({tuple(f) for f in found.values()}) == 4
     assert found["file"][0] == pytest.approx(found["file"][-1])  # all alike: nothing to balance
-    assert main([str(recipe), "--world-size", "9", "fsdp.shard_size=2"]) == 2
+    assert main([str(recipe), "--ranks", "9", "fsdp.shard_size=2"]) == 2
     assert "which does not divide the 9 ranks" in capsys.readouterr().err

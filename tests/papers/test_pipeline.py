@@ -76,14 +76,6 @@ def test_search_is_deterministic_and_never_worse_than_its_starts():
     assert simulate(forward, backward, order=found[0]).total_ms <= fewer.total_ms
 
 
-@pytest.mark.parametrize("p, l", [(4, 12), (4, 2), (1, 3)])
-def test_microbatches_in_flight(p, l):  # noqa: E741
-    """Most that a stage has run forward and not yet backward."""
-    for schedule, most in (("1f1b", [min(l, p - s) for s in range(p)]), ("gpipe", [l] * p)):
-        backward = operations(schedule, p, l) >= p * l
-        assert np.cumsum(np.where(backward, -1, 1), axis=1).max(axis=1).tolist() == most
-
-
 @pytest.mark.parametrize("call, message", [
     (lambda: simulate(np.ones((2, 3)), np.ones((3, 2))), "one shape"),
     (lambda: simulate(np.ones((2, 3)), -np.ones((2, 3))), "finite and >= 0"),

@@ -42,7 +42,7 @@ def folder(tmp_path, monkeypatch) -> Path:
 
 
 def arguments(folder: Path, data: Path, *changes: str) -> list[str]:
-    return ["--recipe", DEMO, "--validate", f"data.path={data}", f"run.dir={folder / 'run'}", *TINY,
+    return [DEMO, "--validate", f"data.path={data}", f"run.dir={folder / 'run'}", *TINY,
             *(change.replace("FOLDER", str(folder)) for change in changes)]
 
 
@@ -76,7 +76,7 @@ def test_a_start_is_refused_without_torch(folder, under):
         "RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2",
         "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
     out = subprocess.run(
-        [sys.executable, "-c", NO_TORCH, "--recipe", DEMO, f"run.dir={folder / 'file'}",
+        [sys.executable, "-c", NO_TORCH, DEMO, f"run.dir={folder / 'file'}",
          f"data.path={folder / 'nowhere'}"], capture_output=True, text=True, cwd=ROOT,
         env={"PATH": "", "PYTHONPATH": str(ROOT), **env})
     assert out.returncode == 2, out.stderr

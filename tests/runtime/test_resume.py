@@ -26,9 +26,9 @@ from orchmllm.runtime.stop import Stopped
 from orchmllm.trainer import Trainer
 from tests.lib.commands import TINY
 from tests.lib.ranks import RankFailure, run_ranks
-from tests.lib.resume import STEPS, find, flip, run_recipe, train_recorded
+from tests.lib.resume import STEPS, flip, run_recipe, train_recorded
 from tests.lib.synthetic import SyntheticDataset
-from tests.lib.training import listened, train
+from tests.lib.training import train
 
 pytestmark = pytest.mark.dist
 def killed(num_ranks: int, run, **how) -> None:
@@ -136,33 +136,6 @@ def test_state_is_small_and_nothing_is_pickled(tmp_path):
     assert kept == ["step_00000002", "step_00000003", "step_00000004"]
 
 
-def damaged(path: Path, how: str, name: str) -> None:
-    target = path / name
-    if how == "flip":
-        flip(target)
-    elif how == "truncate":
-        target.write_bytes(target.read_bytes()[:-1])
-    else:
-        target.unlink()
-
-
-@pytest.mark.parametrize("how", ["flip", pytest.param("truncate", marks=SLOW),
-                                 pytest.param("delete", marks=SLOW)])
-def test_damage_is_found_and_the_checkpoint_before_is_used(tmp_path, whole, how, capfd):
-    run = run_recipe(tmp_path, keep_last=3, train={"num_steps": 4})
-    run_ranks(train_recorded, 2, run)
-    root = tmp_path / "checkpoints"
-    names = sorted(p.name for p in (root / "step_00000004").iterdir() if p.name != "manifest.json")
-    saved = {p: p.read_bytes() for p in (root / "step_00000004").iterdir()}
-    assert len(names) == 3  # two ranks' shards and the state
-    for name in names:
-        for path, data in saved.items():
-            path.write_bytes(data)
-        damaged(root / "step_00000004", how, name)
-        path, why = run_ranks(find, 2, run)[0]
-        assert path == "step_00000003" and name in why
-
-
 def test_a_change_anywhere_in_a_large_file_is_found(tmp_path):
     data = bytearray(5 << 20)
     found = []
@@ -183,38 +156,6 @@ def test_nothing_sound_is_an_error_on_all_ranks(tmp_path):
     errors = failure.value.errors
     assert {e[0] for e in errors.values()} == {CheckpointError.__name__}
     assert errors[0][1] == errors[1][1] and "run.resume=never" in errors[0][1]
-
-
-OTHER_RUNS = {
-    "run.seed is 5, the checkpoint has 0": lambda r: replace(r, run=replace(r.run, seed=5)),
-    "global_batch_size is 12": lambda r: replace(r, train=replace(r.train, global_batch_size=12)),
-    "model.llm.num_layers is 3": lambda r: replace(
-        r, model=replace(r.model, llm=replace(r.model.llm, num_layers=3))),
-    "fsdp.param_dtype is 'bfloat16'": lambda r: replace(
-        r, fsdp=replace(r.fsdp, param_dtype="bfloat16")),
-    "manifest.json": lambda r: replace(r, run=replace(r.run, resume="no/such/folder")),
-}
-
-
-def refusals(world, run) -> dict[str, str]:
-    """What is said of each of OTHER_RUNS in the folder of `run`, and of one that goes on."""
-    train_recorded(world, run)
-    said, heard = {}, listened()
-    for text, change in OTHER_RUNS.items():
-        try:
-            train_recorded(world, change(run))
-        except (ValueError, CheckpointError) as e:
-            said[text] = str(e)
-    train_recorded(world, replace(run, train=replace(run.train, num_steps=3, lr=5e-3)))
-    changed = [line for line in heard if "changed since" in line]  # on rank 0
-    return {**said, "train.lr 0.01 -> 0.005, train.num_steps 2 -> 3": "".join(changed)}
-
-
-def test_another_run_is_refused_and_other_settings_are_said(tmp_path):
-    first, second = run_ranks(refusals, 2, run_recipe(tmp_path, train={"num_steps": 2}))
-    assert first.keys() >= OTHER_RUNS.keys() and len(first) == len(OTHER_RUNS) + 1
-    assert all(text in message for text, message in first.items()), first
-    assert {key: second[key] for key in OTHER_RUNS} == {key: first[key] for key in OTHER_RUNS}
 
 
 def with_another_tokenizer(world, folder: Path, data: Path) -> str:

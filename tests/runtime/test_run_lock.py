@@ -45,7 +45,7 @@ def named(text: str, process: subprocess.Popen) -> bool:
 
 def test_the_second_run_fails_before_anything_starts(tmp_path, holder, capsys):
     run = tmp_path / "run"
-    arguments = ["--recipe", str(ROOT / "recipes" / "demo.yaml"), "data.path=nowhere",
+    arguments = [str(ROOT / "recipes" / "demo.yaml"), "data.path=nowhere",
                  f"run.dir={run}"]
     assert main(arguments) == 2
     error = capsys.readouterr().err
@@ -165,7 +165,7 @@ def test_a_worker_that_outlives_its_rank_does_not_block(tmp_path):
 def test_ranks_of_another_launcher_end_alike(tmp_path, demo_corpus, holder):
     """torchrun's ranks meet first, then all hear what rank 0 found."""
     out = python("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
-                 "-m", "orchmllm.train", "--recipe", "recipes/demo.yaml",
+                 "-m", "orchmllm.train", "recipes/demo.yaml",
                  f"data.path={demo_corpus}", f"run.dir={tmp_path / 'run'}", *TINY[1:])
     assert out.returncode != 0 and named(out.stderr, holder), out.stderr
     codes = re.findall(r"exitcode  : (-?\d+) ", out.stderr)

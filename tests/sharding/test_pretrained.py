@@ -232,7 +232,7 @@ def test_the_command_line_says_it_before_ranks_are_started(folders, tmp_path):
         f"data: {{path: x}}\nmodel:\n  llm: {{pretrained: {folders}/llm, vocab_size: 512}}\n"
         f"  connectors: {tmp_path}/none\n")
     run = subprocess.run(
-        [sys.executable, "-X", "importtime", "-m", "orchmllm.train", "--recipe", "r.yaml",
+        [sys.executable, "-X", "importtime", "-m", "orchmllm.train", "r.yaml",
          "--validate"], cwd=tmp_path, capture_output=True, text=True,
         env={**os.environ, "PYTHONPATH": str(ROOT)})
     said = [x for x in run.stderr.splitlines() if not x.startswith("import time:")]

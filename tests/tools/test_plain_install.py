@@ -7,7 +7,7 @@ import importlib.util
 import pytest
 
 from orchmllm.data.formats import find
-from orchmllm.tools import pictures
+from orchmllm.tools.data import composition
 from orchmllm.tools.data.command import main as data
 from orchmllm.train import main as train
 from tests.lib.tokenizers import write_tokenizer
@@ -19,7 +19,7 @@ OPTIONAL = ("datasets", "pyarrow", "matplotlib")
 def plain(monkeypatch):
     """No package of an extra can be found."""
     there = importlib.util.find_spec
-    for module in (find, pictures):
+    for module in (find, composition):
         monkeypatch.setattr(module, "find_spec", lambda name: None if name in OPTIONAL
                             else there(name))
 
@@ -30,7 +30,7 @@ def test_data_that_need_an_extra_are_refused_before_ranks_start(plain, tmp_path,
                                                                 missing):
     (tmp_path / name).write_bytes(b"")
     write_tokenizer(tmp_path)
-    assert train(["--recipe", "recipes/demo.yaml", f"data.path={tmp_path / name}",
+    assert train(["recipes/demo.yaml", f"data.path={tmp_path / name}",
                   f"data.tokenizer={tmp_path / 'tokenizer.json'}",
                   f"run.dir={tmp_path / 'run'}"]) == 2
     said = capsys.readouterr().err

@@ -29,8 +29,8 @@ from orchmllm.data.index import LengthIndex
 from orchmllm.data.lengths import LengthReader
 from orchmllm.data.survey import survey
 from orchmllm.tools.data.build_index import build_index
+from orchmllm.tools.data.composition import CANNOT_DRAW, can_draw
 from orchmllm.tools.data.stats import drawn, of_data, show
-from orchmllm.tools.pictures import check_can_draw
 from orchmllm.tools.predict.examples import open_recipe
 from orchmllm.tools.predict.workload import MODELS
 
@@ -47,6 +47,7 @@ OPTIONS = (
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
+    """Raises ValueError for a picture that was asked for and cannot be drawn."""
     parser = command_parser("data", __doc__, OPTIONS)
     parser.add_argument("command", choices=("index", "lint", "stats", "preview"), metavar="WHAT",
                         help="index, lint, stats or preview")
@@ -64,8 +65,8 @@ def parse(argv: list[str]) -> argparse.Namespace:
         if colon and not command.startswith(only) and (
                 getattr(args, name) != parser.get_default(name)):
             parser.error(f"{flag} is an option of {only}, and not of {args.command} here")
-    if args.out != parser.get_default("out"):
-        check_can_draw("--out")
+    if args.out != parser.get_default("out") and not can_draw():
+        raise ValueError(f"--out: {CANNOT_DRAW}")
     return args
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
@@ -21,6 +22,7 @@ from orchmllm.tools.predict.examples import drawn_by_a_run
 
 NUM_BATCHES = 20  # global batches that the prediction averages over
 MAX_SAMPLED = 200_000  # examples that a prediction plans at most: minutes on a large world
+CANNOT_DRAW = "matplotlib is not installed: pip install '.[tools]' in the clone"
 COLOURS = {"text": "#4c72b0", "vision": "#dd8452", "audio": "#55a868"}
 
 
@@ -103,6 +105,11 @@ def predict(batches: Iterable[BatchLayout], recipe: Recipe) -> dict[str, tuple[f
     sampled, planned = sum(side.max(axis=2).sum(axis=1) for side in sides.values())
     return {**{phase: (imbalance(a), imbalance(b)) for phase, (a, b) in sides.items()},
             "step": (1.0, planned / max(sampled, 1))}
+
+
+def can_draw() -> bool:
+    """Whether `plot` can draw here: a plain install lacks what it needs."""
+    return find_spec("matplotlib") is not None
 
 
 def plot(lengths: Lengths, path: Path, title: str) -> None:

@@ -15,14 +15,15 @@ from orchmllm.models.flops import plan_spec
 from orchmllm.sharding.fits import with_real_batch
 from orchmllm.sharding.longest import Room, heaviest, table
 from orchmllm.tools.data.composition import (
+    CANNOT_DRAW,
     NUM_BATCHES,
+    can_draw,
     global_batches,
     lengths_table,
     plot,
     predict,
     read_lengths,
 )
-from orchmllm.tools.pictures import CURE, can_draw
 from orchmllm.tools.predict.examples import of_indexes
 from orchmllm.tools.predict.hardware import cluster
 from orchmllm.tools.predict.step_time import memory_of
@@ -79,7 +80,7 @@ def show(recipe: Recipe, args: argparse.Namespace, sources: Sequence[DataSource]
     found = heaviest(batches, plan_spec(job).costs, own.rows(), room.fits)
     print("", *table(found, room, own.place), *room.misfits(own.rows(), own.place), sep="\n")
     if not can_draw():
-        print(f"no plot: {CURE}")
+        print(f"no plot: {CANNOT_DRAW}")
         return
     plot(lengths, args.out, f"{', '.join(lengths.names)}: {len(lengths.source)} examples")
     print(f"plot: {args.out}")

@@ -12,7 +12,6 @@ processor, with model.lora an adapter folder for peft: docs/models.md.
 
 from __future__ import annotations
 
-import argparse
 from pathlib import Path
 
 from orchmllm.cli.options import command_parser, in_one_line
@@ -40,7 +39,6 @@ def main(argv: list[str]) -> int:
         ("--no-verify", False, "do not compare the checkpoint's files with its manifest")))
     parser.add_argument("checkpoint", nargs="?", type=Path, metavar="FOLDER",
                         help="run.dir, whose newest checkpoint is taken, or one of its checkpoints")
-    parser.add_argument("--checkpoint", type=Path, dest="named", help=argparse.SUPPRESS)
     parser.add_argument("--out", required=True, type=Path, metavar="FOLDER",
                         help="folder to write; it appears when it is complete")
     parser.add_argument("--dtype", choices=list(DTYPES), default="",
@@ -48,10 +46,10 @@ def main(argv: list[str]) -> int:
     args = parser.parse_args(argv)
     if not args.max_file_gb > 0:
         parser.error(f"--max-file-gb {args.max_file_gb}: must be above 0")
-    if not (args.named or args.checkpoint):
+    if not args.checkpoint:
         parser.error("FOLDER is missing: name the run.dir of a run, or a checkpoint")
     check_out(args.out, args.overwrite)
-    export(args.named or args.checkpoint, args.out, dtype=args.dtype, tokenizer=args.tokenizer,
+    export(args.checkpoint, args.out, dtype=args.dtype, tokenizer=args.tokenizer,
            max_file_bytes=int(args.max_file_gb * 1e9), verify=not args.no_verify,
            merged=args.merged)
     return 0

@@ -34,7 +34,7 @@ from orchmllm.plan.layout import VISION
 from orchmllm.sharding.pretrained import load_pretrained
 from orchmllm.tools.export.checkpoints import checkpoint_in, is_other, model_of, tokenizer_of
 from orchmllm.tools.export.export import NOTE
-from orchmllm.tools.generate.sampling import device, sampling
+from orchmllm.tools.generate.sampling import device, length_told, sampling
 from orchmllm.tools.generate.whole import ADAPTERS
 
 
@@ -147,6 +147,5 @@ def answer_own(args: argparse.Namespace, log: Callable[[str], None]) -> str:
     [ids] = llm.eval().generate(
         inputs_embeds=x, attention_mask=torch.ones(x.shape[:2], dtype=torch.long, device=device()),
         use_cache=True, eos_token_id=end, pad_token_id=end, **sampling(args)).tolist()
-    log(f"{x.shape[1]} tokens before the answer, {len(ids)} in it"
-        + ("" if ids[-1:] == [end] else f": cut off at --max-tokens {args.max_tokens}"))
+    log(length_told(x.shape[1], len(ids), args, ended=ids[-1:] == [end]))
     return trained.tokenizer.decode([i for i in ids if i != end])

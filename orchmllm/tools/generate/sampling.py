@@ -15,6 +15,12 @@ def sampling(args: argparse.Namespace) -> dict:
             **(drawn if args.temperature else {})}
 
 
+def length_told(before: int, count: int, args: argparse.Namespace, *, ended: bool) -> str:
+    """What is said of an answer of `count` tokens after `before` others. ended: by itself."""
+    cut = "" if ended else f": cut off at --max-tokens {args.max_tokens}"
+    return f"{before} tokens before the answer, {count} in it{cut}"
+
+
 def device() -> torch.device:
     """A GPU if there is one, else the CPU."""
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")

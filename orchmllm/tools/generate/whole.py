@@ -8,33 +8,26 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from torch import nn
 
 from orchmllm.hf.folder import read_json
 from orchmllm.models.adapters import need_peft
 from orchmllm.plan.layout import VISION
-from orchmllm.tools.generate.sampling import device, sampling
+from orchmllm.tools.generate.sampling import device, length_told, sampling
 
 ADAPTERS = "adapter_config.json"  # peft's
+LOCAL = {"local_files_only": True, "trust_remote_code": False}
 
 
 @torch.no_grad()
 def answer_whole(args: argparse.Namespace, log: Callable[[str], None]) -> str:
     """The answer. args: of the command. log: is told how it ended. Raises ValueError or OSError."""
-    from transformers import (
-        AutoConfig,
-        AutoModelForCausalLM,
-        AutoModelForImageTextToText,
-        AutoProcessor,
-        AutoTokenizer,
-    )
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
     from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 
-    local = {"local_files_only": True, "trust_remote_code": False}
     adapters, folder = args.folder / ADAPTERS, args.folder
     if adapters.is_file():
         folder = read_json(adapters)["base_model_name_or_path"]
-    config = AutoConfig.from_pretrained(folder, **local)
+    config = AutoConfig.from_pretrained(folder, **LOCAL)
     takes_images = type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
     if hasattr(config, "audio_config") and not takes_images:
         raise ValueError(f"{args.folder} is a {config.model_type}, to which this command gives no "
@@ -46,14 +39,7 @@ def answer_whole(args: argparse.Namespace, log: Callable[[str], None]) -> str:
     for medium in args.media:
         if not Path(medium.path).is_file():
             raise ValueError(f"--image {medium.path}: no such file")
-    try:
-        reader = (AutoProcessor if takes_images else AutoTokenizer).from_pretrained(
-            args.tokenizer or folder, **local)
-    except ImportError as error:  # of a package that the processor needs
-        raise ValueError(f"{args.folder}: {' '.join(str(error).split())}") from error
-    if not reader.chat_template:
-        raise ValueError(f"{args.tokenizer or args.folder}: its processor or tokenizer has no chat "
-                         "template: add the chat_template.jinja of the model")
+    reader = _reader(args, folder, takes_images)
     content = [*({"type": "image", "path": str(m.path)} for m in args.media),
                {"type": "text", "text": args.question}] if takes_images else args.question
     given = reader.apply_chat_template(
@@ -61,22 +47,32 @@ def answer_whole(args: argparse.Namespace, log: Callable[[str], None]) -> str:
         return_dict=True, return_tensors="pt").to(device())
     kind = AutoModelForImageTextToText if takes_images else AutoModelForCausalLM
     model = kind.from_pretrained(folder, dtype=getattr(torch, args.dtype) if args.dtype
-                                 else "auto", **local)
+                                 else "auto", **LOCAL)
     if adapters.is_file():
-        model = with_adapters(model, args.folder)
+        need_peft()
+        from peft import PeftModel
+
+        model = PeftModel.from_pretrained(model, args.folder)
     model.to(device()).eval()
     before = given["input_ids"].shape[1]
     ids = model.generate(**given, **sampling(args))[0, before:].tolist()
     ends = model.generation_config.eos_token_id
     ended = ids[-1:] == [ends] if isinstance(ends, int) else ids and ids[-1] in (ends or ())
-    log(f"{before} tokens before the answer, {len(ids)} in it"
-        + ("" if ended else f": cut off at --max-tokens {args.max_tokens}"))
+    log(length_told(before, len(ids), args, ended=bool(ended)))
     return reader.decode(ids, skip_special_tokens=True)
 
 
-def with_adapters(model: nn.Module, folder: Path) -> nn.Module:
-    """By peft. Raises ValueError without it."""
-    need_peft()
-    from peft import PeftModel
+def _reader(args: argparse.Namespace, folder: str | Path, takes_images: bool):
+    """The processor of the model in `folder`, of text alone its tokenizer. Raises ValueError for
+    one that cannot be used."""
+    from transformers import AutoProcessor, AutoTokenizer
 
-    return PeftModel.from_pretrained(model, folder)
+    try:
+        reader = (AutoProcessor if takes_images else AutoTokenizer).from_pretrained(
+            args.tokenizer or folder, **LOCAL)
+    except ImportError as error:  # of a package that the processor needs
+        raise ValueError(f"{args.folder}: {' '.join(str(error).split())}") from error
+    if not reader.chat_template:
+        raise ValueError(f"{args.tokenizer or args.folder}: its processor or tokenizer has no chat "
+                         "template: add the chat_template.jinja of the model")
+    return reader

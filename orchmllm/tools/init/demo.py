@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +18,7 @@ from PIL import Image, ImageDraw
 from tqdm import tqdm
 
 from orchmllm.tools.init.tokenizer import train_tokenizer
+from orchmllm.tools.predict.workload import CDF, PERCENTS
 
 IMAGE_SCALE, AUDIO_SCALE, TEXT_SCALE = 0.5, 0.25, 0.25  # of pixels a side, seconds, tokens
 VOCAB_SIZE = 512
@@ -24,21 +26,9 @@ MIX = {"text": 0.08, "image": 0.42, "images": 0.10, "audio": 0.28, "image+audio"
 TEMPLATE_TOKENS = 10  # ChatML's, a round
 MIN_CLIP_S = 0.6  # a slow rhythm needs two beats to be told from a steady tone
 
-# Inverse CDFs of real lengths at PERCENTS, before scaling.
-PERCENTS = (0, 1, 5, 10, 20, 30, 40, 50, 60, 70, 80, 90, 95, 99, 100)
-SPEECH_S = (1.41, 2.50, 4.25, 6.45, 10.39, 12.40, 13.36, 13.99, 14.52, 14.95, 15.37, 15.81, 16.09,
-            16.70, 24.52)  # LibriSpeech train-clean-100
 VARIED_SPEECH_S = (1.06, 1.92, 2.29, 2.63, 3.25, 3.89, 4.63, 5.49, 6.55, 7.88, 9.73, 13.12, 16.27,
-                   23.48, 35.16)  # LibriSpeech dev and test
-SOUND_S = (0.58, 1.10, 1.39, 1.68, 2.13, 2.56, 2.99, 3.52, 4.20, 5.14, 6.40, 8.45, 10.53, 15.08,
-           34.14)  # IEMOCAP in AIR-Bench
-SPEECH_TOKENS_PER_S = (0.65, 1.47, 1.99, 2.26, 2.55, 2.74, 2.89, 3.04, 3.20, 3.37, 3.56, 3.83,
-                       4.07, 4.55, 5.52)
-ASPECT = (1.00, 1.00, 1.11, 1.32, 1.33, 1.33, 1.33, 1.39, 1.50, 1.50, 1.50, 1.51, 1.67, 2.01, 4.03)
-CONVERSATION_TOKENS = (96, 103, 122, 143, 183, 234, 303, 349, 394, 439, 470, 526, 571, 597, 622)
-DETAIL_TOKENS = (78, 81, 97, 110, 119, 125, 128, 133, 142, 147, 155, 165, 175, 187, 189)
-COMPLEX_TOKENS = (18, 38, 90, 102, 113, 122, 131, 139, 147, 159, 172, 203, 267, 328, 367)
-CHAT_TOKENS = (19, 209, 440, 608, 877, 1238, 1698, 2048, 2048, 2048, 2048, 2048, 2048, 2048, 2048)
+                   23.48, 35.16)  # at PERCENTS: LibriSpeech dev and test
+CHAT_TOKENS = np.minimum(CDF["sharegpt"], 2048)
 
 NUMBERS = "one two three four five six seven eight nine ten eleven twelve".split()
 ORDINALS = "first second third".split()
@@ -53,7 +43,7 @@ EXIF_TO_STORED = {3: Image.Transpose.ROTATE_180, 6: Image.Transpose.ROTATE_90,
                   8: Image.Transpose.ROTATE_270}
 
 
-def draw(rng: np.random.Generator, table: tuple[float, ...]) -> float:
+def draw(rng: np.random.Generator, table: Sequence[float]) -> float:
     """One value of an inverse CDF, linear between the percentiles."""
     return float(np.interp(rng.uniform(0, 100), PERCENTS, table))
 
@@ -66,7 +56,7 @@ def pick(rng: np.random.Generator, options) -> str:
 def image_size(rng: np.random.Generator) -> tuple[int, int]:
     """(width, height) in pixels: COCO and VG (long side 640 or 500), covers and TextCaps (1024)."""
     long_side = rng.choice([640, 500, 1024, 320], p=[0.62, 0.25, 0.07, 0.06]) * IMAGE_SCALE
-    short_side = long_side / draw(rng, ASPECT)
+    short_side = long_side / draw(rng, CDF["aspect"])
     sides = (round(long_side), round(short_side))
     return sides if rng.random() < 0.74 else sides[::-1]
 
@@ -197,8 +187,8 @@ def fit(rounds, target: float, template: int = 0) -> list[list[str]]:
 
 
 def image_text_target(rng: np.random.Generator) -> float:
-    tables = [CONVERSATION_TOKENS, DETAIL_TOKENS, COMPLEX_TOKENS]
-    return TEXT_SCALE * draw(rng, tables[rng.choice(3, p=[0.4, 0.2, 0.4])])
+    tables = ("conversation", "detail", "complex")
+    return TEXT_SCALE * draw(rng, CDF[tables[rng.choice(3, p=[0.4, 0.2, 0.4])]])
 
 
 def make_example(rng: np.random.Generator, kind: str, stem: str, out: Path) -> dict:
@@ -220,11 +210,12 @@ def make_example(rng: np.random.Generator, kind: str, stem: str, out: Path) -> d
         rounds += own
     if kind in ("audio", "image+audio"):
         speech = rng.random() < 0.65
-        table = [SPEECH_S, VARIED_SPEECH_S, SOUND_S][0 if speech else rng.integers(1, 3)]
+        table = (CDF["librispeech_s"], VARIED_SPEECH_S, CDF["iemocap_s"])[
+            0 if speech else rng.integers(1, 3)]
         duration_s = draw(rng, table)
         name, facts = write_audio(rng, out, stem, AUDIO_SCALE * duration_s)
         audios.append(name)
-        target = TEXT_SCALE * draw(rng, SPEECH_TOKENS_PER_S) * duration_s
+        target = TEXT_SCALE * draw(rng, CDF["text_tokens_per_s"]) * duration_s
         own = fit(audio_rounds(rng, facts, ""), target if speech else 2 * target)
         own[0][0] = "<audio>\n" + own[0][0]
         rounds = rounds + own if rng.random() < 0.5 else own + rounds

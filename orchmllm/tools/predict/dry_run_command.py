@@ -9,22 +9,38 @@ Exit code: 0 it fits, 2 it does not, or cannot run.
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 from orchmllm.cli.options import in_one_line, recipe_parser
+from orchmllm.config.job import default_world
 from orchmllm.config.recipe import read_recipe
+from orchmllm.tools.predict.dry_run import dry_run
+from orchmllm.tools.predict.examples import examples_of
 from orchmllm.tools.predict.options import cluster_of, cluster_options
-from orchmllm.tools.predict.text import run
+from orchmllm.tools.predict.text import dry_run_text, unnamed_encoders
 
 
 @in_one_line
 def main(argv: list[str]) -> int:
+    """Exit code. Raises ValueError for what cannot run on these ranks."""
     parser = recipe_parser("dry-run", __doc__, (
-        ("--ranks --world-size", 0, "number of ranks; 0: those that the recipe starts, or one "
+        ("--ranks", 0, "number of ranks; 0: those that the recipe starts, or one "
          "shard group, or one node"),
         ("--json", Path, "also write what was found")))
     cluster_options(parser)
     args = parser.parse_recipe(argv)
-    loaded = read_recipe(args.recipe, args.overrides)
-    return run(loaded, args.ranks, json_path=args.json,
-               hardware=cluster_of(args), mix=args.mix, lengths=args.lengths)
+    loaded, hardware = read_recipe(args.recipe, args.overrides), cluster_of(args)
+    recipe, without = loaded.recipe, unnamed_encoders(loaded)
+    if args.json and not args.json.parent.is_dir():  # before minutes of work
+        raise ValueError(f"--json {args.json}: {args.json.parent} is no folder")
+    ranks, why = args.ranks, "--ranks"
+    if not ranks:
+        ranks, why = default_world(recipe, hardware.ranks_per_node)
+        why += "; --ranks N for others"
+    found = dry_run(recipe, ranks, hardware, without=without,
+                    examples=examples_of(recipe, args.mix, args.lengths, without))
+    if args.json:
+        args.json.write_text(json.dumps(found, indent=1), encoding="utf-8")
+    print(dry_run_text(found | {"world_size_from": why}))
+    return 0 if found["fits"] else 2

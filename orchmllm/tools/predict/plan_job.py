@@ -33,7 +33,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
         ("--global-batch", at_least(0), "examples a step; 0: any (as the recipe says)"),
         ("--steps", 2, "planned for each batch size"),
         ("--out", Path, "writes the overrides, one a line"),
-        ("--ranks --gpus", at_least(1), "GPUs of the job; has to be given")))
+        ("--ranks", at_least(1), "GPUs of the job; has to be given")))
     cluster_options(parser)
     args = parser.parse_recipe(argv)
     if args.ranks is None:

@@ -13,10 +13,9 @@ from argparse import Namespace
 from dataclasses import replace
 from pathlib import Path
 
-from orchmllm.cli.options import in_one_line
+from orchmllm.cli.options import in_one_line, recipe_parser
 from orchmllm.config.recipe import load_recipe
 from orchmllm.plan.assign import PHASES
-from orchmllm.tools.predict.options import lengths_parser
 
 SIZES = (1, 2, 4, 8)  # items of a measurement on a CPU
 # Positions of one on a GPU, as many as a rank has in training: with fewer, kernels are shorter than
@@ -67,7 +66,7 @@ def measure(recipe, phase: str, args: Namespace) -> dict[str, list[float]]:
 @in_one_line
 def main(argv: list[str]) -> int:
     """Exit code. Raises ValueError for a device that cannot measure, or a model that cannot be."""
-    args = lengths_parser("profile", __doc__, OPTIONS).parse_recipe(argv)
+    args = recipe_parser("profile", __doc__, OPTIONS).parse_recipe(argv)
     recipe, out = load_recipe(args.recipe, args.overrides), {}
     recipe.model.require_parts()
     import torch

@@ -1,46 +1,13 @@
-"""The dry run on the command line: run, print, write."""
+"""The report of a dry run in words."""
 
 from __future__ import annotations
 
-import json
-import sys
-from pathlib import Path
 from textwrap import wrap
 
-from orchmllm.config.job import default_world
 from orchmllm.config.parse import Loaded
 from orchmllm.config.recipe import Recipe
 from orchmllm.plan.assign import PHASES
 from orchmllm.plan.layout import ENCODERS
-from orchmllm.tools.predict.hardware import Hardware
-
-
-def run(loaded: Loaded[Recipe], world_size: int, *, json_path: Path | None, hardware: Hardware,
-        mix: str, lengths: Path | None) -> int:
-    """Exit code: 2 if the recipe does not fit, or cannot run on this world, as `train` itself
-    answers. world_size: 0 if nobody said how many ranks. mix, lengths: see
-    orchmllm.tools.predict.examples."""
-    from orchmllm.tools.predict.dry_run import dry_run
-    from orchmllm.tools.predict.examples import examples_of
-
-    recipe = loaded.recipe
-    try:
-        if json_path and not json_path.parent.is_dir():  # before minutes of work
-            raise ValueError(f"--json {json_path}: {json_path.parent} is no folder")
-        without = unnamed_encoders(loaded)
-        examples = examples_of(recipe, mix, lengths, without)
-        ranks, why = world_size, "--ranks"
-        if not ranks:
-            ranks, why = default_world(recipe, hardware.ranks_per_node)
-            why += "; --ranks N for others"
-        found = dry_run(recipe, ranks, hardware, without=without, examples=examples)
-        if json_path:
-            json_path.write_text(json.dumps(found, indent=1), encoding="utf-8")
-    except (ValueError, OSError) as e:
-        print(f"error: {e}", file=sys.stderr)
-        return 2
-    print(dry_run_text(found | {"world_size_from": why}))
-    return 0 if found["fits"] else 2
 
 
 def unnamed_encoders(loaded: Loaded[Recipe]) -> frozenset[str]:

@@ -30,8 +30,8 @@ MODELS: dict[str, ModelConfig] = {
         AudioConfig(48, 3072, 12288, 24, stack=4), LLMConfig(152064, 80, 8192, 29568, 64, 8)),
 }
 
-QUANTILES = np.array([0, 1, 5, 10, 20, 30, 40, 50, 60, 70, 80, 90, 95, 99, 100]) / 100
-# Values at QUANTILES. Sources: LibriSpeech len_for_bucket tables and transcripts; COCO
+PERCENTS = np.array([0, 1, 5, 10, 20, 30, 40, 50, 60, 70, 80, 90, 95, 99, 100])
+# Values at PERCENTS. Sources: LibriSpeech len_for_bucket tables and transcripts; COCO
 # captions_val2017; LLaVA-Instruct samples; GQA/TextVQA prompts; book-dataset; Sarathi-Serve's
 # ShareGPT trace; IEMOCAP tables.
 CDF: dict[str, list[float]] = {
@@ -62,7 +62,7 @@ SAMPLE_RATE = 16000
 
 def quantile(name: str, rng: np.random.Generator, n: int) -> np.ndarray:
     """(n,) float64 draws by interpolation of an inverse CDF."""
-    return np.interp(rng.random(n), QUANTILES, CDF[name])
+    return np.interp(rng.random(n), PERCENTS / 100, CDF[name])
 
 
 def _rounds(rng: np.random.Generator, n: int, mean: float, tokens: Callable) -> np.ndarray:

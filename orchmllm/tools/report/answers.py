@@ -18,7 +18,6 @@ from orchmllm.data.storage.clients import StorageError
 from orchmllm.data.storage.remote import Storage
 from orchmllm.plan.layout import VISION
 
-SAMPLES = "samples.jsonl"
 LAST_STEPS = 3  # of which answers are shown
 SIDE = 240  # pixels of an image
 MOST_BYTES = 1 << 20  # of a clip on the page

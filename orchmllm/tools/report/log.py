@@ -18,9 +18,8 @@ from orchmllm.plan.assign import PHASES
 from orchmllm.plan.gain import Gain
 from orchmllm.runtime.attempts import flat, read_attempts
 from orchmllm.runtime.log_schema import NUMBERS, PHASE_METRICS, SCHEMA_VERSION
-from orchmllm.runtime.metrics import read_rows
+from orchmllm.runtime.metrics import SAMPLES, read_rows
 from orchmllm.runtime.resumable import describe_changes
-from orchmllm.tools.report.answers import SAMPLES
 
 MEASURED = ("imbalance", "slowest_s", "rank")
 COLUMNS = (

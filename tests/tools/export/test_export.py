@@ -251,7 +251,7 @@ def test_the_command_line(trip, tmp_path, capsys):
     """bfloat16, a tokenizer; an export is replaced only on demand, anything else never."""
     (tmp_path / "tok").mkdir()
     tokenizer = write_tokenizer(tmp_path / "tok")
-    argv = ["--checkpoint", trip.checkpoint, "--out", tmp_path / "a", "--dtype", "bfloat16",
+    argv = [trip.checkpoint, "--out", tmp_path / "a", "--dtype", "bfloat16",
             "--tokenizer", tokenizer]
     code, out, _ = run(capsys, *argv)
     assert code == 0 and "tokenizer/ and llm/ have the tokenizer of" in out
@@ -264,7 +264,7 @@ def test_the_command_line(trip, tmp_path, capsys):
     assert run(capsys, *argv, "--overwrite")[0] == 0
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.txt").write_text("x")
-    argv[3] = tmp_path / "mine"
+    argv[2] = tmp_path / "mine"
     code, _, error = run(capsys, *argv, "--overwrite")
     assert code == 2 and "exists and is no export: give another folder" in error
     assert [p.name for p in tmp_path.iterdir() if p.name.startswith(".")] == []
@@ -277,7 +277,7 @@ def test_the_tokenizer_speaks_the_template_of_training(trip, tmp_path, capsys):
 
     (tmp_path / "tok").mkdir()
     tokenizer = write_tokenizer(tmp_path / "tok")
-    run(capsys, "--checkpoint", trip.checkpoint, "--out", tmp_path / "a", "--tokenizer", tokenizer)
+    run(capsys, trip.checkpoint, "--out", tmp_path / "a", "--tokenizer", tokenizer)
     hf = AutoTokenizer.from_pretrained(tmp_path / "a" / "llm")
     exact = AutoTokenizer.from_pretrained(tmp_path / "a" / "tokenizer")
     turns = [Turn("user", ("What is it?",), False), Turn("assistant", ("A circle.",), True)]
@@ -303,7 +303,7 @@ def test_what_is_said_about_checkpoints_that_cannot_be_exported(trip, tmp_path, 
     out = tmp_path / "out"
 
     def said(checkpoint: Path, *argv: str) -> str:
-        code, _, error = run(capsys, "--checkpoint", checkpoint, "--out", out, *argv)
+        code, _, error = run(capsys, checkpoint, "--out", out, *argv)
         assert code == 2 and not out.exists() and not (tmp_path / ".staged_out").exists()
         return error
 
@@ -326,7 +326,7 @@ def test_what_is_said_about_checkpoints_that_cannot_be_exported(trip, tmp_path, 
 
 def peak_mb(checkpoint: Path, out: Path) -> float:
     """Peak resident memory of an export in a process of its own."""
-    argv = ["--checkpoint", checkpoint, "--out", out, "--no-verify", "--dtype", "bfloat16",
+    argv = [checkpoint, "--out", out, "--no-verify", "--dtype", "bfloat16",
             "--max-file-gb", "0.3"]
     code = ("import sys; from orchmllm.tools.export.command import main; "
             "from tests.lib.process import memory_kb; "

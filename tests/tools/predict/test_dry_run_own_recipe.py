@@ -80,14 +80,15 @@ def test_an_encoder_that_the_recipe_does_not_have(dry_run):
         "audio", "audio forward", "audio backward"}
 
 
-def test_it_does_not_fit_by_so_much(tmp_path):
+def test_it_does_not_fit_by_so_much(tmp_path, capfd):
     path = tmp_path / "own.yaml"
     path.write_text(TINY, encoding="utf-8")
-    run = python("-m", "orchmllm", "dry-run", path, "fsdp.memory_gb=0.01")
-    assert run.returncode == 2 and run.stdout == "" and run.stderr.count("\n") == 1
+    assert main([str(path), "fsdp.memory_gb=0.01"]) == 2
+    said = capfd.readouterr()
+    assert said.out == "" and said.err.count("\n") == 1
     assert re.match(r"error: the recipe does not fit: .* needs \d\.\d GB a rank at least, \d\.\d "
                     r"GB more than the 0\.0 GB that are allowed \(fsdp.memory_gb\); .* would help "
-                    r"\(a GPU of 85 GB is assumed: h100-sxm", run.stderr)
+                    r"\(a GPU of 85 GB is assumed: h100-sxm", said.err)
 
 
 @pytest.mark.parametrize("name, ranks", [

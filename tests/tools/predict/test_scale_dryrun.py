@@ -23,6 +23,7 @@ from orchmllm.sharding.fsdp import shard
 from orchmllm.sharding.memory import MemoryModel
 from orchmllm.sharding.units import units
 from orchmllm.tools.predict.dry_run import NONE, dry_run, exchange_report
+from orchmllm.tools.predict.dry_run_command import main as command
 from orchmllm.tools.predict.examples import of_mix
 from orchmllm.tools.predict.hardware import Hardware
 from orchmllm.tools.predict.step_time import (
@@ -35,12 +36,12 @@ from orchmllm.tools.predict.step_time import (
 from orchmllm.tools.predict.text import dry_run_text
 from orchmllm.tools.predict.transfers import moves_of
 from orchmllm.tools.predict.workload import MODELS, sample_layout
+from orchmllm.train import main as train
 from tests.lib.commands import python
-from tests.lib.recipes import read, small_spec
+from tests.lib.recipes import RECIPES, read, small_spec
 from tests.lib.synthetic import recipe as tiny
 
-TRAIN = ("-m", "orchmllm.train", "--recipe")
-DRY_RUN = ("-m", "orchmllm", "dry-run")
+RECIPE = str(RECIPES / "mllm84b.yaml")
 
 
 def built(recipe, num_ranks: int) -> tuple[dict[str, int], dict[str, int]]:
@@ -70,7 +71,7 @@ def test_dry_run_of_84b_on_2560_ranks(tmp_path):
     """The figures of issue and documentation, in under 60 s (of CPU: the machine may be busy) and
     4 GB."""
     out = tmp_path / "r.json"
-    run = python(*DRY_RUN, "recipes/mllm84b.yaml", "--world-size", "2560", "--json", out)
+    run = python("-m", "orchmllm", "dry-run", RECIPE, "--ranks", "2560", "--json", out)
     assert run.returncode == 0, run.stderr
     r = json.loads(out.read_text())
     assert r["peak_rss_bytes"] < 4e9 and r["steps"] == 20
@@ -112,29 +113,31 @@ def test_small_dry_run_is_consistent():
 
 
 @pytest.mark.parametrize("changes, says", [
-    (("--world-size", "2000"), "start 1792 or 2048 ranks, or set it to 0 (all ranks) or a number "
+    (("--ranks", "2000"), "start 1792 or 2048 ranks, or set it to 0 (all ranks) or a number "
                                "that divides them"),
-    (("--world-size", "2564", "fsdp.shard_size=4"), "start 2560 or 2568"),
-    (("--world-size", "2560", "fsdp.memory_gb=40"), "train.batch_size=21 would fit"),
-    (("--world-size", "2560", "fsdp.memory_gb=40", "train.global_batch_size=76800"),
+    (("--ranks", "2564", "fsdp.shard_size=4"), "start 2560 or 2568"),
+    (("--ranks", "2560", "fsdp.memory_gb=40"), "train.batch_size=21 would fit"),
+    (("--ranks", "2560", "fsdp.memory_gb=40", "train.global_batch_size=76800"),
      "train.global_batch_size=53760 would fit"),
-    (("--world-size", "2560", "fsdp.memory_gb=4"), "fsdp.shard_size above 256"),
-    (("--world-size", "256", "train.global_batch_size=100"),
+    (("--ranks", "2560", "fsdp.memory_gb=4"), "fsdp.shard_size above 256"),
+    (("--ranks", "256", "train.global_batch_size=100"),
      "raise it to 256, or lower train.accumulation_steps"),
 ])
-def test_one_message_for_what_cannot_run(changes, says):
-    run = python(*DRY_RUN, "recipes/mllm84b.yaml", *changes)
-    assert run.returncode == 2 and run.stdout == ""
-    assert run.stderr.count("\n") == 1 and run.stderr.startswith("error: ") and says in run.stderr
+def test_one_message_for_what_cannot_run(changes, says, capsys):
+    assert command([RECIPE, *changes]) == 2
+    said = capsys.readouterr()
+    assert said.out == "" and said.err.count("\n") == 1
+    assert said.err.startswith("error: ") and says in said.err
 
 
-def test_a_run_on_the_wrong_world_ends_before_it_starts():
-    run = python(*TRAIN, "recipes/mllm84b.yaml", "--validate", "--world-size", "100")
-    assert run.returncode == 2 and "start 256 ranks" in run.stderr
-    world = {"RANK": "0", "WORLD_SIZE": "512", "LOCAL_WORLD_SIZE": "8", "MASTER_ADDR": "localhost",
-             "MASTER_PORT": "1"}
-    run = python(*TRAIN, "recipes/mllm84b.yaml", "--world-size", "2560", env=world)
-    assert run.returncode == 2 and "there are 512 ranks: start 2560" in run.stderr
+def test_a_run_on_the_wrong_world_ends_before_it_starts(capsys, monkeypatch):
+    assert train([RECIPE, "--validate", "--ranks", "100"]) == 2
+    assert "start 256 ranks" in capsys.readouterr().err
+    for name, value in {"RANK": "0", "WORLD_SIZE": "512", "LOCAL_WORLD_SIZE": "8",
+                        "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}.items():
+        monkeypatch.setenv(name, value)
+    assert train([RECIPE, "--ranks", "2560"]) == 2
+    assert "there are 512 ranks: start 2560" in capsys.readouterr().err
 
 
 def test_check_world_takes_what_divides():

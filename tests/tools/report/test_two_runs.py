@@ -29,7 +29,7 @@ def test_predictions_are_scored_by_what_a_run_measured(tmp_path, capsys):
     write(folder, rows)
     found = scored()
     assert found["gain of balancing, cost model"] == ["20.0%", "25.0%", "+5.0 points"]
-    dispatch(["dry-run", str(folder / "recipe.yaml"), "--world-size", "2", "--mix", "natural",
+    dispatch(["dry-run", str(folder / "recipe.yaml"), "--ranks", "2", "--mix", "natural",
               "--json", str(tmp_path / "tried.json")])
     tried = json.loads((tmp_path / "tried.json").read_text())
     gain = 1 - 1 / tried["ratio"]["none / balanced"]
