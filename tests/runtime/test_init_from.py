@@ -180,6 +180,7 @@ def whole(folder: Path, model: ModelConfig, start: Path | None = None) -> Recipe
 
 
 @pytest.mark.slow
+@pytest.mark.whole
 def test_stages_of_a_model_of_transformers(tmp_path):
     """On other ranks; and a model of the other kind is refused."""
     stock = models.build("qwen3_vl")

@@ -18,7 +18,7 @@ from tests.lib.ranks import run_ranks
 from tests.lib.whole_folders import write_clip, write_model
 from tests.sharding.test_planned_phases import compared, frozen_compared, recipe
 
-pytestmark = pytest.mark.dist
+pytestmark = [pytest.mark.dist, pytest.mark.whole]
 # Clips of each example. Of the steps of 8 examples the second has one clip (of three windows, where
 # a clip may have several), so that ranks encode nothing and have no clip, the third has none; the
 # last has 2 examples for up to 4 ranks.

@@ -23,9 +23,10 @@ from orchmllm.comm.exchange import RowGather, all_to_all
 from orchmllm.config.balance import PhaseConfig
 from orchmllm.config.model import ModelConfig
 from orchmllm.config.recipe import DataConfig, FsdpConfig, Recipe, RunConfig, TrainConfig
+from orchmllm.data.dataset import ConversationDataset
 from orchmllm.data.loading.step_loader import StepLoader
-from orchmllm.data.processed import ProcessedRows
 from orchmllm.data.sampler import GlobalSampler
+from orchmllm.data.stream import open_dataset
 from orchmllm.encoders import planned
 from orchmllm.encoders.results import Features
 from orchmllm.models.families import part_of
@@ -36,7 +37,7 @@ from tests.lib.ranks import RankFailure, run_ranks
 from tests.lib.recipes import frozen
 from tests.lib.whole_folders import write_model
 
-pytestmark = pytest.mark.dist
+pytestmark = [pytest.mark.dist, pytest.mark.whole]
 # Images of each example. Of the steps of 8 examples the second has one image, so that ranks encode
 # nothing and have no media, the third has none; the last has 2 examples for up to 4 ranks.
 IMAGES = [3, 1, 0, 2, 0, 1, 2, 0, *[0, 1, *[0] * 6], *[0] * 8, 1, 2]
@@ -106,7 +107,7 @@ def gradients(trainer: Trainer) -> dict[str, torch.Tensor]:
     return found
 
 
-def reference(stock, rows: ProcessedRows, ids: list[int]) -> tuple[float, dict, int]:
+def reference(stock, rows: ConversationDataset, ids: list[int]) -> tuple[float, dict, int]:
     """(loss, gradients, targets) of stock transformers, one example after the other."""
     inputs = []
     for i in ids:
@@ -125,7 +126,7 @@ def compared(world, folder: Path, name: str, runs: list[Recipe], phase: str = "v
     with stock transformers."""
     FAMILIES[name](transformers)  # imports a processor that would need torchvision
     stock = models.stock_of(folder)
-    rows = ProcessedRows(folder, runs[0].data)
+    rows = open_dataset(runs[0].data, runs[0].model, seed=0)
     exact = models.LOOSE.get(name, models.EXACT)
     wanted, seen = {}, []
     for number, run in enumerate(runs):
@@ -179,7 +180,7 @@ def frozen_compared(world, folder: Path, name: str, settings: list[tuple[str, ..
     FAMILIES[name](transformers)
     stock, run = models.stock_of(folder), recipe(folder, accumulation_steps=2)
     every, greedy = {part_of(n) for n, _ in stock.named_parameters()}, PhaseConfig(policy="greedy")
-    rows, wanted = ProcessedRows(folder, run.data), {}
+    rows, wanted = open_dataset(run.data, run.model, seed=0), {}
     found: dict[tuple[str, ...], list[bool]] = {}
 
     def logged(*args):

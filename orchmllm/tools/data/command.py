@@ -132,11 +132,11 @@ def main(argv: list[str]) -> int:
               else of_data(args.recipe, args.model, args.batch_size))
     if not args.recipe:
         return drawn(recipe, args)
+    sources, reader = open_recipe(recipe)
     if args.command == "preview":
         from orchmllm.tools.data.preview import preview
 
         return preview(dataset_of(recipe), args.row - 1, args.count)
-    sources, reader = open_recipe(recipe)
     indexes = index_all(sources, reader, index_path(recipe.data.index_dir), args.workers,
                         fresh=args.command == "lint")
     if args.command == "stats":

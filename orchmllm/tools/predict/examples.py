@@ -25,6 +25,7 @@ from orchmllm.data.index import LengthIndex, joined_layouts, open_index, usable_
 from orchmllm.data.lengths import LengthReader
 from orchmllm.data.sampler import make_sampler
 from orchmllm.data.storage.remote import Storage
+from orchmllm.models.families import read_config
 from orchmllm.plan.layout import BatchLayout
 from orchmllm.tools.predict.workload import SAMPLE_RATE, Headers, batch_layout, sample_headers
 
@@ -74,7 +75,8 @@ def of_mix(recipe: Recipe, mix: str = "natural", without: Collection[str] = (),
 def open_recipe(recipe: Recipe) -> tuple[list[DataSource], LengthReader]:
     """The recipe's sources. Raises ValueError naming what cannot be read."""
     if recipe.model.folder:
-        from orchmllm.data.processed import ProcessedRows  # with transformers
+        read_config(Path(recipe.model.folder))  # other versions of transformers cannot import this:
+        from orchmllm.data.processed import ProcessedRows
 
         rows = ProcessedRows(recipe.model.folder, recipe.data)
         return rows.sources, rows.reader
