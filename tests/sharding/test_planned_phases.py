@@ -154,9 +154,11 @@ def compared(world, folder: Path, name: str, runs: list[Recipe], phase: str = "v
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [n for n in models.ADMITTED if "image" in models.kinds_of(n)])
-@pytest.mark.parametrize("ranks, shard_size", [(1, 0), (2, 0), (3, 0), (4, 2)])
+@pytest.mark.parametrize("name, ranks, shard_size", [
+    ("qwen3_vl", 4, 0), *((n, *groups) for n in models.ADMITTED if "image" in models.kinds_of(n)
+                          for groups in ((1, 0), (2, 0), (3, 0), (4, 2)))])
 def test_gradients_are_those_of_stock_transformers(name, ranks, shard_size, tmp_path):
+    """Balanced where one layer of a phase is recomputed, or a part of it."""
     write_model(name, tmp_path, torch.float64)
     write_rows(tmp_path)
     run = recipe(tmp_path)
@@ -164,6 +166,8 @@ def test_gradients_are_those_of_stock_transformers(name, ranks, shard_size, tmp_
         run.balance, vision=PhaseConfig(policy="greedy")))  # moves media of one size, too
     off = replace(run, balance=replace(run.balance, enabled=False),
                   train=replace(run.train, accumulation_steps=2))
+    run = replace(run, fsdp=replace(
+        run.fsdp, vision_checkpointing="full:1", llm_checkpointing="selective:1"))
     first, second, third, last = run_ranks(compared, ranks, tmp_path, name, [run, off])[0]
     assert sum(first["encoded"]) == 9 and sum(second["encoded"]) == 1
     assert not any(third["encoded"]) and sum(last["examples"]) == 2
@@ -210,7 +214,7 @@ def frozen_compared(world, folder: Path, name: str, settings: list[tuple[str, ..
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ranks, shard_size", [(2, 0), (3, 0), (4, 2)])
+@pytest.mark.parametrize("ranks, shard_size", [(2, 0), (3, 0), (4, 0), (4, 2)])
 def test_what_is_frozen_sends_nothing_back_and_changes_no_other_gradient(
         ranks, shard_size, tmp_path):
     """Ranks without media, a step with one image and one without any are among the steps."""

@@ -17,7 +17,6 @@ from __future__ import annotations
 import argparse
 import os
 import time
-from dataclasses import replace
 from pathlib import Path
 
 from tqdm import tqdm
@@ -31,7 +30,7 @@ from orchmllm.data.survey import survey
 from orchmllm.tools.data.build_index import build_index
 from orchmllm.tools.data.stats import drawn, of_data, show
 from orchmllm.tools.pictures import check_can_draw
-from orchmllm.tools.predict.examples import open_recipe
+from orchmllm.tools.predict.examples import dataset_of, open_recipe
 from orchmllm.tools.predict.workload import MODELS
 
 # What stands before a colon is the only command that has the option.
@@ -104,13 +103,6 @@ def lint(sources: list[DataSource], indexes: list[LengthIndex]) -> int:
     return sum(len(index.problems) for index in indexes)
 
 
-def dataset_of(recipe: Recipe):
-    """The map-style dataset of a recipe's sources. Raises ValueError naming what cannot be read."""
-    from orchmllm.data.stream import open_dataset
-
-    return open_dataset(replace(recipe.data, streaming=False), recipe.model, seed=recipe.run.seed)
-
-
 def lint_decoding(recipe: Recipe) -> int:
     """Decodes every medium; prints a line per failure; returns their number."""
     dataset, count = dataset_of(recipe), 0
@@ -132,11 +124,11 @@ def main(argv: list[str]) -> int:
               else of_data(args.recipe, args.model, args.batch_size))
     if not args.recipe:
         return drawn(recipe, args)
-    sources, reader = open_recipe(recipe)
     if args.command == "preview":
         from orchmllm.tools.data.preview import preview
 
         return preview(dataset_of(recipe), args.row - 1, args.count)
+    sources, reader = open_recipe(recipe)
     indexes = index_all(sources, reader, index_path(recipe.data.index_dir), args.workers,
                         fresh=args.command == "lint")
     if args.command == "stats":
