@@ -58,7 +58,8 @@ def test_gradients_of_videos_are_those_of_stock_transformers(name, ranks, shard_
     first, second = run_ranks(compared, ranks, tmp_path, name, [run, off])[0]
     assert sum(first["encoded"]) == sum((count + 1) // 2 or 1 for row in MEDIA[:8] for count in row)
     assert sum(second["encoded"]) == 5 and sum(n > 0 for n in second["held"]) == 1
-    assert sum(n > 0 for n in second["encoded"]) == ranks  # of one video
+    # One video; of its five slices a rank has two, with a fourth rank, too.
+    assert sum(n > 0 for n in second["encoded"]) == min(ranks, 3)
 
 
 @pytest.mark.slow
