@@ -169,7 +169,6 @@ def without_a_stop(world, first: Recipe, second: Recipe) -> list:
     (1, 0, ()), (2, 0, (*ENCODERS,)), (2, 0, ("llm", "connector")), (3, 0, ("vision",)),
     (4, 0, ()), (4, 2, ("llm", "connector"))])
 def test_two_stages_are_one_run_that_makes_its_optimizer_anew(ranks, shard_size, parts, tmp_path):
-    """On four ranks a step of six examples leaves some ranks without images."""
     first, second = (stage(tmp_path / name, 3, *parts) for name in ("first", "second"))
     first, second = (replace(run, fsdp=replace(run.fsdp, shard_size=shard_size))
                      for run in (first, second))
