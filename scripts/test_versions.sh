@@ -11,7 +11,7 @@ python=$1
 end=${2:?"name an end: make test-versions END=oldest, or END=newest"}
 shift 2
 venv=build/versions/$end
-tools="setuptools>=77 pybind11>=2.12 pytest>=8 pytest-timeout hypothesis jsonschema psutil"
+tools="setuptools>=77 pybind11>=2.12 pytest>=8 pytest-timeout hypothesis jsonschema psutil av>=16.1"
 
 bounds() {  # NAME>=VERSION of the dependencies in pyproject.toml, with OPERATOR instead of >=
     sed -n '/^dependencies = \[/,/^\]/s/^ *"\(.*\)>=\(.*\)",$/\1'"$1"'\2/p' pyproject.toml
@@ -22,8 +22,8 @@ floor() {  # of a package of versions.py
 pip() {
     "$venv/bin/python" -m pip --disable-pip-version-check install -q "$@"
 }
-run() {
-    PYTHONPATH=$PWD "$venv/bin/python" -m pytest -q -p no:cacheprovider "$@"
+run() {  # -rs: says why tests are left out
+    PYTHONPATH=$PWD "$venv/bin/python" -m pytest -q -rs -p no:cacheprovider "$@"
 }
 said() {
     "$venv/bin/python" -c 'import torch, transformers
@@ -32,7 +32,8 @@ print("== torch", torch.__version__, "transformers", transformers.__version__, f
 trainer() {
     run tests/models tests/sharding tests/comm --ignore tests/comm/test_programs.py \
         tests/loader/test_dropin.py tests/loader/test_loss.py tests/e2e/test_trainer.py \
-        tests/e2e/test_missing_modality.py tests/runtime/test_resume.py "$@"
+        tests/e2e/test_missing_modality.py tests/e2e/test_whole_model.py \
+        tests/runtime/test_resume.py "$@"
     run -m slow tests/e2e/test_two_nodes.py
 }
 clients() {  # without what needs TRL or torchvision, or reads a class that is newer than 5.17

@@ -190,8 +190,11 @@ def frame_gradients(world, videos: str) -> tuple[float, set[int]]:
 
 @pytest.mark.slow
 @pytest.mark.dist
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_frames_of_one_video_on_several_ranks_give_the_gradients_of_one_process(videos, ranks):
+@pytest.mark.parametrize("is_balanced", [True, False])
+@pytest.mark.parametrize("ranks, shard_size", [(2, 0), (3, 0), (4, 0), (4, 2)])
+def test_frames_of_one_video_on_several_ranks_give_the_gradients_of_one_process(
+        videos, ranks, shard_size, is_balanced):
+    """Without balancing the other ranks have no frames."""
     video = {"type": "video", "video": "plain.mp4", "nframes": 8}
     answer = {"role": "assistant", "content": "nothing"}
     asked = [[video, {"type": "text", "text": "?"}], [video | {"nframes": 1}], *["?"] * 10]
@@ -205,8 +208,8 @@ model:
   audio: {{num_layers: 1, hidden_size: 32, intermediate_size: 32}}
   llm: {{num_layers: 1, hidden_size: 48, intermediate_size: 32}}
 train: {{num_steps: 1, global_batch_size: 12}}
-fsdp: {{param_dtype: float64}}
-balance: {{ranks_per_node: 4}}
+fsdp: {{param_dtype: float64, shard_size: {shard_size}}}
+balance: {{ranks_per_node: 4, enabled: {is_balanced}}}
 """)
     for difference, encoding in run_ranks(frame_gradients, ranks, str(videos)):
-        assert difference <= 1e-9 and encoding == set(range(ranks))
+        assert difference <= 1e-9 and encoding == set(range(ranks if is_balanced else 1))

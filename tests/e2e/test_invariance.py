@@ -14,6 +14,7 @@ from orchmllm.plan.balance import POLICIES
 from orchmllm.plan.rearrange import Rearrangement
 from orchmllm.plan.step import plan_step
 from tests.lib.gradients import (
+    FEW_MEDIA,
     Case,
     RandomPlanner,
     all_gradients,
@@ -65,8 +66,14 @@ SPECIAL = {
     "vision alone": Case(recipe(balance=balanced(), model=frozen("audio", "connector", "llm"))),
     "LLM alone": Case(recipe(balance=balanced(), model=frozen("vision", "audio", "connector"))),
     "LLM alone, off": Case(recipe(balance=OFF, model=frozen("vision", "audio", "connector"))),
+    **{f"{name}, ranks without media": Case(recipe(balance=OFF, model=frozen(*parts)),
+                                            dataset=FEW_MEDIA)
+       for name, parts in (("connectors alone", ("vision", "audio", "llm")),
+                           ("vision alone", ("audio", "connector", "llm")),
+                           ("frozen encoders", ("vision", "audio")))},
 }
-SLOW_FROZEN = {"connectors alone", "vision alone", "LLM alone, off"}
+SLOW_FROZEN = {"connectors alone", "vision alone", "LLM alone, off", *(
+    name for name in SPECIAL if "without media" in name)}
 
 
 @pytest.fixture(scope="module")
@@ -74,7 +81,7 @@ def references():
     cache = {}
 
     def reference(case: Case):
-        key = (case.recipe.model, case.dataset.unlabelled)
+        key = (case.recipe.model, case.dataset.unlabelled, *case.dataset.kinds)
         if key not in cache:
             cache[key] = reference_gradients(case)
         return cache[key]
@@ -105,8 +112,9 @@ ON_TWO = {"off", "off/accumulate3", "accumulate3", "checkpointed", "frozen encod
     (1, policies_with("tensors") | policies_with("load") - {"greedy/load"} | SLOW_FROZEN),
     (2, policies_with("load") | SLOW_FROZEN),
     (4, policies_with("tensors") | ON_TWO | SLOW_FROZEN | {"LLM alone"}),
+    pytest.param(2, {**PLAIN, **SPECIAL}.keys() - SLOW_FROZEN, marks=pytest.mark.slow),
     *(pytest.param(n, set(), marks=pytest.mark.slow) for n in (3, 4))],
-    ids=["1", "2", "4", "3, all", "4, all"])
+    ids=["1", "2", "4", "2, frozen", "3, all", "4, all"])
 def test_gradients_equal_the_plain_loop(num_ranks, left_out, references):
     cases = {**PLAIN, **SPECIAL}
     assert cases.keys() >= left_out

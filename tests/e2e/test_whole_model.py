@@ -14,8 +14,11 @@ from pathlib import Path
 
 import pytest
 
+from orchmllm.cli import dispatch
+from orchmllm.config.model import ModelConfig
 from orchmllm.config.recipe import DataConfig
-from orchmllm.data.processed import ProcessedRows
+from orchmllm.data.stream import open_dataset
+from orchmllm.models import families
 from orchmllm.tools.predict import profile_command
 from tests.lib.commands import ROOT, make_demo_data, python
 from tests.lib.whole_folders import write_model, write_rows
@@ -52,6 +55,7 @@ def killed(folder: Path, *args: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.dist
+@pytest.mark.whole
 def test_the_way_of_a_newcomer(tmp_path):
     """Train with balancing off and on, kill, resume on another number of ranks, export, generate.
     """
@@ -83,12 +87,14 @@ def generate(folder: Path) -> None:
     from transformers import AutoModelForImageTextToText
 
     model = AutoModelForImageTextToText.from_pretrained(folder / "exported")
-    example = ProcessedRows(folder / "exported", DataConfig(
-        path=str(folder / "images.jsonl"), index_dir=str(folder / "index"))).load(0)
+    example = open_dataset(
+        DataConfig(path=str(folder / "images.jsonl"), index_dir=str(folder / "index")),
+        ModelConfig(pretrained=str(folder / "exported")), seed=0).load(0)
     out = model.generate(input_ids=example.input_ids[None], **example.media, max_new_tokens=4)
     assert out.shape == (1, len(example.input_ids) + 4)
 
 
+@pytest.mark.whole
 def test_what_cannot_be_trained_is_one_line_before_any_rank_starts(tmp_path, capsys):
     """Another family, text dropout, a small vocabulary, and weights that are gone."""
     import transformers
@@ -120,3 +126,18 @@ def test_what_cannot_be_trained_is_one_line_before_any_rank_starts(tmp_path, cap
         assert problem in told()
     (tmp_path / "model" / "model.safetensors").unlink()
     assert "model.pretrained: neither model.safetensors nor" in told()
+
+
+def test_another_version_of_transformers_is_refused_in_one_line(tmp_path, capsys, monkeypatch):
+    """Whatever needs the model says so before anything of transformers is imported that other
+    versions do not have."""
+    monkeypatch.setattr(families, "TESTED", ("1.0.",))
+    (tmp_path / "config.json").write_text('{"model_type": "qwen3_vl"}')
+    (tmp_path / "recipe.yaml").write_text(f"model: {{pretrained: {tmp_path}}}\n"
+                                          f"data: {{path: {tmp_path}/data.jsonl}}\n")
+    for command in ("train", "dry-run", "data index", "data preview"):
+        words = [*command.split(), str(tmp_path / "recipe.yaml"), f"run.dir={tmp_path}/run"]
+        assert dispatch(words) == 2, command
+        told = capsys.readouterr().err
+        assert "is installed, but whole models were tested with 1.0.*: pip install" in told
+        assert told.count("\n") == 1, command

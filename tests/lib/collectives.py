@@ -12,7 +12,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch._subclasses.fake_tensor import unset_fake_temporarily
-from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+from torch.distributed.tensor import debug
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -106,7 +106,8 @@ def microbatch(num_ranks: int, rank: int, dispatch: str, seed: int):
 def collectives(num_ranks: int, rank: int, setting: Setting) -> list[Collective]:
     """Those of a rank in a step of three microbatches, in a validation and in one microbatch more.
     """
-    _clear_sharding_prop_cache()  # it holds meshes of the rank before
+    debug._clear_python_sharding_prop_cache()  # they hold meshes of the rank before
+    debug._clear_fast_path_sharding_prop_cache()
     with accelerator(num_ranks, rank) as device:
         with unset_fake_temporarily():
             group = exchange_group(device, 60.0)

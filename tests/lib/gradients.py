@@ -23,6 +23,9 @@ from orchmllm.trainer import Trainer
 from tests.lib.synthetic import SyntheticDataset
 
 BATCH = 12  # examples per step, whatever the number of ranks
+# Of the examples of a step the last ones alone have images and clips: without balancing the first
+# ranks have none, of whatever number of ranks above one.
+FEW_MEDIA = SyntheticDataset(kinds=[*["TT"] * 9, "TVT", "TAT", "VAT"], size=BATCH)
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,8 @@ from tests.lib import whole_models as models
 from tests.lib.processors import CLIPS
 from tests.lib.whole_models import Item
 
+pytestmark = pytest.mark.whole
+
 
 @pytest.mark.parametrize("name", CLIPS)
 def test_the_parts_of_a_model_that_takes_clips(name, tmp_path):

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
 from dataclasses import replace
 
 import pytest
 import torch
+from torch.nn.attention.varlen import varlen_attn
 
 from orchmllm.plan.assign import PHASES
 from orchmllm.sharding.activations import block_bytes
@@ -14,12 +16,15 @@ from tests.lib.recipes import read
 
 MODEL = read("pretrained_7b").model
 ROWS = 4096
+# Without the option (torch 2.10 and 2.11) grouped keys and values are repeated for every head.
+REPEATS = "enable_gqa" not in inspect.signature(varlen_attn).parameters
 
 
 def test_a_block_of_qwen2_and_its_loss_run_few_kernels():
     forward, backward = count_block(MODEL, "llm", ROWS)
-    assert forward.count["_fused_rms_norm"] == 2 and sum(forward.count.values()) <= 24
-    assert sum(backward.count.values()) <= 44
+    assert forward.count["_fused_rms_norm"] == 2 and (
+        sum(forward.count.values()) <= 24 + 2 * REPEATS)
+    assert sum(backward.count.values()) <= 44 + 2 * REPEATS
     kernels = count_loss(MODEL, ROWS, 1024)
     assert kernels.count["log_softmax"] == ROWS // 1024
     assert kernels.passes <= 4 * ROWS // 1024
@@ -42,4 +47,8 @@ def test_autograd_keeps_what_the_memory_model_says_on_a_gpu(phase, frozen):
     with as_on_a_gpu(), torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
         run()
     total = sum(storage.nbytes() for storage in kept.values())
-    assert total / ROWS == pytest.approx(block_bytes(phase, config, 2).kept["none"], rel=0.01)
+    expected = block_bytes(phase, config, 2).kept["none"]
+    if phase == "llm" and REPEATS:
+        more = config.num_heads - config.num_kv_heads
+        expected += 2 * 2 * more * config.hidden_size // config.num_heads
+    assert total / ROWS == pytest.approx(expected, rel=0.01)

@@ -11,8 +11,9 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from orchmllm.batch import SequenceLengths
+from orchmllm.config.model import ModelConfig
 from orchmllm.config.recipe import DataConfig
-from orchmllm.data.processed import ProcessedRows
+from orchmllm.data.stream import open_dataset
 from orchmllm.models import packing
 from orchmllm.models.block_flops import CHUNK, multiplied, state_flop
 from orchmllm.models.families import refusals
@@ -25,6 +26,7 @@ from tests.lib.recipes import frozen
 from tests.lib.whole_folders import write_model, write_rows
 from tests.lib.whole_models import Item
 
+pytestmark = pytest.mark.whole
 FAST = ("internvl", "mistral3", "qwen3_5_moe", "qwen3_vl")
 
 
@@ -73,7 +75,8 @@ def test_rows_of_the_model_s_own_processor_are_packed_exactly(name, tmp_path):
     tensors."""
     model = write_model(name, tmp_path, torch.float64).train()
     data = write_rows(tmp_path, 9, name)
-    rows = ProcessedRows(tmp_path, DataConfig(path=str(data), index_dir=str(tmp_path / "index")))
+    rows = open_dataset(DataConfig(path=str(data), index_dir=str(tmp_path / "index")),
+                        ModelConfig(pretrained=str(tmp_path)), seed=0)
     examples = [rows.load(i) for i in range(9)]
     loss, wanted = models.stock(model, [
         {"input_ids": e.input_ids[None], "labels": e.labels[None],

@@ -139,8 +139,8 @@ def started(world, run: Recipe) -> dict:
 @pytest.mark.slow
 def test_weights_are_equal_on_every_number_of_ranks_and_others_are_refused(tmp_path):
     end = run_ranks(first_and_refused, 2, tmp_path)[0]
-    for ranks, shard_size in ((1, 0), (3, 0), (4, 2)):
-        run = stage(tmp_path / f"second{ranks}", 1, "vision", "connector",
+    for ranks, shard_size in ((1, 0), (2, 0), (3, 0), (4, 0), (4, 2)):
+        run = stage(tmp_path / f"second{ranks}_{shard_size}", 1, "vision", "connector",
                     start=tmp_path / "first" / "checkpoints" / "step_00000002")
         run = replace(run, fsdp=replace(run.fsdp, shard_size=shard_size))
         assert equal(run_ranks(started, ranks, run)[0], end)
@@ -165,9 +165,13 @@ def without_a_stop(world, first: Recipe, second: Recipe) -> list:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ranks, parts", [(1, ()), (2, (*ENCODERS,)), (2, ("llm", "connector"))])
-def test_two_stages_are_one_run_that_makes_its_optimizer_anew(ranks, parts, tmp_path):
+@pytest.mark.parametrize("ranks, shard_size, parts", [
+    (1, 0, ()), (2, 0, (*ENCODERS,)), (2, 0, ("llm", "connector")), (3, 0, ("vision",)),
+    (4, 0, ()), (4, 2, ("llm", "connector"))])
+def test_two_stages_are_one_run_that_makes_its_optimizer_anew(ranks, shard_size, parts, tmp_path):
     first, second = (stage(tmp_path / name, 3, *parts) for name in ("first", "second"))
+    first, second = (replace(run, fsdp=replace(run.fsdp, shard_size=shard_size))
+                     for run in (first, second))
     wanted = run_ranks(without_a_stop, ranks, first, second)
     run = replace(second, run=replace(second.run, init_from=first.run.dir))
     for found, want in zip(run_ranks(trained, ranks, run), wanted, strict=True):
@@ -180,6 +184,7 @@ def whole(folder: Path, model: ModelConfig, start: Path | None = None) -> Recipe
 
 
 @pytest.mark.slow
+@pytest.mark.whole
 def test_stages_of_a_model_of_transformers(tmp_path):
     """On other ranks; and a model of the other kind is refused."""
     stock = models.build("qwen3_vl")
@@ -190,8 +195,9 @@ def test_stages_of_a_model_of_transformers(tmp_path):
         trained, 2, whole(tmp_path / "first", frozen("vision", "llm", model=model)), data)[0]
     assert not equal(start, end)
     second = whole(tmp_path / "second", frozen("vision", model=model), tmp_path / "first")
-    for ranks in (1, 3):
-        run = replace(second, run=replace(second.run, dir=str(tmp_path / f"second{ranks}")))
+    for ranks, shard_size in ((1, 0), (2, 0), (3, 0), (4, 0), (4, 2)):
+        run = replace(second, fsdp=replace(second.fsdp, shard_size=shard_size), run=replace(
+            second.run, dir=str(tmp_path / f"second{ranks}_{shard_size}")))
         _, start, last, _ = run_ranks(trained, ranks, run, data)[0]
         assert equal(start, end) and not equal(start, last)
     with pytest.raises(RankFailure, match="has a whole model of transformers, and this recipe"):

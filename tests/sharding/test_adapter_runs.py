@@ -23,7 +23,7 @@ from tests.lib.ranks import run_ranks
 from tests.lib.training import listened
 from tests.sharding.test_whole_models import losses, recipe, saved, trained
 
-pytestmark = [pytest.mark.slow, pytest.mark.dist]
+pytestmark = [pytest.mark.slow, pytest.mark.dist, pytest.mark.whole]
 
 
 def learnt(world, run: Recipe, name: str) -> tuple[dict[str, np.ndarray], list[str], list[str]]:

@@ -33,6 +33,8 @@ from tests.lib.ranks import run_ranks
 from tests.lib.whole_models import Item
 from tests.sharding.test_whole_models import OTHERS, saved
 
+pytestmark = pytest.mark.whole
+
 
 def computed(world, model: ModelConfig, name: str, shard_size: int, choice: str) -> list[str]:
     """Gradients are those of peft, example by example, and the ranks sum nothing else. Returns the

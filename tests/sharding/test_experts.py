@@ -24,7 +24,7 @@ from tests.lib.ranks import run_ranks
 from tests.lib.whole_models import Item
 from tests.sharding.test_whole_models import recipe, trained, unlike
 
-pytestmark = [pytest.mark.dist, pytest.mark.slow]
+pytestmark = [pytest.mark.dist, pytest.mark.slow, pytest.mark.whole]
 # Text model -> its own settings. Four experts on three ranks: the last one holds none of them.
 TEXTS = {
     "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},

@@ -18,7 +18,7 @@ from tests.lib.ranks import run_ranks
 from tests.lib.whole_folders import write_clip, write_model
 from tests.sharding.test_planned_phases import compared, frozen_compared, recipe
 
-pytestmark = pytest.mark.dist
+pytestmark = [pytest.mark.dist, pytest.mark.whole]
 # Clips of each example. Of the steps of 8 examples the second has one clip (of three windows, where
 # a clip may have several), so that ranks encode nothing and have no clip, the third has none; the
 # last has 2 examples for up to 4 ranks.
@@ -50,8 +50,9 @@ def write_rows(folder: Path, name: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CLIPS)
-@pytest.mark.parametrize("ranks, shard_size", [(1, 0), (2, 0), (3, 0), (4, 2)])
+@pytest.mark.parametrize("ranks, shard_size", [(1, 0), (2, 0), (3, 0), (4, 0), (4, 2)])
 def test_gradients_are_those_of_stock_transformers(name, ranks, shard_size, tmp_path):
+    """Balanced where one layer of a phase is recomputed, or a part of it."""
     write_model(name, tmp_path, torch.float64)
     write_rows(tmp_path, name)
     run = recipe(tmp_path)
@@ -59,6 +60,8 @@ def test_gradients_are_those_of_stock_transformers(name, ranks, shard_size, tmp_
         run.balance, audio=PhaseConfig(policy="greedy"), vision=PhaseConfig(policy="greedy")))
     off = replace(run, balance=replace(run.balance, enabled=False),
                   train=replace(run.train, accumulation_steps=2))
+    run = replace(run, fsdp=replace(
+        run.fsdp, audio_checkpointing="full:1", llm_checkpointing="selective:1"))
     first, second, third, last = run_ranks(compared, ranks, tmp_path, name, [run, off], "audio")[0]
     assert sum(first["encoded"]) == (5 if name == "audioflamingo3" else 9)
     assert sum(second["encoded"]) == 1 and not any(third["encoded"])
@@ -70,15 +73,16 @@ def test_gradients_are_those_of_stock_transformers(name, ranks, shard_size, tmp_
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("ranks, shard_size", [(2, 0), (3, 0), (4, 0), (4, 2)])
 @pytest.mark.parametrize("name, settings, learns", [
     ("qwen2_audio", [("audio", "connector")], False),
     ("qwen2_audio", [("audio",), ("connector", "llm"), ("audio", "llm")], True),
     ("qwen2_5_omni", [("vision", "audio", "connector")], False),
     ("qwen2_5_omni", [("vision", "connector"), ("audio", "connector")], True)])
 def test_what_is_frozen_sends_nothing_back_and_changes_no_other_gradient(
-        name, settings, learns, tmp_path):
+        name, settings, learns, ranks, shard_size, tmp_path):
     """Ranks without clips, a step with one clip and one without any are among the steps."""
     write_model(name, tmp_path, torch.float64)
     write_rows(tmp_path, name)
-    for found in run_ranks(frozen_compared, 3, tmp_path, name, settings, 0):
+    for found in run_ranks(frozen_compared, ranks, tmp_path, name, settings, shard_size):
         assert all(exchanges and any(exchanges) is learns for exchanges in found.values())

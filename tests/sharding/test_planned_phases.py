@@ -23,9 +23,10 @@ from orchmllm.comm.exchange import RowGather, all_to_all
 from orchmllm.config.balance import PhaseConfig
 from orchmllm.config.model import ModelConfig
 from orchmllm.config.recipe import DataConfig, FsdpConfig, Recipe, RunConfig, TrainConfig
+from orchmllm.data.dataset import ConversationDataset
 from orchmllm.data.loading.step_loader import StepLoader
-from orchmllm.data.processed import ProcessedRows
 from orchmllm.data.sampler import GlobalSampler
+from orchmllm.data.stream import open_dataset
 from orchmllm.encoders import planned
 from orchmllm.encoders.results import Features
 from orchmllm.models.families import part_of
@@ -36,7 +37,7 @@ from tests.lib.ranks import RankFailure, run_ranks
 from tests.lib.recipes import frozen
 from tests.lib.whole_folders import write_model
 
-pytestmark = pytest.mark.dist
+pytestmark = [pytest.mark.dist, pytest.mark.whole]
 # Images of each example. Of the steps of 8 examples the second has one image, so that ranks encode
 # nothing and have no media, the third has none; the last has 2 examples for up to 4 ranks.
 IMAGES = [3, 1, 0, 2, 0, 1, 2, 0, *[0, 1, *[0] * 6], *[0] * 8, 1, 2]
@@ -106,7 +107,7 @@ def gradients(trainer: Trainer) -> dict[str, torch.Tensor]:
     return found
 
 
-def reference(stock, rows: ProcessedRows, ids: list[int]) -> tuple[float, dict, int]:
+def reference(stock, rows: ConversationDataset, ids: list[int]) -> tuple[float, dict, int]:
     """(loss, gradients, targets) of stock transformers, one example after the other."""
     inputs = []
     for i in ids:
@@ -125,7 +126,7 @@ def compared(world, folder: Path, name: str, runs: list[Recipe], phase: str = "v
     with stock transformers."""
     FAMILIES[name](transformers)  # imports a processor that would need torchvision
     stock = models.stock_of(folder)
-    rows = ProcessedRows(folder, runs[0].data)
+    rows = open_dataset(runs[0].data, runs[0].model, seed=0)
     exact = models.LOOSE.get(name, models.EXACT)
     wanted, seen = {}, []
     for number, run in enumerate(runs):
@@ -153,9 +154,11 @@ def compared(world, folder: Path, name: str, runs: list[Recipe], phase: str = "v
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [n for n in models.ADMITTED if "image" in models.kinds_of(n)])
-@pytest.mark.parametrize("ranks, shard_size", [(1, 0), (2, 0), (3, 0), (4, 2)])
+@pytest.mark.parametrize("name, ranks, shard_size", [
+    ("qwen3_vl", 4, 0), *((n, *groups) for n in models.ADMITTED if "image" in models.kinds_of(n)
+                          for groups in ((1, 0), (2, 0), (3, 0), (4, 2)))])
 def test_gradients_are_those_of_stock_transformers(name, ranks, shard_size, tmp_path):
+    """Balanced where one layer of a phase is recomputed, or a part of it."""
     write_model(name, tmp_path, torch.float64)
     write_rows(tmp_path)
     run = recipe(tmp_path)
@@ -163,6 +166,8 @@ def test_gradients_are_those_of_stock_transformers(name, ranks, shard_size, tmp_
         run.balance, vision=PhaseConfig(policy="greedy")))  # moves media of one size, too
     off = replace(run, balance=replace(run.balance, enabled=False),
                   train=replace(run.train, accumulation_steps=2))
+    run = replace(run, fsdp=replace(
+        run.fsdp, vision_checkpointing="full:1", llm_checkpointing="selective:1"))
     first, second, third, last = run_ranks(compared, ranks, tmp_path, name, [run, off])[0]
     assert sum(first["encoded"]) == 9 and sum(second["encoded"]) == 1
     assert not any(third["encoded"]) and sum(last["examples"]) == 2
@@ -179,7 +184,7 @@ def frozen_compared(world, folder: Path, name: str, settings: list[tuple[str, ..
     FAMILIES[name](transformers)
     stock, run = models.stock_of(folder), recipe(folder, accumulation_steps=2)
     every, greedy = {part_of(n) for n, _ in stock.named_parameters()}, PhaseConfig(policy="greedy")
-    rows, wanted = ProcessedRows(folder, run.data), {}
+    rows, wanted = open_dataset(run.data, run.model, seed=0), {}
     found: dict[tuple[str, ...], list[bool]] = {}
 
     def logged(*args):
@@ -209,7 +214,7 @@ def frozen_compared(world, folder: Path, name: str, settings: list[tuple[str, ..
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ranks, shard_size", [(2, 0), (3, 0), (4, 2)])
+@pytest.mark.parametrize("ranks, shard_size", [(2, 0), (3, 0), (4, 0), (4, 2)])
 def test_what_is_frozen_sends_nothing_back_and_changes_no_other_gradient(
         ranks, shard_size, tmp_path):
     """Ranks without media, a step with one image and one without any are among the steps."""

@@ -14,6 +14,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from orchmllm.batch import SequenceLengths
+from orchmllm.config.balance import BalanceConfig
 from orchmllm.config.fsdp import CHOICES, as_choice, layer_counts
 from orchmllm.config.job import resolve
 from orchmllm.config.model import ModelConfig
@@ -35,7 +36,13 @@ from orchmllm.sharding.whole_memory import Products
 from orchmllm.trainer import Trainer
 from scripts import bench_recompute as bench
 from tests.lib import whole_models as models
-from tests.lib.gradients import Case, all_gradients, reference_gradients, worst_difference
+from tests.lib.gradients import (
+    FEW_MEDIA,
+    Case,
+    all_gradients,
+    reference_gradients,
+    worst_difference,
+)
 from tests.lib.launched import run_local
 from tests.lib.ranks import run_ranks
 from tests.lib.resume import run_recipe
@@ -292,19 +299,28 @@ def test_a_resume_goes_on_with_what_was_measured(tmp_path):
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("ranks", [2, *(pytest.param(n, marks=pytest.mark.slow) for n in (3, 4))])
-def test_gradients_are_those_of_one_process_without_recomputation(ranks):
+@pytest.mark.parametrize("ranks, shard_size, is_long", [(2, 0, False), *(
+    pytest.param(*groups, True, marks=pytest.mark.slow)
+    for groups in ((2, 0), (3, 0), (4, 0), (4, 2)))])
+def test_gradients_are_those_of_one_process_without_recomputation(ranks, shard_size, is_long):
+    """Long: also where the first ranks have no images and no clips."""
     choices = [("full:1+selective:1", "selective:1", "full:1"), ("selective:2", "full:1", "none"),
                ("full", "full:1+selective:1", "full:1+selective:2")]
-    fsdp = FsdpConfig(param_dtype="float64", prefetch=1)
+    fsdp = FsdpConfig(param_dtype="float64", prefetch=1, shard_size=shard_size)
     cases = {str(k): Case(recipe(model=DEEP, fsdp=replace(fsdp, **{
         f"{p}_checkpointing": c for p, c in zip(PHASES, choice, strict=True)})))
-        for k, choice in enumerate(choices[:1 if ranks == 2 else 3])}
-    loss, wanted = reference_gradients(Case(recipe(model=DEEP, fsdp=fsdp)))
+        for k, choice in enumerate(choices[:3 if is_long else 1])}
+    if is_long:
+        cases |= {f"few {k}": replace(case, dataset=FEW_MEDIA, recipe=replace(
+            case.recipe, balance=BalanceConfig(enabled=False))) for k, case in cases.items()}
     found = run_ranks(all_gradients, ranks, cases)
-    for name in cases:
-        assert found[0][name][0] == pytest.approx(loss, rel=1e-12)
-        error, where = worst_difference(found[0][name][1], wanted)
+    wanted = {}
+    for name, case in cases.items():
+        few = case.dataset is FEW_MEDIA
+        if few not in wanted:
+            wanted[few] = reference_gradients(case)
+        assert found[0][name][0] == pytest.approx(wanted[few][0], rel=1e-12)
+        error, where = worst_difference(found[0][name][1], wanted[few][1])
         assert error <= 1e-9, f"{name}: {where} differs by {error:.1e}"
 
 

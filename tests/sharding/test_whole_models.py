@@ -36,7 +36,7 @@ from tests.lib.recipes import frozen as froze
 from tests.lib.training import train
 from tests.lib.whole_models import Item
 
-pytestmark = pytest.mark.dist
+pytestmark = [pytest.mark.dist, pytest.mark.whole]
 OTHERS = [pytest.param(name, marks=pytest.mark.slow) for name in models.ADMITTED
           if name != "qwen3_vl"]
 

@@ -17,7 +17,6 @@ from __future__ import annotations
 import argparse
 import os
 import time
-from dataclasses import replace
 from pathlib import Path
 
 from tqdm import tqdm
@@ -31,7 +30,7 @@ from orchmllm.data.survey import survey
 from orchmllm.tools.data.build_index import build_index
 from orchmllm.tools.data.composition import CANNOT_DRAW, can_draw
 from orchmllm.tools.data.stats import drawn, of_data, show
-from orchmllm.tools.predict.examples import open_recipe
+from orchmllm.tools.predict.examples import dataset_of, open_recipe
 from orchmllm.tools.predict.workload import MODELS
 
 # What stands before a colon is the only command that has the option.
@@ -103,13 +102,6 @@ def lint(sources: list[DataSource], indexes: list[LengthIndex]) -> int:
             about = f"{problem.path}: " if problem.path else ""
             print(f"{file}, row {number}: {about}{problem.reason}")
     return sum(len(index.problems) for index in indexes)
-
-
-def dataset_of(recipe: Recipe):
-    """The map-style dataset of a recipe's sources. Raises ValueError naming what cannot be read."""
-    from orchmllm.data.stream import open_dataset
-
-    return open_dataset(replace(recipe.data, streaming=False), recipe.model, seed=recipe.run.seed)
 
 
 def lint_decoding(recipe: Recipe) -> int:

@@ -25,6 +25,7 @@ from orchmllm.data.index import LengthIndex, joined_layouts, open_index, usable_
 from orchmllm.data.lengths import LengthReader
 from orchmllm.data.sampler import make_sampler
 from orchmllm.data.storage.remote import Storage
+from orchmllm.models.families import read_config
 from orchmllm.plan.layout import BatchLayout
 from orchmllm.tools.predict.workload import SAMPLE_RATE, Headers, batch_layout, sample_headers
 
@@ -71,12 +72,19 @@ def of_mix(recipe: Recipe, mix: str = "natural", without: Collection[str] = (),
     return Examples(f"drawn from the paper's {kinds} (mix {mix}){why}", draw)
 
 
+def dataset_of(recipe: Recipe):
+    """The map-style dataset of a recipe's sources. Raises ValueError naming what cannot be read."""
+    if recipe.model.folder:  # other versions of transformers could not import what reads its rows
+        read_config(Path(recipe.model.folder))
+    from orchmllm.data.stream import open_dataset
+
+    return open_dataset(replace(recipe.data, streaming=False), recipe.model, seed=recipe.run.seed)
+
+
 def open_recipe(recipe: Recipe) -> tuple[list[DataSource], LengthReader]:
     """The recipe's sources. Raises ValueError naming what cannot be read."""
     if recipe.model.folder:
-        from orchmllm.data.processed import ProcessedRows  # with transformers
-
-        rows = ProcessedRows(recipe.model.folder, recipe.data)
+        rows = dataset_of(recipe)
         return rows.sources, rows.reader
     folder = index_path(recipe.data.index_dir)
     storage = Storage(recipe.data.remote)
@@ -90,8 +98,7 @@ def of_recipe(recipe: Recipe) -> Examples | None:
     """The recipe's own examples by the indexes that are there, or None if one is missing. Raises
     ValueError for data that cannot be read."""
     sources, reader = open_recipe(recipe)
-    folder = index_path(recipe.data.index_dir)
-    indexes = [open_index(source, reader, folder) for source in sources]
+    indexes = [open_index(source, reader, index_path(recipe.data.index_dir)) for source in sources]
     return None if None in indexes else of_indexes(recipe, sources, indexes)
 
 

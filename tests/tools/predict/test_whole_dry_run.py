@@ -34,6 +34,7 @@ from tests.lib.commands import ROOT, python
 from tests.lib.recipes import frozen
 from tests.lib.whole_folders import write_model, write_rows
 
+pytestmark = pytest.mark.whole
 RECIPE = """\
 model: {{pretrained: {0}/model}}
 data: {{path: {0}/data.jsonl, index_dir: {0}/index}}
