@@ -44,7 +44,7 @@ from orchmllm.sharding.blocks import keep_products, recompute, stacks
 from orchmllm.sharding.memory import MemoryModel
 from orchmllm.sharding.whole_memory import Products
 
-CACHE_BYTES = 16 << 20  # more than a core has of its own
+CACHE_BYTES = 256 << 20  # more than is left of the blocks in a cache
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of malloc.h
 
 
@@ -180,8 +180,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--width", type=int, default=512, help="a multiple of 64")
-    parser.add_argument("--lengths", type=int, nargs="+", default=[700, 250, 50, 400, 600])
-    parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--lengths", type=int, nargs="+", default=[1400, 1200, 1000, 1400, 1000])
+    parser.add_argument("--repeats", type=int, default=3)
     args = parser.parse_args()
     torch.set_num_threads(1)
     libc = ctypes.CDLL(None)
