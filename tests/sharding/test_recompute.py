@@ -152,6 +152,7 @@ def test_after_memory_ran_out_one_layer_more_is_recomputed(memory_gb):
                                             llm_checkpointing="full:1"))
     advice, known = fixed.exhausted(step, "llm")
     assert advice.startswith("recompute more: fsdp.llm_checkpointing=full:2;") and not known
+    assert "loads" not in vars(fixed)  # no rows are read while memory is short
 
 
 @pytest.mark.parametrize("change", [{"memory_gb": 0.1}, {"compute_dtype": "bfloat16"},
