@@ -195,6 +195,7 @@ def test_a_step_as_sampled_that_found_no_memory_is_refused_by_the_next_start(che
     assert "is predicted to need" in again.refuses(wide)
 
 
+@pytest.mark.whole
 def test_a_whole_model_refuses_a_step_that_does_not_fit_the_gpu(tmp_path):
     models.build("qwen3_5").config.save_pretrained(tmp_path)
     one = Recipe(model=ModelConfig(config=str(tmp_path)))
