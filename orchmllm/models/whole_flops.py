@@ -36,7 +36,8 @@ class PartFlops(NamedTuple):
     first: of that what belongs to the tower, and what of the connectors has none of their weights
     before it; read: the share of the blocks whose output is read, which alone have a backward pass;
     second: of row what has weights before it; near: like pair, in blocks that attend within
-    windows; window: positions of one, in the LLM as far back as a position sees."""
+    windows; window: positions of one, in the LLM as far back as a position sees; tile: attention of
+    a position, where each tile of an image is encoded alone."""
 
     position: int
     pair: int
@@ -48,6 +49,7 @@ class PartFlops(NamedTuple):
     second: int = 0
     near: int = 0
     window: int = 1
+    tile: int = 0
 
 
 @lru_cache(maxsize=4)
@@ -71,9 +73,8 @@ def part_flops(folder: str) -> dict[str, PartFlops]:
             begins.setdefault(found[0], i)
     for part in [part for part in ENCODERS if part in stacks]:
         tower, num_layers = getattr(config, f"{part}_config"), len(stacks[part])
-        near, window = 0, 1
+        near, window, tile = 0, 1, 0
         # A pair of positions: 2 products of 2 FLOP; half of the pairs where it is causal.
-        position = 2 * sizes[part]
         each = 4 * (getattr(tower, "embed_dim", None) or tower.hidden_size)
         if part == "audio":  # a position attends to those of its window
             near, window = num_layers, getattr(tower, "n_window", tower.max_source_positions)
@@ -86,7 +87,7 @@ def part_flops(folder: str) -> dict[str, PartFlops]:
             first = any(n.endswith(("cls_token", "class_embedding")) for n, _ in
                         whole.named_parameters())
             inside = (int(np.max(tower.image_size)) // int(np.max(tower.patch_size)))**2 + first
-            position, pair = position + pair * inside, 0
+            tile, pair = pair * inside, 0
         front, behind = around(whole, part)
         of_tower = [m for m in behind if part_of(names[id(m.weight)]) == part]
         firsts = [m for m in behind if id(m.weight) in begins.values()]
@@ -94,9 +95,9 @@ def part_flops(folder: str) -> dict[str, PartFlops]:
                                for found in (behind, of_tower, firsts))
         layer = getattr(config, f"{part}_feature_layer", -1)  # of LLaVA the last but one
         read = 1 + (layer + 1) / len(stacks[part]) if isinstance(layer, int) and layer < 0 else 1.0
-        out[part] = PartFlops(position, pair, sum(map(_row_flops, front)), token, tower, first,
-                              read, sum(map(_row_flops, front[1:])) if part == "audio" else 0,
-                              near * each, window)
+        out[part] = PartFlops(2 * sizes[part], pair, sum(map(_row_flops, front)), token, tower,
+                              first, read, sum(map(_row_flops, front[1:])) if part == "audio" else
+                              0, near * each, window, tile)
     return out
 
 
@@ -116,11 +117,12 @@ def _attention(phase: str, flops: PartFlops, lengths: Lengths) -> np.ndarray:
     if phase == "llm":
         seen = np.minimum(n, size)
         return flops.pair * n * (n + 1) + flops.near * seen * (2 * n - seen + 1)
+    near = _pairs(n, size)
     if phase == "vision" and lengths.grid is not None:
         t, h, w = lengths.grid.T.astype(float)
         side = math.isqrt(size)
-        return flops.pair * n**2 + flops.near * t * _pairs(h, side) * _pairs(w, side)
-    return flops.pair * n**2 + flops.near * _pairs(n, size)
+        near = t * _pairs(h, side) * _pairs(w, side)
+    return (flops.pair * n + flops.tile) * n + flops.near * near
 
 
 def _pairs(n: np.ndarray, size: int) -> np.ndarray:
@@ -179,7 +181,7 @@ def whole_work(model: ModelConfig, phase: str, lengths: Lengths, checkpointing: 
         flops.token - flops.first - flops.tower) * (connectors + model.features_learn(phase))
     blocks, front = flops.position * lengths.positions, flops.row * lengths.rows
     attention, connector = _attention(phase, flops, lengths), flops.token * lengths.tokens
-    again = float(checkpointing == "full" and passes > 0)
+    again = flops.read * (checkpointing == "full" and passes > 0)
     return Work(
         forward=np.stack([front + blocks + connector, attention]),
         # Pixels and frames need no gradient, what a convolution before another makes does.

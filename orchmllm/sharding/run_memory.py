@@ -159,8 +159,8 @@ class RunMemory:
         if phase in ("gather", "update"):
             return f"it was the update, which needs no activations; what helps: {state}", {}
         loads = joined([self._loads_of(plan) for plan in step.plans])
-        peak = self.memory.peak(self.loads, self.choice)
-        if self.budget and step.as_sampled and self.memory.peak(loads, self.choice) > peak:
+        if self.budget and step.as_sampled and self.memory.peak(loads, self.choice) > (
+                peak := self.memory.peak(self.loads, self.choice)):
             return "the step ran as it was sampled; the next start leaves such steps balanced", {
                 "exhausted": self.budget / peak, "next": self.choice}
         smaller = "; or lower train.batch_size (with fsdp.memory_gb a recipe is checked before)"

@@ -8,6 +8,7 @@ from itertools import combinations
 import numpy as np
 import pytest
 import torch
+from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from orchmllm.config.job import resolve
@@ -17,13 +18,17 @@ from orchmllm.models.families import model_class, read_config
 from orchmllm.models.flops import Lengths, phase_lengths, phase_work, plan_spec, step_flops
 from orchmllm.models.hf import WholeModel
 from orchmllm.models.whole_flops import around, patches_of_token
+from orchmllm.plan.assign import PHASES
 from orchmllm.plan.layout import ENCODERS, BatchLayout
+from orchmllm.sharding.blocks import recompute
 from orchmllm.sharding.hf import freeze
 from orchmllm.sharding.memory import Loads
 from orchmllm.sharding.whole_memory import WholeMemory
 from tests.lib import pairs
 from tests.lib import whole_models as models
 from tests.lib.recipes import frozen
+
+pytestmark = pytest.mark.whole
 
 # Left out of the count: a product that is no module, class tokens and newlines, images of gemma3
 # that see themselves in both directions.
@@ -143,3 +148,32 @@ def test_what_a_rank_repeats_is_that_of_its_items(tmp_path, monkeypatch):
     products, attention = phase_work("llm", memory.model, texts, "full").recompute.sum(axis=1)
     repeated = memory._blocks("llm")[0].repeated  # of equal layers
     assert again == pytest.approx([repeated * products + attention], rel=1e-12)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["gemma3", "internvl", "llava", "qwen3_vl"])
+def test_blocks_repeat_what_torch_repeats(name, tmp_path, monkeypatch):
+    """FLOP of products by torch's counter, of the first block and of all: nothing reads the output
+    of the last block of LLaVA's tower, so that it is not computed again."""
+    pairs.use(monkeypatch)
+    whole, row, layout, seen = made_row(name, tmp_path)
+    memory = WholeMemory.of(resolve(Recipe(model=ModelConfig(config=str(tmp_path))), 1, 1))
+
+    def products(**choice: str) -> int:
+        recompute(whole, {**dict.fromkeys(PHASES, "none"), **choice})
+        with FlopCounterMode(display=False) as counter:
+            whole(row).backward()
+        counted = counter.get_flop_counts()["Global"]
+        return counted[torch.ops.aten.mm] + counted[torch.ops.aten.addmm]
+
+    nothing = products()
+    for part, stack in whole.blocks().items():
+        weights = sum(m.weight.numel() for m in stack[0].modules() if isinstance(m, nn.Linear))
+        wanted = memory._blocks(part)[0].repeated * 2 * weights * seen[part][:-1].numel()
+        assert products(**{part: "full:1"}) - nothing == pytest.approx(wanted, rel=1e-9), part
+        lengths = phase_lengths(layout, part)
+        if part in ENCODERS:
+            lengths = as_computed(part, lengths, seen)
+        work = phase_work(part, memory.model, lengths, "full").recompute[0].sum() / len(stack)
+        wanted = memory.repeated(part, memory.counts(part, "full"), work, 0, 0)
+        assert products(**{part: "full"}) - nothing == pytest.approx(wanted, rel=1e-9), part

@@ -152,6 +152,7 @@ def test_after_memory_ran_out_one_layer_more_is_recomputed(memory_gb):
                                             llm_checkpointing="full:1"))
     advice, known = fixed.exhausted(step, "llm")
     assert advice.startswith("recompute more: fsdp.llm_checkpointing=full:2;") and not known
+    assert "loads" not in vars(fixed)  # no rows are read while memory is short
 
 
 @pytest.mark.parametrize("change", [{"memory_gb": 0.1}, {"compute_dtype": "bfloat16"},
@@ -194,6 +195,7 @@ def test_a_step_as_sampled_that_found_no_memory_is_refused_by_the_next_start(che
     assert "is predicted to need" in again.refuses(wide)
 
 
+@pytest.mark.whole
 def test_a_whole_model_refuses_a_step_that_does_not_fit_the_gpu(tmp_path):
     models.build("qwen3_5").config.save_pretrained(tmp_path)
     one = Recipe(model=ModelConfig(config=str(tmp_path)))

@@ -83,6 +83,7 @@ def test_predicted_peak_is_the_tracked_one(name):
 
 
 @pytest.mark.slow
+@pytest.mark.whole
 @pytest.mark.parametrize("choice", ["none", "full:1", "full:3"])
 def test_layers_that_are_not_alike_count_each_for_themselves(choice, tmp_path):
     """The first two layers, of linear attention, keep almost five times as much as the last two."""
