@@ -93,8 +93,8 @@ def check_start(recipe: Recipe) -> None:
     run = recipe.run
     goes_on = run.resume != "never" and (
         run.resume != "auto" or bool(list_saved(run.folder / "checkpoints")))
-    if run.init_from and not goes_on and start_of(Path(run.init_from)).sequence < 0:
-        raise ValueError(f"run.init_from: {run.init_from} has no complete checkpoint: {START_CURE}")
+    if run.init_from and not goes_on and (start := start_of(Path(run.init_from))).sequence < 0:
+        raise ValueError(f"run.init_from: {start.path} is no complete checkpoint: {START_CURE}")
 
 
 def check_run_folder(recipe: Recipe, state_bytes: int) -> None:

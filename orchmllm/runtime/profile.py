@@ -23,10 +23,13 @@ IN_ANSWERS = "for answers to held-out examples lower train.num_samples or train.
 
 
 def exhausted_before(folder: Path) -> dict:
-    """What a run folder says of memory that ran out (see orchmllm.sharding.run_memory); {} if it
-    did not."""
+    """What a run folder says of memory that ran out (see orchmllm.sharding.run_memory, which tells
+    of what it cannot use: then also of a file that is no JSON); {} if it did not."""
     path = folder / EXHAUSTED
-    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    try:
+        return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    except ValueError:
+        return {"next": "not known: the file is damaged"}
 
 
 class StepProfiler:

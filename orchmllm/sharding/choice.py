@@ -42,8 +42,8 @@ def choose_checkpointing(memory: MemoryModel, loads: Loads, budget_bytes: float,
         needs = min(memory.peak(loads, dict(zip(PHASES, tried, strict=True))) for tried in product(
             *([fixed[p]] if p in (fixed or {}) else CHOICES for p in PHASES)))
         raise ValueError(
-            f"needs {needs / 1e9:.1f} GB a rank at least, {(needs - budget_bytes) / 1e9:.1f} GB "
-            f"more than the {budget_bytes / 1e9:.1f} GB that are allowed")
+            f"needs {needs / 1e9:.3g} GB a rank at least, {(needs - budget_bytes) / 1e9:.3g} GB "
+            f"more than the {budget_bytes / 1e9:.3g} GB that are allowed")
     return {p: as_choice({c: int(n[i, 0]) for c, n in cases[p].items()})
             for p, i in zip(PHASES, found, strict=True)}
 

@@ -69,7 +69,8 @@ def decide(
     except ValueError as e:
         given, cure = (_in_microbatches if kept else _smaller)(
             recipe, memory, loads, full, budget_bytes, kept)
-        cure = f"{cure} would fit" if cure else f"{smaller_state(recipe, memory.shards)} would help"
+        cure = (f"{cure} would fit if the load of a rank shrinks in proportion" if cure else
+                f"{smaller_state(recipe, memory.shards)} would help")
         raise ValueError(
             f"the recipe does not fit: {given} on shard groups of {memory.shards} "
             f"{e} ({allowed_by}); {cure}") from e

@@ -63,10 +63,10 @@ class RunMemory:
         self.choice = {p: recipe.fsdp.checkpointing(p) for p in PHASES}
         self._fixed = {p: c for p, c in self.choice.items() if c != "auto"}
         self._ran_out = self.known.get("ran_out", {})
-        if self._ran_out and not self._applies(**self._ran_out):
+        if self._ran_out != {} and not self._applies(self._ran_out):
             self._ran_out = {}
-            log("warning: recompute.json in the run folder is not used: memory ran out with "
-                "another recipe, with other data or on other ranks")
+            log("warning: recompute.json in the run folder is not used: it is damaged, or memory "
+                "ran out with another recipe, with other data or on other ranks")
         if len(self._fixed) < len(PHASES) or recipe.fsdp.memory_gb:
             self._choose()
 
@@ -115,13 +115,14 @@ class RunMemory:
                      else ""))
         self.known["choice"] = self.choice
 
-    def _applies(self, exhausted: float, next: dict[str, str]) -> bool:
+    def _applies(self, ran_out: dict) -> bool:
         """Whether memory ran out in a run like this: then `next` takes exactly what is there."""
         try:
-            needs = exhausted * self.memory.peak(self.loads, next)
-        except ValueError:  # of another model
+            needs = ran_out["exhausted"] * self.memory.peak(self.loads, ran_out["next"])
+            return (ran_out["next"].items() >= self._fixed.items()
+                    and math.isclose(needs, self.budget))
+        except (ValueError, KeyError, TypeError):  # of another model, or not what `exhausted` left
             return False
-        return next.items() >= self._fixed.items() and math.isclose(needs, self.budget)
 
     def _described(self, choice: Mapping[str, str]) -> str:
         model = self.memory.model

@@ -205,9 +205,15 @@ def test_stages_of_a_model_of_transformers(tmp_path):
 
 
 def test_a_start_that_is_not_there_is_told_before_ranks_start(tmp_path, capsys):
+    """Of a run folder, the checkpoint that is half written is named."""
     recipe = tmp_path / "recipe.yaml"
-    recipe.write_text(f"run: {{dir: {tmp_path}/run, init_from: {tmp_path}/exported}}\n"
-                      "data: {path: demo_data}\n")
-    assert train_command([str(recipe), "--validate"]) == 2
-    assert (f"error: run.init_from: {tmp_path}/exported has no complete checkpoint: give a run "
-            "folder") in capsys.readouterr().err
+    half = tmp_path / "stage" / "checkpoints" / "step_00000002"
+    half.mkdir(parents=True)
+    (half.parent / "step_00000001").mkdir()
+    (half.parent / "step_00000001" / "manifest.json").write_text('{"step": 1}')
+    for start, named in (("exported", tmp_path / "exported"), ("stage", half)):
+        recipe.write_text(f"run: {{dir: {tmp_path}/run, init_from: {tmp_path}/{start}}}\n"
+                          "data: {path: demo_data}\n")
+        assert train_command([str(recipe), "--validate"]) == 2
+        assert (f"error: run.init_from: {named} is no complete checkpoint: give a run "
+                "folder") in capsys.readouterr().err

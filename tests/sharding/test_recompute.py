@@ -27,6 +27,7 @@ from orchmllm.plan.layout import TEXT, BatchLayout
 from orchmllm.plan.step import plan_step
 from orchmllm.runtime import measured
 from orchmllm.runtime.metrics import read_rows
+from orchmllm.runtime.profile import exhausted_before
 from orchmllm.sharding.activations import block_bytes
 from orchmllm.sharding.blocks import recompute, stacks
 from orchmllm.sharding.choice import choose_checkpointing
@@ -164,6 +165,18 @@ def test_a_plan_of_another_recipe_is_left_out_and_told(change):
     again = run_memory(said, {"ran_out": known}, other)
     assert "recompute.json in the run folder is not used" in said[0]
     assert again.choice == run_memory(anew := [], {}, other).choice and anew == said[1:]
+
+
+@pytest.mark.parametrize("text", [
+    "{half", "[]", '{"a": 1}', '{"exhausted": "x", "next": {}}',
+    '{"exhausted": 1, "next": {"llm": "full"}}',
+    '{"exhausted": "x", "next": {"vision": "full", "audio": "full", "llm": "full"}}'])
+def test_a_file_that_no_run_left_is_not_used_and_told(text, tmp_path):
+    (tmp_path / "recompute.json").write_text(text)
+    said = []
+    again = run_memory(said, {"ran_out": exhausted_before(tmp_path)})
+    assert "recompute.json in the run folder is not used: it is damaged, or" in said[0]
+    assert again.choice == run_memory(anew := [], {}).choice and anew == said[1:]
 
 
 @pytest.mark.parametrize("phase, fsdp, moment, helps", [

@@ -86,8 +86,8 @@ def test_it_does_not_fit_by_so_much(tmp_path, capfd):
     assert main([str(path), "fsdp.memory_gb=0.01"]) == 2
     said = capfd.readouterr()
     assert said.out == "" and said.err.count("\n") == 1
-    assert re.match(r"error: the recipe does not fit: .* needs \d\.\d GB a rank at least, \d\.\d "
-                    r"GB more than the 0\.0 GB that are allowed \(fsdp.memory_gb\); .* would help "
+    assert re.match(r"error: the recipe does not fit: .* needs 0\.\d+ GB a rank at least, 0\.\d+ "
+                    r"GB more than the 0\.01 GB that are allowed \(fsdp.memory_gb\); .* would help "
                     r"\(a GPU of 85 GB is assumed: h100-sxm", said.err)
 
 
