@@ -99,9 +99,8 @@ class Parser(argparse.ArgumentParser):
         """The arguments, with overrides before and after options. optional: RECIPE may be left
         out, and is "" then."""
         args = self.parse_intermixed_args(argv)
-        if args.named:
-            args.overrides = [word for word in (args.recipe, *args.overrides) if word]
-            args.recipe = args.named
+        words = filter(None, (args.named, args.recipe, *args.overrides))
+        args.recipe, args.overrides = next(words, ""), [*words]
         if not args.recipe and not optional:
             self.error("RECIPE is missing: name a YAML file, e.g. recipes/demo.yaml")
         return args
