@@ -87,17 +87,20 @@ class Parser(argparse.ArgumentParser):
 
     def add_recipe(self, text: str = "every key of it is in docs/recipe.md",
                    before: str = "") -> None:
-        """Adds RECIPE and the overrides that follow it. before: the usage's words for the arguments
-        that come before it."""
+        """Adds RECIPE, or `--recipe RECIPE`, and the overrides that follow it. before: the usage's
+        words for the arguments that come before it."""
         self.usage = f"%(prog)s [options] {before}RECIPE [section.key=value ...]"
         self.add_argument("recipe", nargs="?", default="", metavar="RECIPE", help=text)
         self.add_argument("overrides", nargs="*", metavar="section.key=value",
                           help="replaces a value of the recipe, e.g. train.lr=1e-4")
+        self.add_argument("--recipe", dest="named", help=argparse.SUPPRESS)
 
     def parse_recipe(self, argv: Sequence[str], optional: bool = False) -> argparse.Namespace:
         """The arguments, with overrides before and after options. optional: RECIPE may be left
         out, and is "" then."""
         args = self.parse_intermixed_args(argv)
+        words = filter(None, (args.named, args.recipe, *args.overrides))
+        args.recipe, args.overrides = next(words, ""), [*words]
         if not args.recipe and not optional:
             self.error("RECIPE is missing: name a YAML file, e.g. recipes/demo.yaml")
         return args

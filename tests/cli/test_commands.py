@@ -64,6 +64,16 @@ def test_a_wrong_command_line_names_the_cure(argv, text, capsys):
     assert code == 2 and text in said
 
 
+def test_the_recipe_may_be_the_value_of_an_option(tmp_path, capsys):
+    recipe = tmp_path / "r.yaml"
+    recipe.write_text("data: {path: none}\n", encoding="utf-8")
+    plain, *others = (said_by(["train", *words, "train.lr=0.5", "--print-config"], capsys)
+                      for words in ([str(recipe)], ["--recipe", str(recipe)],
+                                    ["run.seed=0", f"--recipe={recipe}"]))
+    assert plain[0] == 0 and "lr: 0.5" in plain[1] and others[0] == plain
+    assert others[1][0] == 0 and "lr: 0.5" in others[1][1]
+
+
 def test_the_console_script_is_this_command():
     [script] = [e for e in entry_points(group="console_scripts") if e.name == "orchmllm"]
     assert script.value == "orchmllm.cli:main"

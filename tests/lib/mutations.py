@@ -65,7 +65,7 @@ MUTATIONS = [Mutation(*row) for row in (
      "After a loss of power a checkpoint that was renamed may have half a manifest."),
     ("saves overlap", RUNTIME + "checkpoint.py",
      "        self.wait()\n        parts, copied =", "        parts, copied =",
-     "tests/runtime/test_resume.py",
+     "tests/runtime/test_lineage.py",
      "A save begins while the one before is written, and the error of that one is lost."),
     ("a save on the first GPU", RUNTIME + "checkpoint.py", "on_this_device(self._run)", "self._run",
      "tests/e2e/test_devices.py::test_threads_use_the_gpu_of_their_rank",
