@@ -92,7 +92,7 @@ def units(model: ModelConfig) -> list[Unit]:
                 shapes = {True: [], False: []}  # of those that learn, and of the others
                 for n in members:
                     part = "connector" if ".connector." in n.name else phase
-                    shapes[model.learns(part)].append(_shape(n))
+                    shapes[model.learns(part)].append(n.shape)
                 out.append(Unit(phase, "block" if name == "0" else name,
                                 copies if name == "0" else 1, *map(tuple, shapes.values())))
     return out
@@ -157,11 +157,6 @@ def _of_whole(model: ModelConfig) -> list[Unit]:
 def _parameters(phase: str, model: ModelConfig) -> Iterator[Named]:
     yield from named(phase, model)
     yield from (n for n in named("connectors", model) if n.name.startswith(f"{phase}."))
-
-
-def _shape(n: Named) -> Shape:
-    """Of the parameter here; Qwen2-VL's patch embedding has more dimensions there."""
-    return (n.shape[0], math.prod(n.shape[1:])) if len(n.shape) > 3 else n.shape
 
 
 def _unit_name(parameter: str, apart: bool) -> str:
