@@ -275,7 +275,7 @@ class BalancedDataLoader(DataLoader):
         order or accumulation, within an epoch for another batch_size argument (unless the global
         batches are equal), and for a per-rank state of another rank or number of ranks."""
         check_state(state, self.state_dict(), self._own_key)
-        self._planning.geometry = state["geometry"]
+        self._planning.geometry = state.get("geometry", 0)  # states of before do not have it
         size = self._source.batch_size
         if self._source.kind == "indices" and (
                 state["step"] or state.get("batch_size", size) == size):

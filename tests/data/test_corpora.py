@@ -63,14 +63,13 @@ def test_librispeech_folders(recipe):
         "source": "librispeech", "row": 2, "file": question.parts[0].name,
         "data_file": "data/LibriSpeech/train-clean-100/100/1001/100-1001.trans.txt"}
     with pytest.raises(ValueError, match="begins with 'test' .split.; there are: dev-clean, train"):
-        dataset_of(recipe("librispeech",
-                            "data.sources=[{path: data/LibriSpeech, split: test}]"))
+        dataset_of(recipe("librispeech", "data.sources=[{path: data/LibriSpeech, split: test}]"))
 
 
 def test_librispeech_of_the_hub(recipe, tmp_path):
     path = write_librispeech_hf(tmp_path)
     dataset = dataset_of(recipe("librispeech",
-                                  f"data.sources=[{{path: {path}, split: train.100}}]"))
+                                f"data.sources=[{{path: {path}, split: train.100}}]"))
     assert "rows of asr in saved datasets folder" in str(dataset.sources[0])
     check_whole(dataset)
     assert len(dataset) == 5

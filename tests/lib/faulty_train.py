@@ -97,7 +97,6 @@ def install(trainer, fault: str) -> None:
 
         trainer.model.vision.forward = forward
 
-
     if fault == "memory in the update":
         trainer.optimizer.register_step_pre_hook(lambda *_: exhaust(trainer))
     if "held out" in fault:

@@ -200,7 +200,7 @@ def _run(dataset: Any, method: str, call: Call) -> Result:
 
 
 def _convert(value: Any, kind: type, to: Callable) -> Any:
-    """An example, or a tensor of it, with `to` of everything of a kind."""
+    """The value, or a copy of an example, in which to(x) is in the place of each x of `kind`."""
     if isinstance(value, kind):
         return to(value)
     if isinstance(value, dict):

@@ -82,8 +82,8 @@ class Shapes(PilBackend):
 
 
 class Some(Shapes):
-    """Steps that read the pixels of an image, unless `sized` made it: that becomes what it becomes
-    beside images of these sizes."""
+    """Steps that read the pixels of an image, unless `sized` made it: of such an image they compute
+    the shape alone, as Shapes does."""
 
 
 def _step(name: str) -> FunctionType:
