@@ -60,10 +60,7 @@ class StepProfiler:
         finds what it has to recompute, if that helps. Raises RuntimeError with the file's name in
         place of the error."""
         if self._profile is None and step.index in self._window:
-            kinds = [torch.profiler.ProfilerActivity.CPU]
-            if torch.cuda.is_available():
-                kinds.append(torch.profiler.ProfilerActivity.CUDA)
-            self._profile = torch.profiler.profile(activities=kinds)
+            self._profile = torch.profiler.profile()  # the CPU, and a GPU where there is one
             self._profile.start()
         with memory_errors(partial(self._ran_out, step, clock)):
             yield

@@ -5,7 +5,7 @@ decoded, a loss or gradient that is not finite. The same decision on all ranks; 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 
 import numpy as np
@@ -131,11 +131,8 @@ class Progress:
 
     @classmethod
     def from_json(cls, state: dict) -> Progress:
-        return cls(
-            global_batch_size=state["global_batch_size"], step=state["step"],
-            skipped_steps=state["skipped_steps"], skip=list(state["skip"]),
-            media=MediaCount(**state["media"]),
-            nonfinite_in_a_row=state.get("nonfinite_in_a_row", 0))
+        known = {f.name: state[f.name] for f in fields(cls) if f.name in state}
+        return cls(**{**known, "media": MediaCount(**state["media"])})
 
 
 class Incidents:

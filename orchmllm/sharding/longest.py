@@ -183,7 +183,8 @@ class Room:
         cures = [f"  data.max_example_tokens={cut}"] * (cut < tokens)
         cures += [f"  fsdp.activation_checkpointing=full, with which {full:,} of them fit"] * (
             full > 0)
-        return [f"warning: rows that cannot fit {room}, even alone: {len(order):,}",
+        return [f"warning: rows that cannot fit {room}, even alone"
+                f"{', all recomputed' * (self.choice == FULL)}: {len(order):,}",
                 *(f"  {place(int(unfit.example_id[k]))}: {unfit.tokens_per_example[k]:,} tokens, "
                   f"predicted {needed[i] / 1e9:.3g} GB"
                   for k, i in enumerate(order[:MOST_NAMED].tolist())),

@@ -237,6 +237,8 @@ def test_a_dry_run_tells_of_the_longest_line(folder, capsys):
     assert "cannot fit a rank" not in "".join(capsys.readouterr())
     dry_run([*args, "fsdp.memory_gb=0.02", f"data.max_example_tokens={cut + cut // 100}"])
     assert "cannot fit a rank" in "".join(capsys.readouterr())
+    dry_run([*args, "fsdp.memory_gb=0.01", "fsdp.activation_checkpointing=full"])
+    assert "cannot fit a rank (0.01 GB), even alone, all recomputed: " in capsys.readouterr().err
 
 
 def test_statistics_and_the_log_of_a_run_name_the_row(folder, capsys, monkeypatch):
