@@ -123,9 +123,15 @@ class Orchestrator:
         self, layout: BatchLayout, num_microbatches: int = 1
     ) -> tuple[list[Microbatch], str]:
         """The same step unbalanced: every example stays on the rank that drew it, the loss and the
-        gradients are the same. And why it must not run so, "" if it may."""
-        micro = self._planned(layout, num_microbatches, self.spec.as_sampled)
-        return micro, next(filter(None, (self._misfit(m.plan) for m in micro)), "")
+        gradients are the same. And why it must not run so, "" if it may. Collective: what a rank
+        knows of its memory may change at another moment than on the others."""
+        why = "it cannot be planned"
+        try:
+            micro = self._planned(layout, num_microbatches, self.spec.as_sampled)
+            why = next(filter(None, (self._misfit(m.plan) for m in micro)), "")
+        finally:  # also where this rank alone has an error, which COMMIT shares
+            refused = self._commit_gather(np.array([int(why != "")])).any()
+        return micro, why or "another rank refuses it" * bool(refused)
 
     def _misfit(self, plan: StepPlan) -> str:
         """Why a plan as sampled must not run, "" if it may."""

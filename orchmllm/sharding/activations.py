@@ -74,14 +74,13 @@ def block_bytes(phase: str, config: VisionConfig | AudioConfig | LLMConfig, e: i
                           e * (2 * ffn + size), 0.0)
     # Input, norm, qkv (v is a view of it), attention; second residual, norm.
     none = (8 + on_cpu) * size + 2 * ffn
+    moved = (7 + 2 * on_cpu) * size + 2 * ffn  # norms, a residual; the activation
     if phase == "vision":  # rotated q and k
         none += 2 * size
+        moved += ROTATED * 2 * size
     kept = {"none": e * none + stats, "selective": e * (7 * size + ffn) + stats - 16,
             "full": e * size}
-    moved = e * ((7 + 2 * on_cpu) * size + 2 * ffn)  # norms, a residual; the activation
-    if phase == "vision":
-        moved += e * ROTATED * 2 * size
-    return BlockBytes(kept, e * (2 * ffn + 2 * size), e * (ffn + size), moved,
+    return BlockBytes(kept, e * (2 * ffn + 2 * size), e * (ffn + size), e * moved,
                       1 - ffn / (4 * size + 2 * ffn))
 
 

@@ -14,6 +14,7 @@ from orchmllm.plan.assign import PHASES
 from orchmllm.plan.gain import Gain, GainMeter, describe, spread
 from orchmllm.plan.step import plan_step
 from orchmllm.sharding.memory import MemoryModel, loads_of
+from orchmllm.sharding.run_memory import RunMemory
 from tests.lib.gradients import Case, all_gradients, reference_gradients, worst_difference
 from tests.lib.ranks import run_ranks
 from tests.lib.recipes import RECIPES
@@ -135,6 +136,20 @@ def limits(world, run) -> list[tuple[float, int]]:
 
     train(world, run, SyntheticDataset(), on_step=note)
     return found
+
+
+def one_refuses(world, run) -> list[bool]:
+    """Whether steps ran as sampled where rank 1 alone has no room for them."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(RunMemory, "refuses", lambda memory, plan: "no room" * (world.rank == 1))
+        return [row["as_sampled"] for row in train(world, run, SyntheticDataset())]
+
+
+@pytest.mark.dist
+def test_a_step_that_one_rank_refuses_stays_balanced_on_all(tmp_path):
+    run = replace(run_recipe(tmp_path, train={"num_steps": 2}, every_steps=-1),
+                  balance=replace(MEASURED, measure_every=2))
+    assert run_ranks(one_refuses, 2, run) == [[False, False]] * 2
 
 
 @pytest.mark.dist
