@@ -66,7 +66,7 @@ def made_row(name: str, tmp_path):
     one = [models.Item(kind, 5) for kind in models.kinds_of(name)]
     two = [models.Item(kind, 2) for kind in models.kinds_of(name)]
     # mistral3's mask has all images of a rank.
-    texts = (one, [], []) if name == "mistral3" else (one + two, [], one)
+    texts = (one, [], []) if name == "mistral3" else (one + two, [], two)
     examples = [models.as_example(k, models.sample(name, tiny, some, 7 + k))
                 for k, some in enumerate(texts)]
 
@@ -119,7 +119,7 @@ def test_flop_of_forward_and_backward_are_those_that_torch_counts(name, tmp_path
     if "vision" in encoders:
         tokens = phase_lengths(layout, "vision").tokens.sum()
         assert seen["vision"][:-1].numel() / tokens == pytest.approx(
-            patches_of_token(whole.hf.config), rel=0.25)
+            patches_of_token(whole.hf.config), rel=0.2)
 
 
 def test_what_is_balanced_costs_what_its_windows_do(tmp_path):
