@@ -35,7 +35,8 @@ from orchmllm.config.model import ModelConfig  # noqa: E402
 from orchmllm.config.recipe import load_recipe  # noqa: E402
 from orchmllm.models import attention  # noqa: E402
 from orchmllm.models.audio import AudioEncoder  # noqa: E402
-from orchmllm.models.llm import LossHead, PackedQwen2  # noqa: E402
+from orchmllm.models.llm import PackedQwen2  # noqa: E402
+from orchmllm.models.loss import LossHead  # noqa: E402
 from orchmllm.models.vision import VisionEncoder  # noqa: E402
 
 PRODUCTS = ("mm", "addmm", "bmm")

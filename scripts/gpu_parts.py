@@ -20,7 +20,7 @@ from orchmllm.config.model import AUDIO_MODES, ModelConfig
 from orchmllm.config.recipe import FsdpConfig
 from orchmllm.models.attention import attention_backend, sdpa_per_sequence
 from orchmllm.models.flops import Lengths, padded_phases
-from orchmllm.models.llm import LossHead
+from orchmllm.models.loss import LossHead
 from orchmllm.orchestrator import Orchestrator
 from orchmllm.plan.assign import PHASES, PlanSpec
 from orchmllm.plan.layout import ENCODERS, BatchLayout

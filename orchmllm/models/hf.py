@@ -30,6 +30,7 @@ from orchmllm.batch import (
 from orchmllm.models import packing
 from orchmllm.models.attention import attention_backend
 from orchmllm.models.families import model_class, part_of, read_config
+from orchmllm.models.loss import answers_with_loss
 from orchmllm.models.phase_clock import PhaseClock
 from orchmllm.plan.layout import NO_EXAMPLES
 
@@ -40,9 +41,11 @@ SLOTTED = ("idefics3", "smolvlm")  # the media of a sequence are one row of pixe
 class WholeModel(nn.Module):
     """hf: a model of orchmllm.models.families, in train mode, whose configuration nobody else has.
     dtype: of forward and backward. The phases' times are in `clock`. encoders: an
-    orchmllm.encoders.planned.PlannedEncoders of hf, for batches that were planned."""
+    orchmllm.encoders.planned.PlannedEncoders of hf, for batches that were planned. loss_chunk_rows:
+    see orchmllm.models.loss.LossHead."""
 
     encoders: Any = None
+    loss_chunk_rows = 0
 
     def __init__(self, hf: nn.Module, dtype: torch.dtype) -> None:
         super().__init__()
@@ -109,21 +112,35 @@ class WholeModel(nn.Module):
         ones = torch.ones_like(inputs["input_ids"])  # without it some models look for examples
         answering = nullcontext() if not batch.phases else self.encoders.answering(
             batch.phases, inputs, self.clock, self.dtype)
-        keeping = packing.positions(self.hf.get_output_embeddings(), batch.kept)
+        head = self.hf.get_output_embeddings()
+        keeping = packing.positions(head, batch.kept)
         if self.mixers:
             inputs["seqlens"] = batch.seqlens
         if self._keeps:
             inputs["logits_to_keep"], keeping = batch.kept, nullcontext()
-        with answering, packing.packed(batch.seqlens, self._num_layers), keeping:
-            logits = self.hf(**inputs, attention_mask=ones, use_cache=False).logits[0]
-        if len(logits) != len(batch.kept):
-            raise RuntimeError(f"{type(self.hf).__name__} returned {len(logits)} rows of logits "
-                               f"for {len(batch.kept)} positions")
-        loss = F.cross_entropy(logits.to(torch.promote_types(torch.float32, logits.dtype)),
-                               batch.targets, reduction="sum")
+        losing = nullcontext()
+        if 0 < self.loss_chunk_rows < len(batch.kept):
+            losing = answers_with_loss(head, batch.targets, self.loss_chunk_rows)
+        with answering, packing.packed(batch.seqlens, self._num_layers), keeping, losing as made:
+            logits = self.hf(**inputs, attention_mask=ones, use_cache=False).logits
+        loss = self._summed(logits, batch.targets, made)
         if torch.is_grad_enabled() and not loss.requires_grad:
             loss.requires_grad_()  # the text model is frozen, and no rank has media
         return loss
+
+    def _summed(self, logits: Tensor, targets: Tensor, made: list[Tensor] | None) -> Tensor:
+        """The loss of logits (1, k, V); made: or what the head answered instead of them."""
+        name = type(self.hf).__name__
+        if made is not None:
+            if not any(logits is loss for loss in made):
+                raise RuntimeError(f"{name} changes what its head computes, so that its loss "
+                                   "cannot be made by chunks: set fsdp.loss_chunk_rows to 0")
+            return logits.squeeze()
+        if len(logits[0]) != len(targets):
+            raise RuntimeError(f"{name} returned {len(logits[0])} rows of logits for "
+                               f"{len(targets)} positions")
+        return F.cross_entropy(logits[0].to(torch.promote_types(torch.float32, logits.dtype)),
+                               targets, reduction="sum")
 
     def _type_ids(self, ids: Tensor) -> Tensor:
         """1 at tokens of images, 2 at those of videos."""

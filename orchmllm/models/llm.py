@@ -14,9 +14,10 @@ from torch import Tensor, nn
 from transformers import Qwen2Config, Qwen2ForCausalLM
 from transformers.models.qwen2.modeling_qwen2 import Qwen2Attention
 
-from orchmllm.batch import IGNORE_INDEX, SequenceLengths
+from orchmllm.batch import SequenceLengths
 from orchmllm.config.model import LLMConfig
 from orchmllm.models.attention import packed_attention
+from orchmllm.models.loss import LossHead
 from orchmllm.models.parts import check_sizes, init_parameters, rotate
 
 
@@ -78,85 +79,6 @@ class PackedQwen2Attention(Qwen2Attention):
         q, k = rotate(q, cos, sin), rotate(k, cos, sin)
         out = packed_attention(q, k, v, packed_seqlens, causal=True)
         return self.o_proj(out.flatten(1).unsqueeze(0)), None
-
-
-class _ChunkedLoss(torch.autograd.Function):
-    """Summed cross entropy of hidden (R, D) through weight (V, D), a chunk of rows at a time.
-
-    The gradients are made in the forward pass, while a chunk's logits exist: no logits are kept
-    and none are computed twice. The weight's gradient is summed over chunks in at least float32.
-    """
-
-    @staticmethod
-    def forward(ctx, hidden, weight, labels, rows, with_grad):
-        dtype = torch.promote_types(torch.float32, hidden.dtype)
-        need_hidden, need_weight = (with_grad and need for need in ctx.needs_input_grad[:2])
-        grad_hidden = torch.empty_like(hidden) if need_hidden else None
-        grad_weight = torch.zeros_like(weight, dtype=dtype) if need_weight else None
-        total = torch.zeros((), dtype=dtype, device=hidden.device)
-        ignored = (labels == IGNORE_INDEX).unsqueeze(1)  # (R, 1)
-        for at in range(0, len(hidden), rows):
-            part = slice(at, at + rows)
-            target = labels[part].clamp(min=0).unsqueeze(1)  # (r, 1)
-            # Zeros: an ignored row then adds nothing to the weight's gradient.
-            h = hidden[part].masked_fill(ignored[part], 0.0)
-            logits = F.linear(h, weight).to(dtype)  # (r, V)
-            # In place, like all that follows: a pass reads and writes the only tensor of this size.
-            torch.log_softmax(logits, 1, out=logits)
-            total -= logits.gather(1, target).masked_fill_(ignored[part], 0.0).sum()
-            if not (need_hidden or need_weight):
-                del logits
-                continue
-            # d loss / d logits: softmax - one-hot
-            logits.exp_().scatter_add_(1, target, logits.new_full(target.shape, -1.0))
-            grad = logits.to(hidden.dtype)
-            del logits
-            if need_hidden:
-                torch.mm(grad, weight, out=grad_hidden[part])
-            if need_weight:
-                grad_weight += grad.T @ h
-            del grad  # or it would stay beside the logits of the next chunk
-        if need_hidden:
-            grad_hidden.masked_fill_(ignored, 0.0)
-        ctx.save_for_backward(grad_hidden, None if grad_weight is None
-                              else grad_weight.to(weight.dtype))
-        return total
-
-    @staticmethod
-    def backward(ctx, grad):
-        return (*(g if g is None else _scale(g, grad) for g in ctx.saved_tensors),
-                None, None, None)
-
-
-def _scale(x: Tensor, factor: Tensor, rows: int = 4096) -> Tensor:
-    """x (n, D) times a scalar, in place: a copy of the weight's gradient takes 2.5 GB at 84B.
-    (autograd sees the change and refuses a second backward pass.) It is computed in the factor's
-    precision and rounded once to x's dtype: a factor rounded first, such as 1 / number of targets
-    in bfloat16, would scale all gradients alike. rows: those that exist in that precision at the
-    same time."""
-    for part in x.split(rows):
-        part.copy_(part.to(factor.dtype).mul_(factor))
-    return x
-
-
-class LossHead(nn.Linear):
-    """lm_head with the summed loss, which FSDP2 has to see as this module's forward (it gathers the
-    weight for that)."""
-
-    def __init__(self, hidden_size: int, vocab_size: int) -> None:
-        super().__init__(hidden_size, vocab_size, bias=False)
-
-    def forward(self, x: Tensor, labels: Tensor | None, chunk_rows: int = 0) -> Tensor:
-        """x: (R, D), labels (R,) -> a scalar in max(float32, x's dtype); without labels the logits
-        (R, V) in x's dtype. chunk_rows: rows whose logits exist at a time; 0 or at least R: all at
-        once."""
-        if labels is None:
-            return super().forward(x)
-        if 0 < chunk_rows < len(x):
-            return _ChunkedLoss.apply(x, self.weight, labels, chunk_rows, torch.is_grad_enabled())
-        logits = super().forward(x)
-        logits = logits.to(torch.promote_types(torch.float32, logits.dtype))
-        return F.cross_entropy(logits, labels, ignore_index=IGNORE_INDEX, reduction="sum")
 
 
 class PackedQwen2(nn.Module):

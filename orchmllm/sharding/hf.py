@@ -47,6 +47,7 @@ def load_whole(
 
     def distribute(hf: nn.Module) -> None:
         whole = WholeModel(hf, compute_dtype(config))
+        whole.loss_chunk_rows = config.loss_chunk_rows
         if model.lora.rank:
             layers.update(adapters.inject(whole, model))
         freeze(whole, model)

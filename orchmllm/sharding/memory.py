@@ -219,11 +219,11 @@ class MemoryModel:
         plain = 3.0 * f * config.vocab_size * tokens
         if not chunk:
             return plain
-        learnt = config.hidden_size * (not config.frozen)  # columns of the weight's gradient
-        rows = np.minimum(tokens, chunk)
+        learns = not (config.frozen or self.model.lora.rank)
+        learnt = config.hidden_size * learns  # columns of the weight's gradient
         # A chunk's logits as computed and in float32, or their gradient and the product made of it.
-        moment = np.maximum((f + e * (e < f)) * rows, e * (rows + learnt))
-        chunked = (e * config.hidden_size * (tokens + rows)
+        moment = max((f + e * (e < f)) * chunk, e * (chunk + learnt))
+        chunked = (e * config.hidden_size * (tokens + chunk)
                    + (moment + f * learnt) * config.vocab_size)
         return np.where(tokens > chunk, chunked, plain)
 

@@ -142,7 +142,7 @@ MUTATIONS = [Mutation(*row) for row in (
     ("padding is heard", "orchmllm/models/audio.py", "        if not fixed:\n            x = x",
      "        if False:\n            x = x", "tests/models/test_audio_modes.py",
      "With padded audio the second convolution reads one frame beyond the end of a clip."),
-    ("every logit is learnt", "orchmllm/models/llm.py",
+    ("every logit is learnt", "orchmllm/models/loss.py",
      "hidden[part].masked_fill(ignored[part], 0.0)", "hidden[part]",
      "tests/models/test_chunked_loss.py",
      "With fsdp.loss_chunk_rows ignored positions have gradients."),

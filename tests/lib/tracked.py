@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -76,18 +77,21 @@ def tracked_peak(recipe: Recipe, plan: RankPlan, num_ranks: int) -> float:
         dist.destroy_process_group()
 
 
-def tracked_text(folder: Path, choice: Mapping[str, str], num_tokens: int) -> tuple[float, float]:
+def tracked_text(folder: Path, choice: Mapping[str, str], num_tokens: int, **fsdp: Any
+                 ) -> tuple[float, float]:
     """(tracked, predicted) peak of one example of text in a model of transformers, in bfloat16 and
-    one process, without the optimizer's moments."""
+    one process, without the optimizer's moments. fsdp: more of the recipe's section."""
     sizes = np.full(1, num_tokens)
     lengths = {**dict.fromkeys(ENCODERS, Lengths(*np.zeros((3, 1)))), "llm": Lengths(*[sizes] * 3)}
-    recipe = Recipe(model=ModelConfig(config=str(folder)), fsdp=FsdpConfig(param_dtype="bfloat16"))
+    recipe = Recipe(model=ModelConfig(config=str(folder)),
+                    fsdp=FsdpConfig(param_dtype="bfloat16", **fsdp))
     memory = WholeMemory.of(resolve(recipe, 1, 1), on_cpu=True)
     moments = memory.peaks(Loads(lengths, dict.fromkeys(ENCODERS, np.zeros(1))), choice)
     moments.pop("optimizer")
     config = read_config(folder)
     with torch.device("meta"):
         model = WholeModel(model_class(config)._from_config(config).bfloat16(), torch.bfloat16)
+    model.loss_chunk_rows = recipe.fsdp.loss_chunk_rows
     recompute(model, choice)
     ids = torch.zeros(1, num_tokens, dtype=torch.long)
     inputs = {"input_ids": ids, "position_ids": torch.arange(num_tokens).repeat(4, 1, 1)}

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from orchmllm.batch import IGNORE_INDEX
-from orchmllm.models.llm import LossHead
+from orchmllm.models.loss import LossHead
 
 CHUNK = 128
 

@@ -12,7 +12,7 @@ from orchmllm.batch import IGNORE_INDEX
 from orchmllm.config.model import LLMConfig, ModelConfig
 from orchmllm.config.recipe import FsdpConfig
 from orchmllm.models.flops import Lengths
-from orchmllm.models.llm import LossHead
+from orchmllm.models.loss import LossHead
 from orchmllm.sharding.memory import Loads, MemoryModel
 
 

@@ -30,11 +30,13 @@ pytestmark = pytest.mark.whole
 FAST = ("internvl", "mistral3", "qwen3_5_moe", "qwen3_vl")
 
 
-def difference(name: str, model, examples: list[dict], lengths: list[int] | None = None) -> float:
+def difference(name: str, model, examples: list[dict], lengths: list[int] | None = None,
+               rows: int = 0) -> float:
     """Of the gradients, over the largest; the losses are compared, too. lengths: of the examples,
-    as packing is told."""
+    as packing is told. rows: of the loss's chunks."""
     loss, wanted = models.stock(model, examples)
     whole = WholeModel(copy.deepcopy(model), torch.float64)
+    whole.loss_chunk_rows = rows
     packed = whole.join([models.as_example(i, inputs) for i, inputs in enumerate(examples)])
     if lengths is not None:
         packed = replace(packed, seqlens=SequenceLengths.from_lengths(lengths))
@@ -63,6 +65,7 @@ def test_a_packed_row_is_its_examples_and_would_not_be_if_they_saw_each_other(na
     examples = several(name, model)
     exact = models.LOOSE.get(name, models.EXACT)
     assert difference(name, model, examples) <= exact
+    assert difference(name, model, examples, rows=3) <= exact
     whole_row = sum(inputs["input_ids"].shape[1] for inputs in examples)
     assert difference(name, model, examples, [whole_row]) > 1000 * exact
 
@@ -132,6 +135,27 @@ def test_a_forward_without_our_masks_is_an_error():
     model.config.get_text_config()._attn_implementation = "sdpa"
     with pytest.raises(RuntimeError, match="0 of 2 layers kept the examples of the row apart"):
         whole(whole.join(examples))
+
+
+def test_logits_that_are_changed_after_the_head_have_no_loss_by_chunks():
+    """As some models of transformers limit them."""
+    model = models.build("llava")
+    whole = WholeModel(model, torch.float64)
+    packed = whole.join([models.as_example(i, inputs)
+                         for i, inputs in enumerate(several("llava", model))])
+    limited, stock = "changes what its head computes", type(model).forward
+
+    class Limited(type(model)):
+        def forward(self, **inputs):
+            out = stock(self, **inputs)
+            out.logits = out.logits.tanh()
+            return out
+
+    whole.hf.__class__ = Limited
+    assert torch.isfinite(whole(packed))
+    whole.loss_chunk_rows = 3
+    with pytest.raises(RuntimeError, match=f"Limited {limited}.*set fsdp.loss_chunk_rows to 0"):
+        whole(packed)
 
 
 @pytest.mark.parametrize("keys, told", [

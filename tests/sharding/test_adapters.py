@@ -42,7 +42,7 @@ def computed(world, model: ModelConfig, name: str, shard_size: int, choice: str)
     cls = type(models.build(name))
     stock = cls.from_pretrained(
         model.folder, dtype=torch.float64, experts_implementation="eager").train()
-    config = FsdpConfig(param_dtype="float64", shard_size=shard_size)
+    config = FsdpConfig(param_dtype="float64", shard_size=shard_size, loss_chunk_rows=3)
     whole = load_whole(Path(model.folder), model, config, torch.device("cpu"),
                        dict.fromkeys(PHASES, choice), seed=5)
     for n, p in whole.hf.named_parameters():

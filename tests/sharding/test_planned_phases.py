@@ -158,7 +158,8 @@ def compared(world, folder: Path, name: str, runs: list[Recipe], phase: str = "v
     ("qwen3_vl", 4, 0), *((n, *groups) for n in models.ADMITTED if "image" in models.kinds_of(n)
                           for groups in ((1, 0), (2, 0), (3, 0), (4, 2)))])
 def test_gradients_are_those_of_stock_transformers(name, ranks, shard_size, tmp_path):
-    """Balanced where one layer of a phase is recomputed, or a part of it."""
+    """Balanced where one layer of a phase is recomputed, or a part of it, and the loss is made by
+    chunks."""
     write_model(name, tmp_path, torch.float64)
     write_rows(tmp_path)
     run = recipe(tmp_path)
@@ -167,7 +168,8 @@ def test_gradients_are_those_of_stock_transformers(name, ranks, shard_size, tmp_
     off = replace(run, balance=replace(run.balance, enabled=False),
                   train=replace(run.train, accumulation_steps=2))
     run = replace(run, fsdp=replace(
-        run.fsdp, vision_checkpointing="full:1", llm_checkpointing="selective:1"))
+        run.fsdp, vision_checkpointing="full:1", llm_checkpointing="selective:1",
+        loss_chunk_rows=16))
     first, second, third, last = run_ranks(compared, ranks, tmp_path, name, [run, off])[0]
     assert sum(first["encoded"]) == 9 and sum(second["encoded"]) == 1
     assert not any(third["encoded"]) and sum(last["examples"]) == 2
@@ -195,7 +197,7 @@ def frozen_compared(world, folder: Path, name: str, settings: list[tuple[str, ..
         found[parts] = []
         trainer = Trainer(replace(
             run, run=RunConfig(dir=f"{run.run.dir}{number}"), model=frozen(*parts, model=run.model),
-            fsdp=replace(run.fsdp, shard_size=shard_size), balance=replace(
+            fsdp=replace(run.fsdp, shard_size=shard_size, loss_chunk_rows=16), balance=replace(
                 run.balance, vision=greedy, audio=greedy)), world)
         try:
             learns = [n for n, p in trainer.model.hf.named_parameters() if p.requires_grad]

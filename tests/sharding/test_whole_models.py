@@ -54,11 +54,12 @@ def saved(name: str, folder: Path, tied: bool = False) -> torch.nn.Module:
 
 
 def loaded(world, folder: Path, name: str, tied: bool, shard_size: int, choice: str) -> None:
-    """Parameters, buffers and ties are those of one process, and so are the gradients."""
+    """Parameters, buffers and ties are those of one process, and so are the gradients, of a loss by
+    chunks."""
     torch.manual_seed(0)
     stock = type(models.build(name)).from_pretrained(
         folder, dtype=torch.float64, experts_implementation="eager").train()
-    config = FsdpConfig(param_dtype="float64", shard_size=shard_size)
+    config = FsdpConfig(param_dtype="float64", shard_size=shard_size, loss_chunk_rows=3)
     whole = load_whole(folder, ModelConfig(), config, torch.device("cpu"),
                        dict.fromkeys(PHASES, choice))
     wanted, found = dict(stock.named_parameters()), dict(whole.hf.named_parameters())
@@ -173,6 +174,7 @@ def test_a_run_is_the_same_balanced_unbalanced_and_resumed_on_other_ranks(name, 
     run = replace(run, balance=replace(run.balance, measure_every=3))
     off = replace(run, run=RunConfig(dir=str(tmp_path / "off")),
                   balance=replace(run.balance, enabled=False),
+                  fsdp=replace(run.fsdp, loss_chunk_rows=7),
                   train=replace(run.train, accumulation_steps=2))
     start = replace(run, run=RunConfig(dir=str(tmp_path / "one")),
                     train=replace(run.train, num_steps=2))

@@ -96,6 +96,19 @@ def test_layers_that_are_not_alike_count_each_for_themselves(choice, tmp_path):
     assert peak <= MISSED * predicted and predicted <= 1.15 * peak
 
 
+@pytest.mark.whole
+def test_the_loss_of_a_whole_model_by_chunks_takes_a_tenth_of_the_memory(tmp_path):
+    """8,192 targets of a vocabulary of 152,064."""
+    config = models.build("qwen2_5_vl").config
+    config.get_text_config().vocab_size = 152_064
+    config.save_pretrained(tmp_path)
+    plain, chunked = (tracked_text(tmp_path, dict.fromkeys(PHASES, "none"), 8192,
+                                   loss_chunk_rows=rows) for rows in (0, 256))
+    assert 14.9e9 < plain[0] and chunked[0] < 0.1 * plain[0]
+    for peak, predicted in (plain, chunked):
+        assert predicted == pytest.approx(peak, rel=0.07)
+
+
 AUTO = ("none", "kept", "LLM kept", "hybrid, 2,560 ranks", "float32", "large loss", "accumulated",
         "three ahead", "7B, pretrained", "padded audio")
 
