@@ -3,9 +3,7 @@ transformers."""
 
 from __future__ import annotations
 
-import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -14,11 +12,9 @@ import torch.distributed as dist
 
 from orchmllm.comm.agree import RemoteError, describe, raise_first
 from orchmllm.comm.exchange import RowGather, gather_texts
-from orchmllm.config.model import ModelConfig
 from orchmllm.config.recipe import Recipe
 from orchmllm.encoders.planned import PlannedEncoders
 from orchmllm.hf.sources import WeightSource
-from orchmllm.models.families import model_class, read_config
 from orchmllm.models.hf import WholeModel
 from orchmllm.models.mllm import MultimodalModel
 from orchmllm.sharding.fsdp import build_model
@@ -37,49 +33,19 @@ def build(
         return build_model(recipe.model, recipe.fsdp, device, recipe.run.seed, checkpointing,
                            sources, ranks_per_node=ranks_per_node, group=group)
     error = None
-    with starting_weights(recipe.model, recipe.run.seed, recipe.run.folder, gather) as folder:
-        try:
-            model = load_whole(folder, recipe.model, recipe.fsdp, device, checkpointing,
-                               ranks_per_node, recipe.run.seed, lambda: agreed(gather, None))
-        except RemoteError:  # all have it
-            raise
-        except Exception as e:  # the others wait
-            error = e
-        agreed(gather, error)
+    try:
+        model = load_whole(Path(recipe.model.folder), recipe.model, recipe.fsdp, device,
+                           checkpointing, ranks_per_node, recipe.run.seed,
+                           lambda: agreed(gather, None))
+    except RemoteError:  # all have it
+        raise
+    except Exception as e:  # the others wait
+        error = e
+    agreed(gather, error)
     if recipe.model.lora.rank:
         log(describe_learning(model))
     model.encoders = PlannedEncoders(model.hf, group)
     return model
-
-
-@contextmanager
-def starting_weights(
-    model: ModelConfig, seed: int, run: Path, gather: RowGather
-) -> Iterator[Path]:
-    """The folder that the model starts from: model.pretrained; or one in the run folder, which
-    lasts as long as this context, with weights that one rank draws from `seed`. Collective. Raises
-    RemoteError on all ranks if they cannot be written."""
-    if model.pretrained:
-        yield Path(model.folder)
-        return
-    folder, error = run / "initial_weights", None
-    if gather.rank == 0:
-        try:
-            _draw(Path(model.folder), seed, folder)
-        except Exception as e:  # the others wait
-            error = e
-    agreed(gather, error)
-    yield folder
-    agreed(gather, None)  # all have read it
-    if gather.rank == 0:
-        shutil.rmtree(folder)
-
-
-def _draw(config: Path, seed: int, folder: Path) -> None:
-    settings = read_config(config)
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        model_class(settings)._from_config(settings).save_pretrained(folder)
 
 
 def agreed(gather: RowGather, error: Exception | None) -> None:

@@ -25,7 +25,7 @@ from orchmllm.plan.layout import ENCODERS
 from orchmllm.sharding.blocks import recompute
 from orchmllm.sharding.fsdp import compute_dtype, shard_all
 from orchmllm.sharding.gathers import Unit, of_encoder
-from orchmllm.sharding.init import seed_adapters
+from orchmllm.sharding.init import drawn_by_rows, seed_adapters
 
 
 def load_whole(
@@ -33,10 +33,11 @@ def load_whole(
     checkpointing: Mapping[str, str], ranks_per_node: int = 1, seed: int = 0,
     before_collectives: Callable[[], None] = lambda: None,
 ) -> WholeModel:
-    """The sharded model of a folder with its weights, in train mode; collective over all ranks.
-    Raises ValueError if weights are missing or have another shape. checkpointing: see
-    orchmllm.sharding.blocks.recompute. ranks_per_node: see orchmllm.sharding.gathers. seed: of
-    adapters. before_collectives: called when the model is known, before groups are made."""
+    """The sharded model of a folder, in train mode: with its weights, or, if it is model.config,
+    with those that its class draws; collective over all ranks. Raises ValueError if weights are
+    missing or have another shape. checkpointing: see orchmllm.sharding.blocks.recompute.
+    ranks_per_node: see orchmllm.sharding.gathers. seed: of what is drawn. before_collectives:
+    called when the model is known, before groups are made."""
     from transformers.distributed import DistributedConfig
     from transformers.utils import logging
 
@@ -62,21 +63,29 @@ def load_whole(
     settings._experts_implementation = experts_by(compute_dtype(config))
     cls = model_class(settings)
     place = None if config.cpu_offload else device
+    options = {"dtype": getattr(torch, config.param_dtype), "local_files_only": True,
+               "distributed_config": DistributedConfig(fsdp_size=1), "config": settings}
     with _distributed_by(cls, distribute, place), _converted_by_rows(place):
-        _, told = cls.from_pretrained(
-            folder, config=settings, dtype=getattr(torch, config.param_dtype),
-            distributed_config=DistributedConfig(fsdp_size=1), local_files_only=True,
-            use_safetensors=True, output_loading_info=True)
-    wrong = [name for kind in ("missing_keys", "mismatched_keys") for name in told[kind]]
-    if wrong:
-        raise ValueError(f"{folder}: {len(wrong)} weights are missing or have another shape "
-                         f"({', '.join(map(str, sorted(wrong)[:3]))}): copy the folder completely")
+        if model.config:
+            with drawn_by_rows(cls, seed):
+                cls.from_pretrained(None, state_dict={}, **options)
+        else:
+            _read(cls, folder, options)
     adapters.put_back(made[0].hf, layers, torch.device("cpu") if config.cpu_offload else device)
     seed_adapters(made[0].hf, seed)
     whole = made[0].train()
     for name, parameter in whole.hf.named_parameters():  # what was loaded is made anew
         parameter.requires_grad_(name not in fixed)
     return whole
+
+
+def _read(cls: type, folder: Path, options: Mapping[str, Any]) -> None:
+    """Raises ValueError if weights are missing or have another shape."""
+    _, told = cls.from_pretrained(folder, use_safetensors=True, output_loading_info=True, **options)
+    wrong = [name for kind in ("missing_keys", "mismatched_keys") for name in told[kind]]
+    if wrong:
+        raise ValueError(f"{folder}: {len(wrong)} weights are missing or have another shape "
+                         f"({', '.join(map(str, sorted(wrong)[:3]))}): copy the folder completely")
 
 
 def experts_by(dtype: torch.dtype) -> str | None:

@@ -7,6 +7,7 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import transformers
@@ -23,7 +24,7 @@ from orchmllm.config.recipe import (
     RunConfig,
     TrainConfig,
 )
-from orchmllm.models.families import part_of
+from orchmllm.models.families import model_class, part_of, read_config
 from orchmllm.models.flops import step_flops
 from orchmllm.plan.assign import PHASES
 from orchmllm.plan.layout import ENCODERS
@@ -31,6 +32,7 @@ from orchmllm.sharding.hf import load_whole
 from orchmllm.tools.export.export import export
 from orchmllm.trainer import Trainer
 from tests.lib import whole_models as models
+from tests.lib.commands import ROOT, python
 from tests.lib.ranks import run_ranks
 from tests.lib.recipes import frozen as froze
 from tests.lib.training import train
@@ -193,6 +195,84 @@ def test_a_run_is_the_same_balanced_unbalanced_and_resumed_on_other_ranks(name, 
     assert not any(moved[1])
 
 
+def drawn(world, folder: Path) -> dict[str, np.ndarray]:
+    """The parameters that each rank draws its rows of. They are spread as those that the class
+    draws in one process, and the buffers are the same."""
+    settings = read_config(folder)
+    torch.manual_seed(0)
+    stock = model_class(settings)._from_config(settings)
+    model = ModelConfig(config=str(folder))
+    whole = load_whole(folder, model, FsdpConfig(), torch.device("cpu"),
+                       dict.fromkeys(PHASES, "none"), seed=5)
+    found = {n: p.full_tensor().detach() for n, p in whole.hf.named_parameters()}
+    buffers, wanted = dict(whole.hf.named_buffers()), dict(stock.named_parameters())
+    assert found.keys() == wanted.keys()
+    assert all(torch.equal(b, buffers[n]) for n, b in stock.named_buffers())
+    for n, want in wanted.items():
+        got, size = found[n], want.numel()
+        std = float(want.std(correction=0))
+        assert abs(float((got - want).mean())) <= 7 * std * (2 / size)**0.5 + 1e-9, n
+        assert size < 400 or float(got.std(correction=0)) == pytest.approx(std, rel=0.2), n
+        assert torch.equal((got == 0).reshape(len(got), -1).all(1),
+                           (want == 0).reshape(len(got), -1).all(1)), n  # the row of padding
+    return {n: p.numpy() for n, p in found.items()}
+
+
+@pytest.mark.parametrize("name", [
+    name if name == "gemma3" else pytest.param(name, marks=pytest.mark.slow)
+    for name in models.ADMITTED])
+def test_every_rank_draws_its_rows_as_the_class_of_the_model_would(name, tmp_path):
+    config = models.build(name).config
+    config.get_text_config().pad_token_id = 3
+    config.save_pretrained(tmp_path)
+    one, three = (run_ranks(drawn, ranks, tmp_path)[0] for ranks in (1, 3))
+    assert all(np.array_equal(one[n], three[n]) for n in one)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["config.json"]
+
+
+DRAWN = """
+import re, torch
+from pathlib import Path
+from torch import distributed
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from orchmllm.config.model import ModelConfig
+from orchmllm.config.recipe import FsdpConfig
+from orchmllm.plan.assign import PHASES
+from orchmllm.sharding import hf
+
+def kilobytes(name):
+    return int(re.search(name + r":\\s+(\\d+) kB", Path("/proc/self/status").read_text())[1])
+
+def sharded(*args, shard_all=hf.shard_all):
+    global before
+    shard_all(*args)
+    before = kilobytes("VmRSS")  # with the objects of a model without memory
+    Path("/proc/self/clear_refs").write_text("5")  # the largest resident set counts from here
+
+distributed.init_process_group("fake", store=FakeStore(), rank={rank}, world_size=2560)
+hf.shard_all = sharded
+whole = hf.load_whole(Path("{folder}"), ModelConfig(config="{folder}"), FsdpConfig(),
+                      torch.device("cpu"), dict.fromkeys(PHASES, "none"))
+print(1024 * (kilobytes("VmHWM") - before), sum(p.to_local().nbytes for p in whole.parameters()),
+      sum(p.numel() for p in whole.parameters()))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", [0, 1700])
+def test_a_rank_of_many_draws_a_large_model_in_the_memory_of_its_rows(rank, tmp_path):
+    config = transformers.AutoConfig.from_pretrained(ROOT / "recipes/configs/qwen3_vl_8b")
+    config.vision_config.out_hidden_size = 8192
+    for name, value in {"hidden_size": 8192, "intermediate_size": 29568, "num_hidden_layers": 88,
+                        "num_attention_heads": 64}.items():
+        setattr(config.text_config, name, value)
+    config.save_pretrained(tmp_path)
+    peak, rows, size = map(int, python("-c", DRAWN.format(rank=rank, folder=tmp_path)
+                                       ).stdout.split())
+    print(f"{size / 1e9:.1f}e9 parameters: rows {rows / 1e6:.0f} MB, peak {peak / 1e6:.0f} MB")
+    assert size > 80e9 and peak <= 1.2 * rows
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name, key", [
     ("qwen3_vl", "config"), ("qwen2_audio", "config"),
@@ -202,12 +282,12 @@ def test_an_export_before_learning_is_the_folder_it_started_from(name, key, tmp_
     ranks."""
     saved(name, tmp_path / "model", tied=True)
     first = load_file(tmp_path / "model" / "model.safetensors")
-    exported = []
-    for ranks in (2, 1)[: 1 + (key == "config")]:
+    exported, computed = [], []
+    for ranks in (2, 1, 3)[: 3 if key == "config" else 1]:
         run = recipe(tmp_path / f"run{ranks}", ModelConfig(**{key: str(tmp_path / "model")}), 1,
                      lr=1e-300)
-        run_ranks(trained, ranks, run, name)
-        assert not (tmp_path / f"run{ranks}" / "initial_weights").exists()
+        computed.append(losses(run_ranks(trained, ranks, run, name)[0][0]))
+        assert computed[-1] == pytest.approx(computed[0], rel=1e-7)
         export(tmp_path / f"run{ranks}" / "checkpoints" / "step_00000001", tmp_path / f"{ranks}")
         exported.append(load_file(tmp_path / f"{ranks}" / "model.safetensors"))
     for tensors in exported:
