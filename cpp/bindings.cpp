@@ -82,6 +82,34 @@ Array assign_microbatches(const Array& share, i64 num_microbatches) {
   return step_of;
 }
 
+// (micro_of (n,) with the moves that shorten the step, its time); the tables are (n, phases) and
+// (n, sizes), room is (sizes,).
+py::tuple shorten_step(const Array& cost, const Array& longest, const Array& size,
+                       const Array& room, const Array& micro_of, i64 num_ranks,
+                       i64 num_microbatches, i64 least, bool cut) {
+  check_count("num_ranks", num_ranks);
+  check_count("num_microbatches", num_microbatches);
+  const auto n = static_cast<std::size_t>(micro_of.size());
+  const View<i64> c = weights(cost, "cost"), l = weights(longest, "longest");
+  const View<i64> s = weights(size, "size"), r = weights(room, "room");
+  check_size("longest", l.size, c.size);
+  check_size("cost", c.size, n == 0 ? 0 : c.size / n * n);
+  check_size("size", s.size, n * r.size);
+  homes(micro_of, n, num_microbatches);
+  Array out(micro_of.size());
+  std::copy_n(micro_of.data(), n, out.mutable_data());
+  i64 time = 0;
+  {
+    i64* moved = out.mutable_data();
+    py::gil_scoped_release release;
+    orchmllm::StepShortening step(n, c, l, s, r, num_ranks,
+                                  static_cast<std::size_t>(num_microbatches), least, moved);
+    if (cut) step.cut_in_order();
+    time = step.run();
+  }
+  return py::make_tuple(out, time);
+}
+
 // (order (n,), sizes (num_ranks,)): items grouped by rank, in ascending order inside each.
 py::tuple group_by_rank(const Array& rank_of, i64 num_ranks) {
   check_count("num_ranks", num_ranks);
@@ -277,6 +305,9 @@ PYBIND11_MODULE(_core, m) {
   m.def("least_move_counted", &least_move_counted, weight, home, move_cost, num_ranks,
         ranks_per_node, cap);
   m.def("assign_microbatches", &assign_microbatches, array("share"), py::arg("num_microbatches"));
+  m.def("shorten_step", &shorten_step, array("cost"), array("longest"), array("size"),
+        array("room"), array("micro_of"), num_ranks, py::arg("num_microbatches"),
+        py::arg("least"), py::arg("cut"));
   m.def("group_by_rank", &group_by_rank, array("rank_of"), num_ranks);
   m.def("expand_order", &expand_order, array("order"), array("counts"));
   m.def("heaviest_holder", &heaviest_holder, array("example"), array("rank"), array("bytes"), home,

@@ -35,8 +35,9 @@ from orchmllm.batch import (
 from orchmllm.comm.agree import describe, raise_first, require_agreement
 from orchmllm.comm.exchange import RaggedGather, RowGather, exchange_rows, gather_texts
 from orchmllm.comm.ilp import SharedPrograms
-from orchmllm.plan.assign import NodeSolver, PlanSpec, assign_microbatches, digest_of_arrays
+from orchmllm.plan.assign import NodeSolver, PlanSpec, digest_of_arrays
 from orchmllm.plan.layout import ENCODERS, NO_EXAMPLES, BatchLayout
+from orchmllm.plan.microbatches import assign_microbatches
 from orchmllm.plan.step import StepPlan, plan_step
 
 PROTOCOL_VERSION = 5
@@ -144,12 +145,10 @@ class Orchestrator:
     def _planned(self, layout: BatchLayout, num_microbatches: int, spec: PlanSpec,
                  *solve: NodeSolver) -> list[Microbatch]:
         """solve: in place of the planner's own."""
-        if num_microbatches == 1:
-            parts = [(np.arange(layout.num_examples), layout)]
-        else:
-            micro = assign_microbatches(layout, spec, num_microbatches)
-            parts = [(np.flatnonzero(micro == k), layout.select(micro == k))
-                     for k in range(num_microbatches)]
+        micro, spec = assign_microbatches(layout, spec, num_microbatches)
+        parts = [(np.flatnonzero(micro == k),
+                  layout.select(micro == k) if num_microbatches > 1 else layout)
+                 for k in range(num_microbatches)]
         plans = [self.planner(part, spec, *solve) for _, part in parts]
         return [Microbatch(plan, plan.for_rank(self.rank), positions=at)
                 for (at, _), plan in zip(parts, plans, strict=True)]

@@ -83,8 +83,7 @@ def _whole(*phases: str, **options) -> Callable[..., StepPlan]:
         cost = example_costs(layout, spec)[:, [PHASES.index(phase) for phase in phases]]
         size = np.maximum(cost.sum(axis=1), 1)  # or all empty ones share a rank
         llm = intra_reorder(size, layout.num_ranks, **options)
-        return build_plan(layout, {m: llm[layout.example_of_segment[layout.segments[k]]]
-                                   for m, k in ENCODERS.items()}, llm, spec)
+        return build_plan(layout, {m: llm[layout.item_owner(m)] for m in ENCODERS}, llm, spec)
     return plan
 
 

@@ -19,7 +19,6 @@ from functools import cached_property
 
 import numpy as np
 
-from orchmllm.plan import balance as balancing
 from orchmllm.plan.balance import DEFAULT_TOLERANCE, POLICIES, balance, check_policy, core
 from orchmllm.plan.cost import CostModel
 from orchmllm.plan.layout import ENCODERS, TEXT, BatchLayout
@@ -130,13 +129,12 @@ def assign_phases(
     """(encode, llm): encode[m] (s_m,) rank of each of the phase's segments, llm (n,) rank of each
     example. Raises ValueError for a policy or option that cannot be honoured."""
     sampled = layout.rank_of_example
-    owner = {m: layout.example_of_segment[layout.segments[code]]  # (s_m,) example of each segment
-             for m, code in spec.encoders.items()}
+    owner = {m: layout.item_owner(m) for m in spec.encoders}  # (s_m,) each
     if not spec.balance.enabled:
         return {m: sampled[owner[m]] for m in owner}, sampled
     if 0 < spec.group_size < layout.num_ranks:
         groups = [(first, *assign_phases(part, inside, solve))
-                  for first, part, inside in _groups(layout, spec)]
+                  for first, part, inside in group_layouts(layout, spec)]
         return ({m: np.concatenate([first + e[m] for first, e, _ in groups]) for m in owner},
                 np.concatenate([first + llm for first, _, llm in groups]))
     if spec.balance.whole_examples:
@@ -152,7 +150,9 @@ def assign_phases(
     return encode, _assign(layout, "llm", home, spec, solve, encode, move_cost=price)
 
 
-def _groups(layout: BatchLayout, spec: PlanSpec) -> Iterator[tuple[int, BatchLayout, PlanSpec]]:
+def group_layouts(
+    layout: BatchLayout, spec: PlanSpec
+) -> Iterator[tuple[int, BatchLayout, PlanSpec]]:
     """(first rank, layout, spec) of each group, as if there were no other."""
     size = spec.group_size
     inside = replace(spec, group_size=0, ranks_per_node=min(spec.ranks_per_node, size))
@@ -197,9 +197,8 @@ def feature_home(
 def example_costs(layout: BatchLayout, spec: PlanSpec) -> np.ndarray:
     """(n, phases) cost of each example in each of spec.phases."""
     cost = np.zeros((layout.num_examples, len(spec.phases)), np.int64)
-    cost[:, -1] = spec.costs["llm"](layout.tokens_per_example)
-    for k, (phase, modality) in enumerate(spec.encoders.items()):
-        np.add.at(cost[:, k], layout.example_of_segment[layout.segments[modality]],
+    for k, phase in enumerate(spec.phases):
+        np.add.at(cost[:, k], layout.item_owner(phase),
                   spec.costs[phase](layout.item_lengths(phase)))
     return cost
 
@@ -240,23 +239,6 @@ def _assign(
         rank, rank_of[item], num_bytes, num_ranks=layout.num_ranks,
         ranks_per_node=spec.ranks_per_node, solver=solver,
         limit=None if solver == "search" else spec.balance.nodewise_limit_s)[rank_of]
-
-
-def assign_microbatches(layout: BatchLayout, spec: PlanSpec, num_microbatches: int) -> np.ndarray:
-    """(n,) microbatch of each example. With balancing, a deterministic vector LPT on the phase
-    costs; without, every rank's share is cut in order."""
-    if not spec.balance.enabled:
-        sizes = layout.examples_per_rank
-        first = np.repeat(np.cumsum(sizes) - sizes, sizes)
-        slot = np.arange(layout.num_examples) - first
-        return slot * num_microbatches // np.maximum(sizes[layout.rank_of_example], 1)
-    if 0 < spec.group_size < layout.num_ranks:
-        return np.concatenate([assign_microbatches(part, inside, num_microbatches)
-                               for _, part, inside in _groups(layout, spec)])
-    micro = balancing.assign_microbatches(example_costs(layout, spec), num_microbatches)
-    if not spec.fills:
-        return micro
-    return at_least(micro, layout.tokens_per_example, num_microbatches, layout.num_ranks)
 
 
 def at_least(place_of: np.ndarray, lengths: np.ndarray, num_places: int, least: int) -> np.ndarray:

@@ -119,6 +119,12 @@ class BatchLayout:
             return self.tokens_per_example
         return self.attn_len[self.segments[ENCODERS[phase]]]
 
+    def item_owner(self, phase: str) -> np.ndarray:
+        """Example of each item of a phase, as item_lengths orders them."""
+        if phase == "llm":
+            return np.arange(self.num_examples)
+        return self.example_of_segment[self.segments[ENCODERS[phase]]]
+
     @cached_property
     def segments(self) -> list[np.ndarray]:
         """By modality, the indices of its segments, in source order."""

@@ -20,13 +20,13 @@ from orchmllm.plan.assign import (
     TEXT_BYTES,
     NodeSolver,
     PlanSpec,
-    assign_microbatches,
     assign_phases,
     at_least,
     digest_of_arrays,
 )
 from orchmllm.plan.cost import CostModel
 from orchmllm.plan.layout import ENCODERS, BatchLayout
+from orchmllm.plan.microbatches import assign_microbatches
 from orchmllm.plan.nodewise import assign_nodes
 from orchmllm.plan.rearrange import Exchange, Rearrangement, ranges, sums_of
 
@@ -81,7 +81,7 @@ def sampled_costs(
     rank's share is cut in order."""
     sizes = layout.examples_per_rank
     if num_microbatches > 1:  # a rank's share is cut in order: its microbatches are runs, too
-        micro = assign_microbatches(layout, spec.as_sampled, num_microbatches)
+        micro, _ = assign_microbatches(layout, spec.as_sampled, num_microbatches)
         sizes = np.bincount(layout.rank_of_example * num_microbatches + micro,
                             minlength=layout.num_ranks * num_microbatches)
     if phase != "llm":

@@ -16,7 +16,6 @@ from orchmllm.plan.assign import (
     PHASES,
     PhasePolicy,
     PlanSpec,
-    assign_microbatches,
     assign_phases,
     digest_of_arrays,
     example_bytes,
@@ -25,6 +24,7 @@ from orchmllm.plan.assign import (
 from orchmllm.plan.balance import POLICIES, core, load_cap
 from orchmllm.plan.geometry import text_lengths
 from orchmllm.plan.layout import AUDIO, ENCODERS, TEXT, VISION, BatchLayout
+from orchmllm.plan.microbatches import assign_microbatches
 from orchmllm.plan.step import StepPlan, build_plan, plan_step
 from orchmllm.tools.predict.workload import MODELS, sample_layout
 from tests.lib.corpora import write_llava
@@ -78,10 +78,6 @@ def test_nothing_leaves_its_group(dispatch: str, size: int, per_node: int) -> No
         costs = [plan_step(part, alone).phase_cost(phase)[1] for part in LAYOUT.split_ranks(size)]
         np.testing.assert_array_equal(whole.phase_cost(phase)[1], np.concatenate(costs))
     assert whole.digest != plan_step(LAYOUT, inside).digest
-    micro = assign_microbatches(LAYOUT, replace(inside, group_size=size), 3)
-    for first, part in zip(range(0, 32, size), LAYOUT.split_ranks(size), strict=True):
-        here = (LAYOUT.rank_of_example >= first) & (LAYOUT.rank_of_example < first + size)
-        np.testing.assert_array_equal(micro[here], assign_microbatches(part, alone, 3))
 
 
 def test_min_gain_leaves_a_step_as_sampled() -> None:
@@ -113,8 +109,8 @@ def test_a_phase_without_a_cost_is_not_planned() -> None:
     assert plan.encode == plan.feature == plan.for_rank(3).encode == {}
     assert list(plan.stats) == ["llm"] and plan.predicted_gain == among_all.predicted_gain > 0
     np.testing.assert_array_equal(plan.llm.order, among_all.llm.order)
-    np.testing.assert_array_equal(assign_microbatches(texts, alone, 3),
-                                  assign_microbatches(texts, every, 3))
+    np.testing.assert_array_equal(assign_microbatches(texts, alone, 3)[0],
+                                  assign_microbatches(texts, every, 3)[0])
 
 
 def test_local_moves_far_less_than_the_papers_scheme() -> None:
@@ -241,15 +237,6 @@ def test_a_layout_arrives_as_it_was_sent() -> None:
 def test_what_cannot_be_honoured_raises(options: dict, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         plan_step(LAYOUT, spec(vision=PhasePolicy(**options)))
-
-
-def test_microbatches_share_every_phase() -> None:
-    balanced = spec(**every_phase("least_move"))
-    step = assign_microbatches(LAYOUT, balanced, 4)
-    tokens = np.bincount(step, LAYOUT.tokens_per_example)
-    assert tokens.max() <= 1.05 * tokens.mean()
-    off = replace(balanced, balance=BalanceConfig(enabled=False))
-    assert np.bincount(assign_microbatches(LAYOUT, off, 3)).tolist() == [320, 320, 320]
 
 
 def overhead(*arguments: object) -> str:

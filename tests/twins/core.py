@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import heapq
 import math
+from itertools import combinations, product
 
 import numpy as np
 
@@ -77,6 +78,53 @@ def assign_microbatches(share: np.ndarray, num_microbatches: int) -> np.ndarray:
                      key=lambda k: (after[k].max(initial=0), after[k].sum(), k))
         load[out[i]] += share[i]
     return out
+
+
+def step_time(
+    cost: np.ndarray, longest: np.ndarray, micro: np.ndarray, num_ranks: int, num_microbatches: int
+) -> int:
+    """num_ranks times the sum over microbatches and phases of max(mean rank, longest item)."""
+    parts = [micro == k for k in range(num_microbatches)]
+    return sum(int(max(cost[part, p].sum(), num_ranks * longest[part, p].max(initial=0)))
+               for part in parts for p in range(cost.shape[1]))
+
+
+def shorten_step(
+    cost: np.ndarray, longest: np.ndarray, size: np.ndarray, room: np.ndarray, micro: np.ndarray,
+    num_ranks: int, num_microbatches: int, least: int, cut: bool
+) -> tuple[np.ndarray, int]:
+    """The best move of one example at a time, until none shortens the step or 0.1% are left. cut:
+    starts from the shortest step among all cuts of the sorted examples."""
+    def time(plan: np.ndarray) -> int:
+        return step_time(cost, longest, plan, num_ranks, num_microbatches)
+
+    def fits(part: np.ndarray) -> bool:
+        return bool((size[part].sum(axis=0) <= room).all())
+
+    least, micro = max(least, 1), micro.copy()
+    if cut:
+        order = np.argsort(-longest.max(axis=1, initial=0), kind="stable")
+        plans = []
+        for ends in combinations(range(1, len(cost)), num_microbatches - 1):
+            plan = np.zeros_like(micro)
+            plan[order] = np.searchsorted(ends, np.arange(len(cost)), side="right")
+            if all(fits(plan == k) and (plan == k).sum() >= least
+                   for k in range(num_microbatches)):
+                plans.append(plan)
+        micro = min(plans, key=time, default=micro)
+    while time(micro) - int(cost.sum()) > int(cost.sum()) // 1000:
+        best, found = time(micro), None
+        for i, k in product(range(len(cost)), range(num_microbatches)):
+            moved = micro.copy()
+            moved[i] = k
+            held = size[moved == k].sum(axis=0)
+            if k != micro[i] and ((held <= room) | (size[i] == 0)).all() and (
+                    micro == micro[i]).sum() > least and time(moved) < best:
+                best, found = time(moved), moved
+        if found is None:
+            break
+        micro = found
+    return micro, time(micro)
 
 
 def largest_shares(
