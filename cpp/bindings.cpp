@@ -9,6 +9,7 @@
 #include "lengths.hpp"
 #include "maps.hpp"
 #include "microbatches.hpp"
+#include "step_shortening.hpp"
 #include "nodewise.hpp"
 #include "padded.hpp"
 #include "pipeline.hpp"

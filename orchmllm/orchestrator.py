@@ -37,7 +37,7 @@ from orchmllm.comm.exchange import RaggedGather, RowGather, exchange_rows, gathe
 from orchmllm.comm.ilp import SharedPrograms
 from orchmllm.plan.assign import NodeSolver, PlanSpec, digest_of_arrays
 from orchmllm.plan.layout import ENCODERS, NO_EXAMPLES, BatchLayout
-from orchmllm.plan.microbatches import assign_microbatches
+from orchmllm.plan.microbatches import cut_step
 from orchmllm.plan.step import StepPlan, plan_step
 
 PROTOCOL_VERSION = 5
@@ -145,10 +145,7 @@ class Orchestrator:
     def _planned(self, layout: BatchLayout, num_microbatches: int, spec: PlanSpec,
                  *solve: NodeSolver) -> list[Microbatch]:
         """solve: in place of the planner's own."""
-        micro, spec = assign_microbatches(layout, spec, num_microbatches)
-        parts = [(np.flatnonzero(micro == k),
-                  layout.select(micro == k) if num_microbatches > 1 else layout)
-                 for k in range(num_microbatches)]
+        parts, spec = cut_step(layout, spec, num_microbatches)
         plans = [self.planner(part, spec, *solve) for _, part in parts]
         return [Microbatch(plan, plan.for_rank(self.rank), positions=at)
                 for (at, _), plan in zip(parts, plans, strict=True)]

@@ -6,7 +6,7 @@ rank's cost.
 Microbatches that are alike (longest-processing-time-first on the phases' costs) make every one of
 them wait for a long example of its own, so they are only the first candidate. The second is what
 moves of single examples make of them: they gather long examples where others of their length are
-(StepShortening in cpp/microbatches.hpp). For that, every microbatch and phase is taken to last
+(StepShortening in cpp/step_shortening.hpp). For that, every microbatch and phase is taken to last
 max(mean rank, longest item); both candidates are then planned, and the shorter one is chosen.
 
 Invariants:
@@ -54,15 +54,13 @@ def assign_microbatches(
         first = np.repeat(np.cumsum(sizes) - sizes, sizes)
         slot = np.arange(layout.num_examples) - first
         return slot * num_microbatches // np.maximum(sizes[layout.rank_of_example], 1), spec
-    if num_microbatches == 1:
-        return np.zeros(layout.num_examples, np.int64), spec
-    plan = partial(_in_groups, layout, spec, num_microbatches)
-    if layout.num_examples > MOST_PLANNED:
-        return min(plan(spec, False), plan(spec, True), key=itemgetter(1))[0], spec
-    capped = _with_cap(layout, spec, num_microbatches)
-    candidates = [(plan(None, False)[0], spec), (plan(capped, False)[0], capped),
-                  (plan(capped, True)[0], capped)]
-    return min(candidates, key=lambda one: _time_of_ranks(layout, *one, num_microbatches))
+    large = layout.num_examples > MOST_PLANNED
+    capped = spec if large else _with_cap(layout, spec, num_microbatches)
+    alike, *shorter = _candidates(layout, spec, capped, num_microbatches)
+    if large:
+        return shorter[0], spec
+    return min([(alike, spec), *((micro, capped) for micro in shorter)],
+               key=lambda one: _time_of_ranks(layout, *one, num_microbatches))
 
 
 def _with_cap(layout: BatchLayout, spec: PlanSpec, num_microbatches: int) -> PlanSpec:
@@ -76,47 +74,59 @@ def _with_cap(layout: BatchLayout, spec: PlanSpec, num_microbatches: int) -> Pla
     return replace(spec, balance=replace(spec.balance, llm=llm))
 
 
-def _in_groups(
-    layout: BatchLayout, spec: PlanSpec, num_microbatches: int, capped: PlanSpec | None, cut: bool
-) -> tuple[np.ndarray, int]:
-    """(microbatch of each example (n,), how long the step is predicted to take) of one candidate,
-    of each group of ranks for itself: without `capped` microbatches that are alike, else what moves
-    make of them, or of the sorted examples that are cut, below the caps of `capped`."""
+def cut_step(
+    layout: BatchLayout, spec: PlanSpec, num_microbatches: int
+) -> tuple[list[tuple[np.ndarray, BatchLayout]], PlanSpec]:
+    """((ascending positions in the step, layout) of the examples of each microbatch, the spec by
+    which each is to be planned)."""
+    if num_microbatches == 1:
+        return [(np.arange(layout.num_examples), layout)], spec
+    micro, spec = assign_microbatches(layout, spec, num_microbatches)
+    return [(np.flatnonzero(micro == k), layout.select(micro == k))
+            for k in range(num_microbatches)], spec
+
+
+def _candidates(
+    layout: BatchLayout, spec: PlanSpec, capped: PlanSpec, num_microbatches: int
+) -> list[np.ndarray]:
+    """Microbatch of each example (n,), those of each group of ranks for themselves: microbatches
+    that are alike; what moves make of them, and of the sorted examples that were cut, below the
+    caps of `capped`, the one that is shorter by the costs first."""
     if 0 < spec.group_size < layout.num_ranks:
-        micro, times = zip(*(
-            _in_groups(part, inside, num_microbatches, capped and replace(capped, group_size=0),
-                       cut) for _, part, inside in group_layouts(layout, spec)), strict=True)
-        return np.concatenate(micro), sum(times)
+        groups = [_candidates(part, inside, replace(inside, balance=capped.balance),
+                              num_microbatches) for _, part, inside in group_layouts(layout, spec)]
+        return [np.concatenate(parts) for parts in zip(*groups, strict=True)]
     costs = example_costs(layout, spec)
     alike = balancing.assign_microbatches(costs, num_microbatches)
     if spec.fills:
         alike = at_least(alike, layout.tokens_per_example, num_microbatches, layout.num_ranks)
-    if capped is None:
-        return alike, 0
-    return _shortened(layout, capped, costs, alike, num_microbatches, cut)
+    longest, sizes, room = _tables(layout, capped, num_microbatches)
+    shorten = partial(
+        core().shorten_step, costs.ravel(), longest.ravel(), sizes.ravel(), room, alike,
+        layout.num_ranks, num_microbatches, least=layout.num_ranks if spec.fills else 1)
+    moved = shorten(cut=False)
+    nothing_waits = moved[1] <= 1.001 * float(costs.sum())
+    shorter = sorted([moved, moved if nothing_waits else shorten(cut=True)], key=itemgetter(1))
+    return [alike, *(micro for micro, _ in shorter)]
 
 
-def _shortened(
-    layout: BatchLayout, spec: PlanSpec, costs: np.ndarray, micro: np.ndarray,
-    num_microbatches: int, cut: bool,
-) -> tuple[np.ndarray, int]:
-    """(`micro` (n,) after the moves that shorten the step, its time by the costs). costs: (n,
-    phases). cut: start from the sorted examples. A microbatch gets no more positions of a phase
-    than PACKABLE of what its ranks may hold, or an even share."""
-    longest, sizes, room = np.zeros_like(costs), [], []
+def _tables(
+    layout: BatchLayout, spec: PlanSpec, num_microbatches: int
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """(cost of the longest item of each example (n, phases), its positions (n, c) of the c phases
+    that have a cap, positions (c,) for which a microbatch has room: PACKABLE of what its ranks may
+    hold, or an even share)."""
+    longest = np.zeros((layout.num_examples, len(spec.phases)), np.int64)
+    sizes, room = np.zeros((layout.num_examples, 0), np.int64), []
     for column, phase in enumerate(spec.phases):
         lengths, owner = layout.item_lengths(phase), layout.item_owner(phase)
         np.maximum.at(longest[:, column], owner, spec.costs[phase](lengths))
         if cap := getattr(spec.balance, phase).max_rank_tokens:
-            size = np.zeros(layout.num_examples, np.int64)
-            np.add.at(size, owner, lengths)
-            sizes.append(size)
-            room.append(int(max(PACKABLE * cap * layout.num_ranks,
-                                lengths.sum() / num_microbatches)))
-    size = np.stack(sizes, axis=1) if sizes else np.zeros((layout.num_examples, 0), np.int64)
-    return core().shorten_step(
-        costs.ravel(), longest.ravel(), size.ravel(), np.array(room, np.int64), micro,
-        layout.num_ranks, num_microbatches, least=layout.num_ranks if spec.fills else 1, cut=cut)
+            size = np.bincount(owner, lengths, layout.num_examples).astype(np.int64)
+            sizes = np.column_stack([sizes, size])
+            room.append(max(int(PACKABLE * cap * layout.num_ranks),
+                            int(lengths.sum()) // num_microbatches))
+    return longest, sizes, np.array(room, np.int64)
 
 
 def _time_of_ranks(

@@ -18,6 +18,7 @@ from orchmllm.data.sampler import make_sampler
 from orchmllm.models.flops import padded_phases
 from orchmllm.plan.assign import PHASES, PlanSpec
 from orchmllm.plan.layout import BatchLayout
+from orchmllm.plan.microbatches import cut_step
 from orchmllm.plan.step import StepPlan, plan_step
 from orchmllm.sharding.blocks import recompute
 from orchmllm.sharding.choice import one_layer_more
@@ -76,18 +77,19 @@ class RunMemory:
 
     @cached_property
     def loads(self) -> Loads:
-        """The run's own sampler draws two global batches of at most 32 ranks: enough for the load
-        of the fullest rank."""
+        """The run's own sampler draws two steps of at most 32 ranks: enough for the load of the
+        fullest rank."""
         dataset, recipe, loads = self._dataset, self._recipe, []
-        ranks = min(self._job.num_ranks, 32)
-        sampler = make_sampler(dataset, self._rows, ranks * recipe.train.batch_size,
+        ranks, count = min(self._job.num_ranks, 32), recipe.train.accumulation_steps
+        sampler = make_sampler(dataset, self._rows, ranks * recipe.train.batch_size * count,
                                seed=recipe.run.seed, data=recipe.data, per_rank=self._per_rank)
         for step in range(2):
             examples = sampler.batch(step)
             shares = [s.stop - s.start for s in sampler.shares(step, ranks)]
             layout = (dataset.layouts(examples, shares) if hasattr(dataset, "layouts") else
                       BatchLayout.concat([dataset.layout(i) for i in examples.tolist()], shares))
-            loads.append(self._loads_of(plan_step(layout, self._spec)))
+            parts, spec = cut_step(layout, self._spec, count)
+            loads += [self._loads_of(plan_step(part, spec)) for _, part in parts]
         return joined(loads)
 
     def _loads_of(self, plan: StepPlan) -> Loads:

@@ -69,7 +69,8 @@ def padded(weight: np.ndarray, home: np.ndarray, num_ranks: int) -> np.ndarray:
 
 
 def assign_microbatches(share: np.ndarray, num_microbatches: int) -> np.ndarray:
-    """Vector LPT: largest share first, to the step whose fullest phase, then sum, stays lowest."""
+    """Vector LPT: largest share first, to the step whose fullest phase, then sum, stays lowest. (Of
+    more than 32,768 examples only so many are sorted.)"""
     load = np.zeros((num_microbatches, share.shape[1]), np.int64)
     out = np.zeros(len(share), np.int64)
     for i in np.argsort(-share.max(axis=1, initial=0), kind="stable"):
@@ -101,8 +102,11 @@ def shorten_step(
     def fits(part: np.ndarray) -> bool:
         return bool((size[part].sum(axis=0) <= room).all())
 
+    def waits(plan: np.ndarray) -> bool:
+        return time(plan) - int(cost.sum()) > int(cost.sum()) // 1000
+
     least, micro = max(least, 1), micro.copy()
-    if cut:
+    if cut and waits(micro):
         order = np.argsort(-longest.max(axis=1, initial=0), kind="stable")
         plans = []
         for ends in combinations(range(1, len(cost)), num_microbatches - 1):
@@ -112,7 +116,7 @@ def shorten_step(
                    for k in range(num_microbatches)):
                 plans.append(plan)
         micro = min(plans, key=time, default=micro)
-    while time(micro) - int(cost.sum()) > int(cost.sum()) // 1000:
+    while waits(micro):
         best, found = time(micro), None
         for i, k in product(range(len(cost)), range(num_microbatches)):
             moved = micro.copy()

@@ -14,7 +14,7 @@ import functools
 import math
 import resource
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict, replace
 
 import numpy as np
@@ -27,6 +27,7 @@ from orchmllm.models.flops import padded_phases, plan_spec, step_flops
 from orchmllm.models.names import named
 from orchmllm.plan.assign import PHASES, PhasePolicy, PlanSpec
 from orchmllm.plan.layout import ENCODERS, BatchLayout
+from orchmllm.plan.microbatches import cut_step
 from orchmllm.plan.step import StepPlan, imbalance, plan_step
 from orchmllm.sharding.fits import decide, joined, with_real_batch
 from orchmllm.sharding.longest import Room, heaviest, table
@@ -76,7 +77,9 @@ def dry_run(recipe: Recipe, num_ranks: int, hardware: Hardware, steps: int = 20,
     train = recipe.train
     examples = examples or of_mix(recipe, without=without)
     drawn = functools.partial(examples.draw, num_ranks)
-    first = plan_step(drawn(train.batch_size, recipe.run.seed), spec)
+    parts, capped = cut_step(drawn(train.batch_size * train.accumulation_steps, recipe.run.seed),
+                             spec, train.accumulation_steps)
+    first = [plan_step(part, capped) for _, part in parts]
     room = Room.of(job, hardware.sheet.memory_bytes, memory)
     choice = _checkpointing(recipe, first, room, hardware, examples)
     room = replace(room, choice=choice)
@@ -106,20 +109,20 @@ def dry_run(recipe: Recipe, num_ranks: int, hardware: Hardware, steps: int = 20,
     report["long_examples"] = [asdict(item) for item in found]
     report["long_lines"] = table(found, room, examples.place) + room.misfits(
         examples.rows(), examples.place)
-    report["exchange"] = exchange_report(first, job.shard_size)
+    report["exchange"] = exchange_report(first[0], job.shard_size)
     report["fits"] = report["memory"]["balanced"]["peak_bytes"] <= room.budget
     report["elapsed_s"] = time.perf_counter() - started
     report["peak_rss_bytes"] = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return report
 
 
-def _checkpointing(recipe: Recipe, plan: StepPlan, room: Room, hardware: Hardware,
+def _checkpointing(recipe: Recipe, plans: Sequence[StepPlan], room: Room, hardware: Hardware,
                    examples: Examples) -> dict[str, str]:
-    """phase -> checkpointing. Raises ValueError if a plan does not fit, naming the rows that can
-    not."""
+    """phase -> checkpointing. Raises ValueError if a microbatch does not fit, naming the rows that
+    can not."""
+    loads = joined([loads_of(plan, padded_phases(recipe.model)) for plan in plans])
     try:
-        return decide(recipe, room.memory, loads_of(plan, padded_phases(recipe.model)),
-                      room.budget, room.why)
+        return decide(recipe, room.memory, loads, room.budget, room.why)
     except ValueError as e:
         assumed = (f"{e} (a GPU of {hardware.sheet.memory_bytes / 1e9:.0f} GB is assumed: "
                    f"{hardware.name})")
@@ -148,21 +151,25 @@ def parameters(model: ModelConfig) -> dict[str, int]:
 def _workload(recipe: Recipe, drawn: Callable[..., BatchLayout], spec: PlanSpec,
               memory: MemoryModel, choice: dict[str, str], hardware: Hardware, steps: int,
               share: float) -> dict:
-    """Imbalance, time, memory and plan cost over `steps` drawn steps. share: of the drawn examples
-    that a step has, which is below 1 where train.global_batch_size does not divide."""
+    """Imbalance, time, memory and plan cost over at least `steps` microbatches of drawn steps.
+    share: of the drawn examples that a step has, which is below 1 where train.global_batch_size
+    does not divide."""
     without = dict.fromkeys(ENCODERS, PhasePolicy("none"))  # what balancing before sampling can do
     schemes = {"none": replace(spec, balance=NONE), "balanced": spec,
                "LLM only": replace(spec, balance=replace(spec.balance, **without))}
     rows: dict[str, list[dict]] = {name: [] for name in schemes}
     loads: dict[str, list[Loads]] = {name: [] for name in schemes}
-    for step in range(steps):
-        layout = drawn(recipe.train.batch_size, recipe.run.seed + step)
+    pad, count = padded_phases(recipe.model), recipe.train.accumulation_steps
+    for step in range(-(-steps // count)):
+        layout = drawn(recipe.train.batch_size * count, recipe.run.seed + step)
         for name, scheme in schemes.items():
             started = time.perf_counter()
-            plan = plan_step(replace(layout), scheme)
-            plan_s = time.perf_counter() - started
-            loads[name].append(loads_of(plan, padded_phases(recipe.model)))
-            rows[name].append({"plan_s": plan_s} | measure(plan, memory, choice, hardware, share))
+            parts, capped = cut_step(replace(layout), scheme, count)
+            plans = [plan_step(part, capped) for _, part in parts]
+            plan_s = (time.perf_counter() - started) / count
+            loads[name] += [loads_of(plan, pad) for plan in plans]
+            rows[name] += [{"plan_s": plan_s} | measure(plan, memory, choice, hardware, share)
+                           for plan in plans]
     moments = {n: {k: float(np.max(v)) for k, v in memory.peaks(joined(x), choice).items()}
                for n, x in loads.items()}
     best = _mean(rows["balanced"], "slowest_s")

@@ -21,6 +21,7 @@ from orchmllm.config.recipe import Recipe
 from orchmllm.models.flops import padded_phases, plan_spec
 from orchmllm.plan.assign import PHASES
 from orchmllm.plan.balance import CapError
+from orchmllm.plan.microbatches import cut_step
 from orchmllm.plan.step import plan_step
 from orchmllm.sharding.choice import choose_checkpointing
 from orchmllm.sharding.fits import MISSED, budget_of, decide, joined, with_real_batch
@@ -88,7 +89,8 @@ class Found:
 @dataclass
 class Search:
     """A recipe on a cluster. global_batch: examples a step, kept by all settings; 0: any.
-    steps: planned for each batch size. Raises ValueError if the ranks cannot hold the batch."""
+    steps: of one microbatch, planned for each batch size. Raises ValueError if the ranks cannot
+    hold the batch."""
 
     recipe: Recipe
     num_ranks: int
@@ -137,21 +139,25 @@ class Search:
             check_world(resolve(self.recipe, self.num_ranks, node))
         return out
 
-    def drawn(self, batch_size: int, group: int) -> tuple[list[PlanWork], Loads] | None:
-        """Work of the planned steps, and the loads of all of them; None if one of them breaks a
-        max_rank_tokens of the recipe."""
-        key = batch_size, group if self.recipe.balance.group == "shard" else 0
+    def drawn(self, batch_size: int, microbatches: int, group: int
+              ) -> tuple[list[PlanWork], Loads] | None:
+        """Work of the microbatches of the planned steps, and the loads of all of them; None if one
+        of them breaks a max_rank_tokens of the recipe."""
+        key = batch_size, microbatches, group if self.recipe.balance.group == "shard" else 0
         if key not in self._drawn:
             recipe = replace(self.recipe, fsdp=replace(self.recipe.fsdp, shard_size=group))
             job = resolve(recipe, self.num_ranks, self.hardware.ranks_per_node)
             spec, model = plan_spec(job), memory_of(job, self.hardware).model
             pad, works, loads = padded_phases(recipe.model), [], []
             try:
-                for step in range(self.steps):
-                    plan = plan_step(self.examples.draw(self.num_ranks, batch_size,
-                                                        recipe.run.seed + step), spec)
-                    works.append(work_of(plan, model, pad))
-                    loads.append(loads_of(plan, pad))
+                for step in range(-(-self.steps // microbatches)):
+                    drawn = self.examples.draw(self.num_ranks, batch_size * microbatches,
+                                               recipe.run.seed + step)
+                    parts, capped = cut_step(drawn, spec, microbatches)
+                    for _, part in parts:
+                        plan = plan_step(part, capped)
+                        works.append(work_of(plan, model, pad))
+                        loads.append(loads_of(plan, pad))
                 self._drawn[key] = works, joined(loads)
             except CapError:
                 self._drawn[key] = None
@@ -163,12 +169,12 @@ class Search:
 
     def peak(self, setting: Setting) -> float:
         """Bytes of the fullest rank in the worst of the steps."""
-        _, loads = self.drawn(setting.batch_size, setting.shard_size)
+        _, loads = self.drawn(setting.batch_size, setting.microbatches, setting.shard_size)
         return self.memory(setting).peak(loads, _choice(setting))
 
     def found(self, setting: Setting) -> Found:
         """The setting's prediction, the mean of the steps."""
-        works, _ = self.drawn(setting.batch_size, setting.shard_size)
+        works, _ = self.drawn(setting.batch_size, setting.microbatches, setting.shard_size)
         memory = self.memory(setting)
         times = [timed(w, memory, _choice(setting), self.hardware) for w in works]
         slowest = max(times, key=lambda t: t.seconds)  # phases of one step; totals of the mean
@@ -182,14 +188,15 @@ class Search:
         max_rank_tokens."""
         train, fsdp = self.recipe.train, self.recipe.fsdp
         size = resolve(self.recipe, self.num_ranks, 1).shard_size
-        if self.num_ranks % size or not self.drawn(train.batch_size, size):
+        count = train.accumulation_steps
+        if self.num_ranks % size or not self.drawn(train.batch_size, count, size):
             return None
-        setting = Setting(train.batch_size, train.accumulation_steps, size,
+        setting = Setting(train.batch_size, count, size,
                           tuple(fsdp.reshard(p) for p in PHASES),
                           tuple(fsdp.checkpointing(p).replace("auto", "full") for p in PHASES))
         try:
             choice = decide(self.recipe, self.memory(setting),
-                            self.drawn(train.batch_size, size)[1], self.budget)
+                            self.drawn(train.batch_size, count, size)[1], self.budget)
         except ValueError:
             return self.found(setting)
         return self.found(replace(setting, checkpointing=tuple(choice[p] for p in PHASES)))
@@ -198,9 +205,9 @@ class Search:
         """All settings, the fastest first, by phases timed apart."""
         rows, speed = [], []
         for (batch, count), group in product(self.batches(), self.groups()):
-            if not self.drawn(batch, group):
+            if not self.drawn(batch, count, group):
                 continue
-            works, _ = self.drawn(batch, group)
+            works, _ = self.drawn(batch, count, group)
             kinds = [k for k in KEEPS if k != "node" or 1 < self.hardware.ranks_per_node < group]
             choices = {p: list(product(kinds, CHOICES)) for p in PHASES}
             for phase in set(PHASES) - set(self.phases()):
@@ -254,7 +261,7 @@ class Search:
     def _by_layer(self, found: list[Found]) -> Iterator[Found]:
         """The first of them with other numbers of layers that recompute, as `auto` chooses them."""
         for setting in dict.fromkeys(replace(f.setting, checkpointing=()) for f in found[:LAYERED]):
-            _, loads = self.drawn(setting.batch_size, setting.shard_size)
+            _, loads = self.drawn(setting.batch_size, setting.microbatches, setting.shard_size)
             with suppress(ValueError):  # nothing fits with what `auto` keeps free
                 choice = choose_checkpointing(self.memory(replace(
                     setting, checkpointing=("full",) * 3)), loads, self.budget / MISSED)

@@ -63,7 +63,7 @@ def figure(r: dict, key: str) -> float:
     ({"fsdp__llm_reshard": "node"}, ["step_s"], ["memory"]),
     ({"fsdp__compute_dtype": "float32"}, ["tokens_per_gpu"], ["memory", "llm_s"]),
     ({"fsdp__param_dtype": "bfloat16", "fsdp__compute_dtype": ""}, ["memory", "update_s"], []),
-    ({"train__accumulation_steps": 2}, [], ["step_s", "memory", "llm_s", "tokens_per_gpu"]),
+    ({"train__accumulation_steps": 2}, [], ["step_s", "memory", "llm_s"]),
     ({"train__batch_size": 8}, [], ["step_s", "memory"]),
     ({"train__global_batch_size": 40}, ["step_s", "memory"], []),
     ({"fsdp__reduce_dtype": "bfloat16"}, ["llm backward", "traffic_s"], []),

@@ -111,7 +111,7 @@ def test_one_shard_of_all_ranks_is_named_where_shards_balance(tmp_path):
     path, out = RECIPES / "mllm_1gpu.yaml", tmp_path / "job.txt"
     shard = ["balance.group=shard", "fsdp.shard_size=4"]
     assert main([str(path), "--ranks", "8", "--steps", "1", "--mix", "natural", "--out",
-                 str(out), "fsdp.memory_gb=8", *shard]) == 0
+                 str(out), "fsdp.memory_gb=9.5", *shard]) == 0
     assert load_recipe(path, [*shard, *out.read_text().split()]).fsdp.shard_size == 8
 
 
