@@ -26,6 +26,7 @@ from orchmllm.models.flops import mfu, peak_flops, plan_spec, step_flops
 from orchmllm.runtime.build import build_dataset, build_orchestrator
 from orchmllm.runtime.display import RunDisplay
 from orchmllm.runtime.health import HangWatchdog
+from orchmllm.runtime.host_memory import trim
 from orchmllm.runtime.measured import StepTimer, thread_times
 from orchmllm.runtime.metrics import JsonLines, as_logged, open_log
 from orchmllm.runtime.profile import IN_ANSWERS, IN_VALIDATION, StepProfiler, memory_errors
@@ -242,6 +243,7 @@ class Trainer:
         self.optimizer.zero_grad(set_to_none=True)
         self.progress.step = step.index + 1
         self.memory.measure(step, facts.peak_bytes[:, 0], self.model)
+        trim(step.index, self.device)
         clock.switch("data")
         wall_s, cpu_s, core_wait_s = (thread_times() - started).tolist()
         step_s = wall_s + step.wait_s

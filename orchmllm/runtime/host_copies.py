@@ -4,6 +4,7 @@ that is written from them tensor by tensor."""
 from __future__ import annotations
 
 import json
+import mmap
 import weakref
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -64,9 +65,11 @@ class HostCopies:
         self._unpin()  # what is freed while it is pinned stays with the driver
         self._block = torch.empty(0, dtype=torch.uint8)  # the old one goes before the new one comes
         try:
-            block = torch.empty(num_bytes, dtype=torch.uint8)
-        except RuntimeError as e:
-            raise RuntimeError(_no_room("lacks", num_bytes, str(e).splitlines()[0])) from e
+            room = mmap.mmap(-1, max(num_bytes, 1), mmap.MAP_PRIVATE)
+        except OSError as e:
+            raise RuntimeError(_no_room("lacks", num_bytes, str(e))) from e
+        room.madvise(mmap.MADV_DONTFORK)  # a fork copies pinned pages at once (Linux 5.12)
+        block = torch.frombuffer(room, dtype=torch.uint8)[:num_bytes]
         if pinned:
             start, cudart = block.data_ptr(), torch.cuda.cudart()
             if error := int(cudart.cudaHostRegister(start, num_bytes, PORTABLE)):

@@ -121,6 +121,9 @@ METRICS = {
                       "data.prefetch > 0", "ms"),
     "exchange_ms": Metric(SIZE, "time of moving rows and features, slowest rank; on a GPU as the "
                           "device needed in the step before", "ms"),
+    "host_memory_gb": Metric(MEASURED, "host memory of the largest rank's process, without its "
+                             "data workers; null where the system does not say", "GB",
+                             line="host {:.2f} GB", chart="Host memory"),
     "num_global_targets": Metric(COUNT, "labels the loss is a mean of"),
     "skipped_steps": Metric(COUNT, "steps so far that did not update the parameters"),
     "num_ranks": Metric(COUNT, "ranks of the run"),

@@ -21,6 +21,7 @@ from orchmllm.batch import Step
 from orchmllm.models.phase_clock import PhaseClock
 from orchmllm.plan.gain import GainMeter, slowest_costs
 from orchmllm.plan.step import PHASES, StepPlan, imbalance
+from orchmllm.runtime.host_memory import resident_gb
 
 CLOCK_PHASES = (*PHASES, "exchange")
 NAMED_ITEMS = 3  # of the slowest rank, the longest ones
@@ -45,8 +46,9 @@ def peak_bytes(device: torch.device) -> float:
 
 class StepFacts(NamedTuple):
     """What all d ranks reported at the end of a step (StepTimer.gather). loss_sum, update_s,
-    exchange_s, wait_s, remote, local, signal, peak_bytes: (d, 1); cpu_s, measured_s: (d,
-    CLOCK_PHASES); norms (d, 1 + parts): of the gradient and of its parts, the same on all ranks."""
+    exchange_s, wait_s, remote, local, signal, peak_bytes: (d, 1); host_gb: (d, 1);
+    cpu_s, measured_s: (d, CLOCK_PHASES); norms (d, 1 + parts): of the gradient and of its parts,
+    the same on all ranks."""
 
     loss_sum: np.ndarray
     update_s: np.ndarray
@@ -59,6 +61,7 @@ class StepFacts(NamedTuple):
     measured_s: np.ndarray
     norms: np.ndarray
     peak_bytes: np.ndarray
+    host_gb: np.ndarray
 
     def preprocessed(self) -> dict:
         """Examples that servers read, and that ranks did."""
@@ -75,6 +78,7 @@ class StepFacts(NamedTuple):
             "update_s": float(self.update_s.max()),
             "data_wait_s": float(self.wait_s.max()), "plan_ms": 1e3 * step.plan_s,
             "exchange_ms": 1e3 * float(self.exchange_s.max()),
+            "host_memory_gb": None if np.isnan(self.host_gb).any() else float(self.host_gb.max()),
             "num_global_targets": step.num_global_targets,
             "num_ranks": len(self.cpu_s), "phases": step.phases,
             "costs": {phase: {"linear": cost.linear, "quadratic": cost.quadratic}
@@ -112,7 +116,7 @@ class StepTimer:
             update_s=[self._update_s if clock.has_events else update_s],
             exchange_s=self._seconds[-1:] if clock.has_events else [clock.wall_s["exchange"]],
             measured_s=self._seconds if clock.has_events else cpu_s, norms=list(norms),
-            peak_bytes=[peak_bytes(self._device)])
+            peak_bytes=[peak_bytes(self._device)], host_gb=[resident_gb()])
         rows = gather([number for numbers in mine for number in numbers])
         return StepFacts(*np.split(rows, np.cumsum([len(n) for n in mine])[:-1], axis=1))
 

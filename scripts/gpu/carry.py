@@ -1,5 +1,6 @@
 """Collects what a machine with a GPU but without a package registry may lack, into a folder that
-travels with the working tree: wheels for its Python, the demo corpus and the commit's name.
+travels with the working tree: wheels for its Python, the core if this Python is of its version, the
+demo corpus and the commit's name.
 
     python scripts/gpu/carry.py [--python 3.12] [--out gpu_carried] [--max-mib 30]
 
@@ -10,6 +11,7 @@ installed: scripts/gpu/setup.py unpacks there what is missing.
 from __future__ import annotations
 
 import argparse
+import platform
 import shutil
 import subprocess
 import sys
@@ -19,7 +21,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.append(str(ROOT))
 
-from scripts.gpu.setup import CARRIED, EXAMPLES  # noqa: E402
+from scripts.gpu.setup import CARRIED, EXAMPLES, build, carried_core, core  # noqa: E402
 
 # pip resolves what these need. jsonschema, hypothesis and pytest: for the tests.
 WANTED = ("pydantic", "soundfile", "soxr", "pillow", "packaging", "setuptools", "pybind11",
@@ -49,6 +51,20 @@ def wheels(python: str, machine: str, out: Path) -> list[str]:
     return sorted(p.name for p in out.iterdir())
 
 
+def carry_core(python: str, machine: str, out: Path) -> None:
+    """Copies the core for a machine without a compiler, which only this Python could build."""
+    here = f"{sys.version_info.major}.{sys.version_info.minor}"
+    shutil.rmtree(out / "core", ignore_errors=True)
+    if (python, machine) != (here, platform.machine()):
+        print(f"the core is not carried: this is Python {here} on {platform.machine()}. With "
+              f"Python {python} on {machine} this command carries it; else the other machine "
+              "needs a C++ compiler and Python.h")
+        return
+    build()
+    carried_core(out).parent.mkdir(parents=True)
+    shutil.copyfile(core(), carried_core(out))
+
+
 def commit() -> str:
     """The commit of the working tree, with `+` where files differ from it."""
     def git(*args: str) -> str:
@@ -67,6 +83,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--max-mib", type=float, default=30.0)
     args = parser.parse_args(argv)
     names = wheels(args.python, args.machine, args.out / "wheels")
+    carry_core(args.python, args.machine, args.out)
     subprocess.run([sys.executable, str(ROOT / "scripts" / "make_demo_data.py"), "--out",
                     str(args.out / "demo_data"), "--num-examples", str(EXAMPLES)], check=True)
     (args.out / "COMMIT").write_text(commit() + "\n", encoding="utf-8")

@@ -1,6 +1,7 @@
 """Makes the working tree run with the Python that is there, without pip and without a network:
-unpacks carried wheels of packages that are missing or too old, builds the core in place, writes the
-demo corpus where there is none, and says in a line each what is still missing.
+unpacks carried wheels of packages that are missing or too old, builds the core in place or takes
+the carried one, writes the demo corpus where there is none, and says in a line each what is still
+missing.
 
     python -m scripts.gpu.setup --result FILE [--carried gpu_carried]
 
@@ -11,6 +12,7 @@ parts find what was unpacked through PYTHONPATH (`site_folder`).
 from __future__ import annotations
 
 import argparse
+import hashlib
 import importlib
 import importlib.util
 import json
@@ -111,23 +113,44 @@ def unpack(requirements: list[str], folder: Path) -> list[str]:
         importlib.invalidate_caches()
 
 
-def build() -> bool:
-    """Builds the core in place if it is not there; True if it was built. Raises RuntimeError that
-    says what is missing for it."""
-    suffix = sysconfig.get_config_var("EXT_SUFFIX")
-    core = ROOT / "orchmllm" / f"_core{suffix}"
+def core() -> Path:
+    """Where the core for this Python is in the working tree."""
+    return ROOT / "orchmllm" / f"_core{sysconfig.get_config_var('EXT_SUFFIX')}"
+
+
+def carried_core(folder: Path) -> Path:
+    """Where the folder of what is carried has the core for this Python, built from the sources of
+    the working tree and from no others."""
+    digest = hashlib.sha256()
+    for path in sorted((ROOT / "cpp").iterdir()):
+        digest.update(path.name.encode() + path.read_bytes())
+    return folder / "core" / digest.hexdigest()[:16] / core().name
+
+
+def _cannot_compile() -> str | None:
+    """What is missing to build the core."""
+    compiler = (os.environ.get("CXX") or sysconfig.get_config_var("CXX") or "c++").split()[0]
+    if not shutil.which(compiler) and not shutil.which("c++"):
+        return f"no C++ compiler ({compiler}, c++)"
+    include = sysconfig.get_path("include")
+    return None if Path(include, "Python.h").exists() else f"no Python.h in {include}"
+
+
+def build(carried: Path = CARRIED) -> bool:
+    """Builds the core in place if it is not there, and takes the carried one where it cannot be
+    built; True if it was built. Raises RuntimeError that says what is missing for both."""
     newest = max(path.stat().st_mtime for path in (ROOT / "cpp").iterdir())
-    fresh = core.exists() and core.stat().st_mtime > newest
+    fresh = core().exists() and core().stat().st_mtime > newest
+    if not fresh and (missing := _cannot_compile()):
+        if not (ready := carried_core(carried)).exists():
+            raise RuntimeError(f"{missing}: the core cannot be built, and {carried} has none for "
+                               "this Python and these sources")
+        shutil.copyfile(ready, core())  # with the time of now
+        fresh = True
     commands = ([] if fresh else ["build_ext", "--inplace"]) + (
         [] if _installed("orchmllm") else ["egg_info"])
     if not commands:
         return False
-    compiler = (os.environ.get("CXX") or sysconfig.get_config_var("CXX") or "c++").split()[0]
-    if not shutil.which(compiler) and not shutil.which("c++"):
-        raise RuntimeError(f"no C++ compiler ({compiler}, c++): the core cannot be built")
-    if not Path(sysconfig.get_path("include"), "Python.h").exists():
-        raise RuntimeError(f"no Python.h in {sysconfig.get_path('include')}: the core cannot be "
-                           "built for this Python")
     done = subprocess.run(
         [sys.executable, "setup.py", "-q", *commands], cwd=ROOT, capture_output=True, text=True,
         env=os.environ | {"PYTHONPATH": os.pathsep.join(map(str, (site_folder(), ROOT)))})
@@ -167,7 +190,7 @@ def main(argv: list[str]) -> int:
               file=sys.stderr)
         return 1
     tell(unpacked=unpack(list(TO_BUILD), args.carried / "wheels"))
-    tell(built=build())
+    tell(built=build(args.carried))
     needed = [*_needs("orchmllm"), "pytest", "pytest-timeout", "hypothesis", "jsonschema",
               "psutil"]
     tell(unpacked=found["unpacked"] + unpack(needed, args.carried / "wheels"))

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import platform
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -17,7 +19,7 @@ import torch
 
 from orchmllm.config.recipe import load_recipe
 from scripts.gpu import __main__ as kit
-from scripts.gpu import gradients, lines, setup
+from scripts.gpu import carry, gradients, lines, setup
 from scripts.gpu.parts import GPU_TESTS, PARTS, Part, Place
 from tests.lib.commands import ROOT
 
@@ -182,6 +184,25 @@ def test_wheels_of_what_lacks_are_unpacked_with_what_they_need(tmp_path, monkeyp
     assert setup.lacking(["kitone", "kitfive"]) == ["kitfive", "kitthree==3"]
     assert setup.lacking(["kitone>=3"]) == ["kitone>=3"]
     assert sorted(p.name for p in site.glob("*.py")) == ["kitone.py", "kittwo.py"]
+
+
+def test_without_a_compiler_the_carried_core_of_these_sources_is_taken(tmp_path, monkeypatch):
+    tree, carried = tmp_path / "tree", tmp_path / "carried"
+    shutil.copytree(ROOT / "cpp", tree / "cpp")
+    (tree / "orchmllm").mkdir()
+    python = f"{sys.version_info.major}.{sys.version_info.minor}"
+    carry.carry_core("2.7", platform.machine(), carried)
+    assert not carried.exists()  # nothing that the other Python could not import
+    carry.carry_core(python, platform.machine(), carried)
+    monkeypatch.setattr(setup, "ROOT", tree)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CXX", raising=False)
+    assert not setup.build(carried) and setup.core().stat().st_size > 10_000
+    assert not setup.build(tmp_path / "none")  # it is there now
+    setup.core().unlink()
+    (tree / "cpp" / "bindings.cpp").open("a").write("// another version")
+    with pytest.raises(RuntimeError, match="no C\\+\\+ compiler .* these sources"):
+        setup.build(carried)
 
 
 def test_a_corpus_is_made_where_none_was_carried(tmp_path, monkeypatch):

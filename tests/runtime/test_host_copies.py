@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import threading
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,7 +15,7 @@ from safetensors.torch import load_file, save
 from orchmllm.comm.exchange import RowGather
 from orchmllm.config.recipe import CheckpointConfig
 from orchmllm.runtime.checkpoint import Checkpointer, CheckpointError
-from orchmllm.runtime.host_copies import write_safetensors
+from orchmllm.runtime.host_copies import HostCopies, write_safetensors
 from tests.lib.late_copies import OnGpu, install, pinned, pinnings
 from tests.lib.process import memory_kb
 from tests.lib.ranks import run_ranks
@@ -83,6 +84,22 @@ def test_a_save_from_a_gpu_has_one_pinned_block(tmp_path):
     ((errors, pinnings, pinned),) = run_ranks(saved_from_a_gpu, 1, tmp_path)
     assert errors == [0.0] * 4  # nan where a block was given back too early
     assert pinnings == [4032 + 64] and not pinned  # 999 and 3 numbers, each from a multiple of 64
+
+
+def test_a_fork_has_nothing_of_the_block():
+    """A fork copies the pages of a mapping that are pinned, at once; it does not see this one."""
+    weight = torch.ones(8 << 20)
+    copies, _ = HostCopies().make({"weight": weight})
+    start = copies["weight"].data_ptr()
+    reader, writer = os.pipe()
+    if not (child := os.fork()):
+        ranges = [line.split()[0].split("-") for line in Path("/proc/self/maps").open()]
+        shared = sum(max(0, min(int(end, 16), start + weight.nbytes) - max(int(begin, 16), start))
+                     for begin, end in ranges)
+        os.write(writer, str(shared).encode())
+        os._exit(0)
+    os.waitpid(child, 0)
+    assert int(os.read(reader, 20)) == 0 and torch.equal(copies["weight"], weight)
 
 
 def without_room(world, folder: Path, gpu: bool) -> tuple[str, float]:
