@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -28,6 +28,8 @@ def exit_with(main: Callable[[Sequence[str]], int]) -> NoReturn:
     """Ends this process with what a command returns. Ctrl-C where no rank runs (ranks stop at the
     end of their step) is one line and code 130; a reader of the output that has left (`| head`) is
     no error: code 141."""
+    if sys.stdout is None:  # closed before the start: the next file would be what is printed to
+        sys.stdout = Path(os.devnull).open("w", encoding="utf-8")
     try:
         code = main(sys.argv[1:])
         sys.stdout.flush()
@@ -57,6 +59,20 @@ def drop_output() -> None:
     null = os.open(os.devnull, os.O_WRONLY)
     os.dup2(null, sys.stdout.fileno())
     os.close(null)
+
+
+def say(text: str) -> None:
+    """Prints a line, at once. A disk that is full ends nothing: it is told once on stderr, and
+    further lines are dropped. Raises BrokenPipeError where the reader has left."""
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:
+        raise
+    except OSError as e:
+        drop_output()
+        with suppress(OSError):  # it may lie on the same disk
+            print(f"warning: stdout cannot be written ({e.strerror}): nothing more is shown, and "
+                  "the command goes on", file=sys.stderr, flush=True)
 
 
 @dataclass(frozen=True)
@@ -206,8 +222,9 @@ def report_failure(message: str) -> None:
 def exit_now(code: int, message: str) -> None:
     """Ends this process without waiting for threads that hang in a collective."""
     report_failure(message)
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError):
+            stream.flush()
     os._exit(code)
 
 

@@ -175,16 +175,16 @@ def main(argv: list[str]) -> int:
               end="")
         return 0
     if world is None or world.rank == 0 and not world.checked:
-        print(_announcement(recipe, world), flush=True)
+        launch.say(_announcement(recipe, world))
     if world is None:
         return run_local("orchmllm.train", argv, recipe.launch.nproc_per_node,
-                         log=lambda text: print(text, flush=True))
+                         log=launch.say)
 
     def work(watch: HangWatchdog) -> None:
         from orchmllm.trainer import Trainer
 
         if world.rank == 0 and not world.checked:
-            print(launch.describe_devices(), flush=True)
+            launch.say(launch.describe_devices())
 
         trainer = Trainer(recipe, world, watch=watch)
         try:

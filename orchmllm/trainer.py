@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from orchmllm.batch import Step
+from orchmllm.comm.errors import AgreedError
 from orchmllm.comm.exchange import RowGather, exchange_group, gather_scalars
 from orchmllm.config.job import resolve
 from orchmllm.config.recipe import Recipe
@@ -147,12 +148,17 @@ class Trainer:
         if self.progress.step == 0:
             self._validate()
         with self.stop:
-            while self.progress.step < num_steps:  # again after a rollback
-                self._train_steps()
-            self.checkpointer.save_run(self.progress)
-            self.checkpointer.wait()  # an error of the validation ends the process
-            self._validate()
-            self._sample()
+            try:
+                while self.progress.step < num_steps:  # again after a rollback
+                    self._train_steps()
+                self.checkpointer.save_run(self.progress)
+                self.checkpointer.wait()  # an error of the validation ends the process
+                self._validate()
+                self._sample()
+            except AgreedError as e:
+                self.optimizer.zero_grad(set_to_none=True)
+                self.checkpointer.keep(self.progress, e)
+                raise
             if self.recipe.balance.enabled:
                 self.display.check_gain()
 
@@ -172,7 +178,7 @@ class Trainer:
                     and step.index not in self.progress.skip):
                 self.progress = self.checkpointer.roll_back(self.progress, step.index)
                 return
-            self._after_step(stop=row["stop_signal"])
+            self._after_step(stop=row["stop_signal"], save=row["save_due"])
 
     def _validate(self) -> None:
         """Logs the loss of the weights as they are; nothing without data.num_validation."""
@@ -186,15 +192,16 @@ class Trainer:
             with evaluating(self.model), memory_errors(lambda _: IN_ANSWERS):
                 self.samples.write(self.model, self.progress.step)
 
-    def _after_step(self, stop: int) -> None:
+    def _after_step(self, stop: int, save: bool) -> None:
         """Validates, saves and samples where it is due; leaves if any rank was told to stop."""
         due = partial(self.progress.is_due, num_steps=self.recipe.train.num_steps)
         if due(self.recipe.train.validate_every_steps) and not stop:
             self._validate()
         if stop == FOLDER_TAKEN:
             self.checkpointer.rescue(self.progress)
-        if stop or due(self.recipe.checkpoint.every_steps):
-            self.checkpointer.save_run(self.progress)
+        if save or stop or due(self.recipe.checkpoint.every_steps):
+            self.checkpointer.save_run(self.progress, optional=save and not stop and not due(
+                self.recipe.checkpoint.every_steps))
         if stop:
             self.checkpointer.wait()
             stopped = Stopped(stop, self.progress.step)
@@ -223,7 +230,8 @@ class Trainer:
         norms = clip_gradients(self.parts, train.max_grad_norm, self.device)
         clock.switch("gather")
         facts = self.timer.gather(self._gather, step, loss_sum, norms,
-                                  signal=self.stop.asked or self.display.stop_signal)
+                                  signal=self.stop.asked or self.display.stop_signal,
+                                  save=self.checkpointer.is_due())
         if self.servers:
             self.incidents.preprocessed(step, int(facts.local.sum()))
         measured = self.timer.measured(step, facts.measured_s)
@@ -231,7 +239,7 @@ class Trainer:
         norm = float(facts.norms[0, 0])
         nonfinite = not (math.isfinite(loss) and math.isfinite(norm))
         if nonfinite:
-            self.incidents.nonfinite(step, loss, norm, self.progress, self.checkpointer.newest)
+            self.incidents.nonfinite(step, loss, norm, self.progress)
         clock.switch("update")
         # From here on every rank decides alike: loss, norm and targets are global.
         if nonfinite or not step.num_global_targets or step.index in self.progress.skip:

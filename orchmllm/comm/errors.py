@@ -2,4 +2,7 @@
 
 
 class AgreedError(RuntimeError):
-    """Raised with the same text on all ranks; the text is meant for the user."""
+    """Raised with the same text on all ranks; the text is meant for the user. saves: whether a
+    run that it ends saves the steps before it."""
+
+    saves = True

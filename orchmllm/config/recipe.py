@@ -114,6 +114,9 @@ class CheckpointConfig:
 
     every_steps: int = key(0, "Steps between checkpoints; 0: only at the end and when stopped, "
                            "-1: never.", at_least=-1, aliases=("save_steps", "interval"))
+    every_minutes: float = key(30.0, "Minutes after which the run is saved if it was not saved "
+                               "since; 0: never for this reason. Such a save never ends the run.",
+                               at_least=0)
     keep_last: int = key(2, "How many sound checkpoints of the run stay; those of other runs in "
                          "the same folder are renamed to aside_... and stay too.", at_least=1,
                          aliases=("save_total_limit",))

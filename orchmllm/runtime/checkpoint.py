@@ -16,6 +16,7 @@ from __future__ import annotations
 import json
 import os
 import threading
+import time
 from collections.abc import Callable, Mapping
 from datetime import timedelta
 from pathlib import Path
@@ -52,6 +53,8 @@ VERSION = 1
 class CheckpointError(AgreedError):
     """A checkpoint that could not be written or used; raised on all ranks."""
 
+    saves = False
+
 
 class Checkpointer:
     """Saves and restores one run's checkpoints; construction and every method are collective.
@@ -85,17 +88,21 @@ class Checkpointer:
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
 
-    def save(self, step: int, tensors: Mapping[str, Tensor], state: dict) -> None:
+    def save(self, step: int, tensors: Mapping[str, Tensor], state: dict,
+             optional: bool = False) -> None:
         """Saves `tensors` (DTensors or equal on all ranks) and the JSON-able `state`; returns when
-        copies are made if the configuration says so. Raises CheckpointError for a failed earlier
-        save, or where this one fails before it returns. The tensors may have any shapes."""
+        copies are made if the configuration says so. The tensors may have any shapes. optional: is
+        told, not raised, where it fails. Raises CheckpointError for a failed earlier save, or where
+        this one fails before it returns."""
+        started = time.perf_counter()
         self.wait()
         parts, copied = local_parts(tensors) if self.rank in self._writers else {}, None
         if self.config.asynchronous:
             parts, copied = self._together(step, lambda: self._copies.make(parts))
         self._thread = threading.Thread(
             target=on_this_device(self._run), name="orchmllm-checkpoint", daemon=True,
-            args=(step, tensors, parts, copied, json.dumps(state, sort_keys=True)))
+            args=(step, tensors, parts, copied, json.dumps(state, sort_keys=True), optional))
+        self._held_s, self._started = time.perf_counter() - started, started
         self._thread.start()
         if not self.config.asynchronous:
             self.wait()
@@ -110,13 +117,16 @@ class Checkpointer:
             raise error
 
     def _run(self, step: int, tensors: Mapping[str, Tensor], parts: dict[str, Tensor],
-             copied: torch.cuda.Event | None, state: str) -> None:
+             copied: torch.cuda.Event | None, state: str, optional: bool) -> None:
         try:
             if copied is not None:
                 copied.synchronize()
             self._save(step, tensors, parts, state)
         except BaseException as e:  # raised by the next wait(), in the training thread
-            self._error = e
+            if optional and isinstance(e, CheckpointError):  # on all ranks
+                self._log(f"warning: {e}; the run goes on")
+            else:
+                self._error = e
 
     def _save(self, step: int, tensors: Mapping[str, Tensor], parts: dict[str, Tensor],
               state: str) -> None:
@@ -133,7 +143,9 @@ class Checkpointer:
             step, staged, final, {k: v for h in hashes for k, v in h.items()}, state))
         self._problems[final], self.saved = "", final
         self._retain(step)
-        self._log(f"saved step {step}: {final}")
+        took_s = time.perf_counter() - self._started
+        held_s = self._held_s if self.config.asynchronous else took_s
+        self._log(f"saved step {step}: {final} ({took_s:.1f} s, training waited {held_s:.2f} s)")
 
     def _stage(self, staged: Path) -> None:
         if self.rank == 0:

@@ -17,7 +17,7 @@ import numpy as np
 from tqdm import tqdm
 
 from orchmllm.config.recipe import RunConfig
-from orchmllm.launch import drop_output
+from orchmllm.launch import drop_output, say
 from orchmllm.plan.assign import PHASES
 from orchmllm.plan.gain import Gain, describe
 from orchmllm.runtime.log_schema import METRICS, NUMBERS
@@ -111,7 +111,7 @@ class RunDisplay:
         try:
             if self._line:
                 print(CLEAR, end="", file=sys.stderr, flush=True)
-            print(text, flush=True)
+            say(text)
             self._draw()
         except BrokenPipeError:
             drop_output()
@@ -166,7 +166,7 @@ class Totals:
     def __init__(self) -> None:
         self.num_steps = self.num_failed_media = self.skipped_steps = 0
         self.num_unbalanced = 0  # steps that were sampled so by over 5% in some phase
-        self.step_s = self.wait_s = 0.0
+        self.step_s = self.wait_s = self.host_gb = 0.0
         self.first_loss: float | None = None  # of the first step with targets
         self.last_loss: float | None = None
         self.bytes = {"moved_bytes": 0, "internode_bytes": 0}
@@ -181,6 +181,7 @@ class Totals:
         self.num_steps += 1
         self.step_s += row["step_s"]
         self.wait_s += row["data_wait_s"]
+        self.host_gb = max(self.host_gb, row["host_memory_gb"] or 0.0)
         self.skipped_steps = row["skipped_steps"]
         self.num_failed_media += row["num_failed_media"]
         if gain := (row["measured"] or {}).get("gain"):
@@ -236,6 +237,8 @@ class Totals:
             f"moved       {moved} a step, {between} of it between nodes",
             f"gain        {self.gain()}",
         ]
+        if self.host_gb:
+            lines.append(f"host memory {self.host_gb:.2f} GB of a rank at most")
         if self.skipped_steps or self.num_failed_media:
             lines.append(f"skipped     {self.skipped_steps} steps; {self.num_failed_media} media "
                          "could not be decoded")

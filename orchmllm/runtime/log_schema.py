@@ -123,7 +123,7 @@ METRICS = {
                           "device needed in the step before", "ms"),
     "host_memory_gb": Metric(MEASURED, "host memory of the largest rank's process, without its "
                              "data workers; null where the system does not say", "GB",
-                             line="host {:.2f} GB", chart="Host memory"),
+                             chart="Host memory"),
     "num_global_targets": Metric(COUNT, "labels the loss is a mean of"),
     "skipped_steps": Metric(COUNT, "steps so far that did not update the parameters"),
     "num_ranks": Metric(COUNT, "ranks of the run"),
@@ -145,6 +145,7 @@ METRICS = {
     "nonfinite": Metric(FLAG, "loss or gradient was not finite"),
     "stop_signal": Metric(COUNT, "signal that asked a rank to stop after this step, 0: none, "
                           "128: another run has taken the run folder"),
+    "save_due": Metric(FLAG, "checkpoint.every_minutes had gone by, and the step was saved"),
 }
 # Metrics that are one number, beside the step's index.
 NUMBERS = tuple(name for name, metric in METRICS.items()

@@ -46,7 +46,7 @@ def peak_bytes(device: torch.device) -> float:
 
 class StepFacts(NamedTuple):
     """What all d ranks reported at the end of a step (StepTimer.gather). loss_sum, update_s,
-    exchange_s, wait_s, remote, local, signal, peak_bytes: (d, 1); host_gb: (d, 1);
+    exchange_s, wait_s, remote, local, signal, save, peak_bytes: (d, 1); host_gb: (d, 1);
     cpu_s, measured_s: (d, CLOCK_PHASES); norms (d, 1 + parts): of the gradient and of its parts,
     the same on all ranks."""
 
@@ -57,6 +57,7 @@ class StepFacts(NamedTuple):
     remote: np.ndarray
     local: np.ndarray
     signal: np.ndarray
+    save: np.ndarray
     cpu_s: np.ndarray
     measured_s: np.ndarray
     norms: np.ndarray
@@ -85,6 +86,7 @@ class StepFacts(NamedTuple):
                       for phase, cost in step.plans[0].spec.costs.items()},
             "cpu_s": dict(zip(CLOCK_PHASES, self.cpu_s.T.tolist(), strict=True)),
             "num_failed_media": len(step.failed), "stop_signal": int(self.signal.max()),
+            "save_due": bool(self.save.max()),
         }
 
 
@@ -104,15 +106,16 @@ class StepTimer:
         self._seconds, self._update_s = [0.0] * len(CLOCK_PHASES), 0.0
 
     def gather(self, gather: Callable[[list], np.ndarray], step: Step, loss_sum: torch.Tensor,
-               norms: torch.Tensor, signal: int) -> StepFacts:
+               norms: torch.Tensor, signal: int, save: bool) -> StepFacts:
         """What all ranks report of a step: its one synchronisation. gather: numbers -> (d, numbers)
-        of all ranks. norms: (1 + parts,). signal: that asked this rank to stop."""
+        of all ranks. norms: (1 + parts,). signal: that asked this rank to stop. save: whether
+        this rank says that the time for a checkpoint has come."""
         clock = self._clock
         cpu_s = [clock.cpu_s[p] for p in CLOCK_PHASES]
         update_s = clock.cpu_s.pop("update")  # what follows is reported with the next step
         mine = StepFacts(  # lists of this rank's numbers
             loss_sum=[loss_sum], wait_s=[step.wait_s], remote=[step.preprocessed.remote],
-            local=[step.preprocessed.local], signal=[signal], cpu_s=cpu_s,
+            local=[step.preprocessed.local], signal=[signal], save=[save], cpu_s=cpu_s,
             update_s=[self._update_s if clock.has_events else update_s],
             exchange_s=self._seconds[-1:] if clock.has_events else [clock.wall_s["exchange"]],
             measured_s=self._seconds if clock.has_events else cpu_s, norms=list(norms),

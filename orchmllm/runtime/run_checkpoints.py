@@ -4,6 +4,8 @@ on from one of them."""
 from __future__ import annotations
 
 import json
+import shutil
+import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
@@ -22,14 +24,17 @@ from orchmllm.runtime.attempts import read_attempts, recorded, settings_of
 from orchmllm.runtime.checkpoint import Checkpointer, CheckpointError
 from orchmllm.runtime.initial import fill, mismatch, other_kind
 from orchmllm.runtime.lineage import START_CURE, start_of
+from orchmllm.runtime.preflight import SPARE_BYTES
 from orchmllm.runtime.profile import exhausted_before
 from orchmllm.runtime.resumable import (
     check_resumable,
     class_of,
     describe_changes,
+    describe_end,
     differences,
 )
 from orchmllm.runtime.run_state import VERSION, NonFiniteError, Progress
+from orchmllm.sharding.units import checkpoint_bytes
 
 
 class RunCheckpoints(Checkpointer):
@@ -53,6 +58,7 @@ class RunCheckpoints(Checkpointer):
             timeout_s=recipe.launch.timeout_s,
             writers=list(range(job.shard_size)))
         self._recipe, self._optimizer, self._tensors = recipe, optimizer, tensors
+        self._saved_at, self._first = time.monotonic(), 0  # of this start: its first step
         self._model = asdict(recipe.model)
         # Of the data as the run has opened it, whatever becomes of the files until a save.
         settings = self._from_first("of the data", lambda: settings_of(
@@ -72,19 +78,52 @@ class RunCheckpoints(Checkpointer):
         elif recipe.run.init_from:
             self._attempt["init_from"] = self._starting_from(Path(recipe.run.init_from))
 
-    def save_run(self, progress: Progress) -> None:
-        """A checkpoint of the steps done so far; none with checkpoint.every_steps=-1."""
+    def save_run(self, progress: Progress, *, optional: bool = False) -> None:
+        """A checkpoint of the steps done so far; none with checkpoint.every_steps=-1. optional:
+        one that cannot be written is told, not raised."""
         if self.config.every_steps < 0:
             return
-        self.save(progress.step, self._tensors(), {
+        self._saved_at = time.monotonic()
+        state = {
             **progress.to_json(), "model": self._model, "memory": self.memory,
             "attempt": self._attempt, "world_size": self._gather.world_size,
-            "rng": torch.get_rng_state().tolist()})  # of the CPU: nothing draws per rank
+            "rng": torch.get_rng_state().tolist()}  # of the CPU: nothing draws per rank
+        try:
+            self.save(progress.step, self._tensors(), state, optional)
+        except CheckpointError as e:
+            if not optional:
+                raise
+            self._log(f"warning: {e}; the run goes on")
 
-    def newest(self) -> Path | None:
-        """The newest checkpoint of the run, that of a save in progress included."""
-        self.wait()
-        return self.saved
+    def is_due(self) -> bool:
+        """On rank 0: whether checkpoint.every_minutes have gone by without a save, and the disk has
+        room for this one and for that of the end. False on the other ranks, which are told."""
+        minutes = self.config.every_minutes
+        if self.rank or self.config.every_steps < 0 or not minutes or (
+                time.monotonic() - self._saved_at < 60 * minutes):
+            return False
+        free = shutil.disk_usage(self._recipe.run.folder).free
+        if free >= 2 * checkpoint_bytes(self._recipe) + SPARE_BYTES:
+            return True
+        self._saved_at = time.monotonic()
+        self._log(f"warning: no checkpoint after {minutes:g} minutes (checkpoint.every_minutes): "
+                  f"the {free / 1e9:.3g} GB that are free are kept for that of the end")
+        return False
+
+    def keep(self, progress: Progress, error: AgreedError) -> None:
+        """Before an error of all ranks ends the run: saves the steps that were done since it
+        started, and tells in the error's text where the run can go on. What fails here is told,
+        the error is raised nevertheless."""
+        for act in (self.wait, lambda: self.save_run(progress), self.wait):
+            if not error.saves or progress.step == self._first:
+                break
+            try:
+                act()
+            except CheckpointError as e:
+                self._log(f"warning: {e}")
+        if self.saved is not None:
+            end = describe_end(self.saved, self._recipe.run.resume)
+            error.args = (f"{error}; checkpoint: {end}",)
 
     def rescue(self, progress: Progress) -> NoReturn:
         """Saves the steps done so far in a new folder beside run.dir, which another run has taken;
@@ -98,11 +137,13 @@ class RunCheckpoints(Checkpointer):
         self.root = folder / "checkpoints"
         self.save_run(progress)
         self.wait()
-        raise AgreedError(
+        error = AgreedError(
             f"run.dir: {self._recipe.run.dir} was taken over by another run, so this one stopped "
             f"after step {progress.step}; " + (
                 "nothing was saved (checkpoint.every_steps=-1)" if self.config.every_steps < 0 else
                 f"its state is in {folder}: run.dir={folder} run.resume=auto goes on from there"))
+        error.saves, self.saved = False, None
+        raise error
 
     def attempt(self, *, trains: bool) -> AbstractContextManager[None]:
         """Within it the attempt runs: its start and its end are recorded in the run folder, unless
@@ -183,6 +224,7 @@ class RunCheckpoints(Checkpointer):
             self._log(f"run.init_from={self._recipe.run.init_from} gave the weights at the start "
                       "of this run, and is not read again")
         progress, was = self._load_run(path, state), state["world_size"]
+        self._first = progress.step
         ranks = "" if was == self._gather.world_size else (
             f" (saved on {was} ranks, now {self._gather.world_size}; still "
             f"{progress.global_batch_size} examples a step)")

@@ -149,6 +149,7 @@ class Incidents:
     def media(self, step: Step, counted: MediaCount, describe: Callable[[int, int], dict]) -> None:
         """Counts and quarantines what could not be decoded. describe: of the dataset. Raises
         MediaLimitError as the recipe says."""
+        before = asdict(counted)
         lines = counted.count(step, describe)
         where = self._folder / "quarantine.jsonl"
         if lines and self._writes:
@@ -157,7 +158,11 @@ class Incidents:
             self._warned = True
             self._log(f"warning: not usable, so its example is not learnt: {name_of(lines[0])}; "
                       f"this and further ones are listed in {where}")
-        counted.check(self._recipe.data, lines)
+        try:
+            counted.check(self._recipe.data, lines)
+        except MediaLimitError:
+            vars(counted).update(before)  # what is saved now is of the steps before
+            raise
 
     def preprocessed(self, step: Step, num_local: int) -> None:
         """Tells what happened to servers of data.preprocess. num_local: examples that ranks read
@@ -171,10 +176,9 @@ class Incidents:
             self._log(f"data.preprocess: from step {step.index} on servers answer again")
         self._alone = bool(num_local)
 
-    def nonfinite(self, step: Step, loss: float, grad_norm: float, progress: Progress,
-                  newest: Callable[[], Path | None]) -> None:
-        """Counts the step and writes which examples it had. newest: gives the newest checkpoint.
-        Raises NonFiniteError where the recipe says so."""
+    def nonfinite(self, step: Step, loss: float, grad_norm: float, progress: Progress) -> None:
+        """Counts the step and writes which examples it had. Raises NonFiniteError where the recipe
+        says so; after many steps in a row the weights before it are not worth a checkpoint."""
         where = self._folder / "nonfinite.jsonl"
         if self._writes:
             self._file(where).write({"step": step.index, "loss": loss, "grad_norm": grad_norm,
@@ -184,10 +188,12 @@ class Incidents:
         progress.nonfinite_in_a_row += step.index not in progress.skip
         train, count = self._recipe.train, progress.nonfinite_in_a_row
         if 0 < (1 if train.nonfinite == "raise" else train.max_skipped_in_a_row) <= count:
-            raise NonFiniteError(
+            error = NonFiniteError(
                 f"{message}; steps in a row without an update: {count} (train.nonfinite=skip or "
-                "rollback goes on for train.max_skipped_in_a_row); the newest checkpoint is "
-                f"{newest() or 'none'}")
+                "rollback goes on for train.max_skipped_in_a_row)")
+            error.saves = train.nonfinite == "raise"
+            progress.nonfinite_in_a_row -= error.saves
+            raise error
         self._log(f"warning: {message}")
 
     def close(self) -> None:

@@ -65,6 +65,20 @@ def test_a_reader_that_leaves_is_no_error(tmp_path, demo_corpus, lines):
         assert (tmp_path / "run" / "checkpoints" / "latest").is_file()
 
 
+@pytest.mark.parametrize("stdout, warned", [
+    (">/dev/full", "warning: stdout cannot be written (No space left on device): nothing more is "
+                   "shown, and the command goes on\n"),
+    pytest.param(">&-", "", marks=pytest.mark.slow)])
+def test_an_output_that_takes_nothing_ends_nothing(tmp_path, demo_corpus, stdout, warned):
+    """A disk that is full, and an output that was closed before the start."""
+    done = subprocess.run(
+        ["sh", "-c", f'exec "$@" {stdout}', "sh", sys.executable,
+         *train_args(demo_corpus, tmp_path / "run", "train.num_steps=2")], cwd=ROOT,
+        stderr=subprocess.PIPE, text=True)
+    assert (done.returncode, done.stderr) == (0, warned)
+    assert (tmp_path / "run" / "checkpoints" / "latest").read_text() == "step_00000002"
+
+
 def importing(process: subprocess.Popen) -> str:
     """Until the process imports what takes long."""
     for line in process.stderr:

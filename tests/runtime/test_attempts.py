@@ -100,6 +100,7 @@ KEYS = {
             "train.connector_weight_decay", "train.llm_weight_decay", "train.beta1", "train.beta2",
             "train.max_grad_norm", "train.max_skipped_in_a_row", "fsdp.shard_size",
             "fsdp.memory_gb", "fsdp.loss_chunk_rows", "fsdp.prefetch", "checkpoint.every_steps",
+            "checkpoint.every_minutes",
             "checkpoint.keep_last", "profile.num_ranks"), 77),
         "data.preprocess": ["b:2"], "run.trackers": ["tensorboard"]},
 }

@@ -125,7 +125,8 @@ def test_a_run_that_has_diverged_ends(tmp_path, policy):
     (told, same) = run_ranks(poisoned_on_all, 2, run, {2, 5, 7, 8, 9}, 6)
     assert told == same and told.startswith("step 9: loss nan"), told
     assert "steps in a row without an update: 4 (" in told
-    assert told.endswith(f"the newest checkpoint is {tmp_path / 'checkpoints' / 'step_00000008'}")
+    newest = tmp_path / "checkpoints" / "step_00000008"
+    assert told.endswith(f"; checkpoint: {newest}; the same command goes on from it")
     other = replace(run, run=replace(run.run, dir=str(tmp_path / "other")))
     assert run_ranks(poisoned_on_all, 1, other, {2, 3, 4, 6, 7, 8}, 1) == ["finished"]
 

@@ -204,6 +204,7 @@ stopped by SIGTERM: 2 steps in 01:05 (0.5 s a step)
 as sampled -> as processed)
   moved       4.50kB a step, 1.50kB of it between nodes
   gain        balancing saved 55.0% of the step (predicted); data wait 1.0%
+  host memory 1.25 GB of a rank at most
   skipped     1 steps; 3 media could not be decoded
   logs        {Path(display._run.dir) / 'metrics.jsonl'}
 """

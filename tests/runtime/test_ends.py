@@ -1,0 +1,121 @@
+"""However a run ends, its last finished step is saved, with the keys as they are by default."""
+
+from __future__ import annotations
+
+import os
+import signal
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from orchmllm.comm.errors import AgreedError
+from orchmllm.config.recipe import CheckpointConfig, Recipe
+from orchmllm.data.media.medium import MediaError
+from orchmllm.runtime.stop import Stopped
+from orchmllm.trainer import Trainer
+from tests.lib.ranks import run_ranks
+from tests.lib.resume import run_recipe
+from tests.lib.synthetic import SyntheticDataset
+
+pytestmark = pytest.mark.dist
+BAD = 3  # of 8 steps; the examples come again from step 4 on
+ENDS = {  # what happens -> what is said of the end, nothing where the run goes on to its last step
+    "media": "data.strict", "nan": "loss nan", "worker": "worker", "data": "rank 1",
+    "signal": "stopped on request", "full stdout": "", "tracker": ""}
+
+
+class Faulty(SyntheticDataset):
+    """fault: what happens where the examples of the step BAD are read."""
+
+    fault, rank, bad = "", 0, frozenset()
+
+    def load(self, i, *, on_error=None, **how):
+        hit = i in self.bad and how.get("segments") != ()
+        if hit and self.fault == "worker" and self.rank == 1:
+            os._exit(3)
+        if hit and self.fault == "data" and self.rank == 1:
+            raise OSError("the disk is gone")
+        example = super().load(i, **how)
+        if hit and self.fault == "media" and on_error is not None:
+            for segment in example.media:
+                error = MediaError(f"{i}", "broken", segment)
+                error.modality = 1
+                on_error(segment, error)
+        return example
+
+
+def weights(trainer: Trainer) -> list[np.ndarray]:
+    return [p.detach().full_tensor().numpy().copy() for p in trainer.model.parameters()]
+
+
+def trained(world, run: Recipe, fault: str = "", bad: frozenset = frozenset()
+            ) -> tuple[str, list[list[int]], list[np.ndarray]]:
+    """(how the run ends, examples of its steps, weights at the end)."""
+    seen = []
+    dataset = Faulty()
+    dataset.fault, dataset.rank, dataset.bad = fault, world.rank, bad
+
+    def record(step, row: dict) -> None:
+        seen.append(step.example_ids.tolist())
+        if fault == "signal" and step.index == BAD - 2 and world.rank == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    trainer = Trainer(run, world, dataset=dataset, on_step=record)
+    forward = trainer.model.forward
+    trainer.model.forward = lambda batch: forward(batch) * (
+        float("nan") if fault == "nan" and trainer.progress.step == BAD else 1.0)
+    out = os.dup(1)
+    if fault == "full stdout" and world.rank == 0:
+        with Path("/dev/full").open("w") as full:
+            os.dup2(full.fileno(), 1)
+    if fault == "tracker":  # fails when it gets the first values, as a full disk makes it
+        (run.run.folder / "tensorboard").write_text("no folder")
+    end = "finished"
+    try:
+        trainer.run()
+    except (AgreedError, Stopped) as e:
+        end = str(e)
+    finally:
+        os.dup2(out, 1)
+        os.close(out)
+        trainer.close()
+    return end, seen, weights(trainer)
+
+
+def disturbed(world, run: Recipe, fault: str, bad: frozenset) -> tuple:
+    """(how the run ends, its checkpoints, examples of the steps of both starts, weights after the
+    second)."""
+    end, first, _ = trained(world, run, fault, bad)
+    names = sorted(p.name for p in run.run.folder.glob("checkpoints/step_*"))
+    again, second, last = trained(world, replace(run, run=replace(run.run, trackers=())))
+    assert again == "finished"
+    return end, names, first + second, last
+
+
+def of_run(folder: Path, fault: str = "") -> Recipe:
+    run = run_recipe(folder, num_workers=int(fault == "worker"), every_steps=0)
+    run = replace(run, checkpoint=CheckpointConfig())
+    if fault == "media":
+        run = replace(run, data=replace(run.data, strict=True))
+    trackers = ("tensorboard",) if fault == "tracker" else ()
+    return replace(run, run=replace(run.run, trackers=trackers))
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory) -> tuple:
+    return run_ranks(trained, 2, of_run(tmp_path_factory.mktemp("whole")))[0]
+
+
+@pytest.mark.parametrize("fault", ENDS)
+def test_a_run_that_ends_by_its_own_decision_is_saved(fault, whole, tmp_path):
+    _, examples, last = whole
+    bad = frozenset(examples[BAD]) - frozenset(sum(examples[:BAD], []))
+    for end, names, steps, weights in run_ranks(
+            disturbed, 2, of_run(tmp_path, fault), fault, bad):
+        assert ENDS[fault] in end and (end == "finished") == (not ENDS[fault])
+        assert names == ["step_00000008" if end == "finished" else f"step_{BAD:08d}"]
+        assert fault == "signal" or end == "finished" or f"checkpoint: {tmp_path}" in end
+        assert steps == examples
+        assert all(np.array_equal(a, b) for a, b in zip(weights, last, strict=True))
