@@ -53,15 +53,18 @@ def test_that_ranks_share_cores_is_said_before_they_start(monkeypatch):
         f"500000 ranks share {os.cpu_count()}"]
 
 
-@pytest.mark.parametrize("lines", [1, pytest.param(6, marks=pytest.mark.slow)])
-def test_a_reader_that_leaves_is_no_error(tmp_path, demo_corpus, lines):
+@pytest.mark.parametrize("trains", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_a_reader_that_leaves_is_no_error(tmp_path, demo_corpus, trains):
     """`| head -1`, while the launcher starts and while ranks train: these save before they go."""
     process = start(demo_corpus, tmp_path / "run", "train.num_steps=40")
-    shown = [process.stdout.readline() for _ in range(lines)]
+    shown = [process.stdout.readline()]
+    while trains and not shown[-1].startswith("step "):
+        shown.append(process.stdout.readline())
+        assert shown[-1], shown
     process.stdout.close()
     assert process.stderr.read() == "" and process.wait() == 141, shown
-    if lines > 1:
-        assert shown[1].startswith(("no GPU found", "GPUs: ")) and "step" in shown[-1], shown
+    if trains:
+        assert shown[1].startswith(("no GPU found", "GPUs: ")), shown
         assert (tmp_path / "run" / "checkpoints" / "latest").is_file()
 
 

@@ -6,6 +6,7 @@ import os
 import signal
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -13,11 +14,13 @@ import pytest
 from orchmllm.comm.errors import AgreedError
 from orchmllm.config.recipe import CheckpointConfig, Recipe
 from orchmllm.data.media.medium import MediaError
+from orchmllm.runtime import run_checkpoints
 from orchmllm.runtime.stop import Stopped
 from orchmllm.trainer import Trainer
 from tests.lib.ranks import run_ranks
 from tests.lib.resume import run_recipe
 from tests.lib.synthetic import SyntheticDataset
+from tests.lib.training import listened
 
 pytestmark = pytest.mark.dist
 BAD = 3  # of 8 steps; the examples come again from step 4 on
@@ -119,3 +122,38 @@ def test_a_run_that_ends_by_its_own_decision_is_saved(fault, whole, tmp_path):
         assert fault == "signal" or end == "finished" or f"checkpoint: {tmp_path}" in end
         assert steps == examples
         assert all(np.array_equal(a, b) for a, b in zip(weights, last, strict=True))
+
+
+def saved_by_time(world, run: Recipe, trouble: str) -> tuple[list[str], list[int], list[str]]:
+    """(what is said, steps that were saved because it was time, checkpoints at the end)."""
+    said, due = listened(), []
+    trainer = Trainer(run, world, dataset=SyntheticDataset(), on_step=lambda step, row: (
+        due.append(step.index) if row["save_due"] else None))
+    if trouble == "full":
+        run_checkpoints.shutil.disk_usage = lambda _: SimpleNamespace(free=0)
+    publish, calls = trainer.checkpointer._publish, iter([True])
+
+    def fails(*arguments) -> None:
+        if trouble == "fails" and world.rank == 0 and next(calls, False):
+            raise OSError("the disk is gone")
+        publish(*arguments)
+
+    trainer.checkpointer._publish = fails
+    trainer.run()
+    trainer.close()
+    return said, due, sorted(p.name for p in run.run.folder.glob("checkpoints/step_*"))
+
+
+@pytest.mark.parametrize("trouble, due, left, says", [
+    ("", [0, 1, 2, 3], [3, 4], "saved step 1: "),
+    ("full", [], [4], "no checkpoint after 1e-09 minutes (checkpoint.every_minutes): the 0 GB"),
+    ("fails", [0, 1, 2, 3], [3, 4], "OSError: the disk is gone; earlier checkpoints are untouched; "
+                                    "the run goes on")])
+def test_a_save_by_time_never_ends_the_run(tmp_path, trouble, due, left, says):
+    run = of_run(tmp_path)
+    run = replace(run, train=replace(run.train, num_steps=4),
+                  checkpoint=CheckpointConfig(every_minutes=1e-9, asynchronous=trouble != "fails"))
+    for rank, found in enumerate(run_ranks(saved_by_time, 2, run, trouble)):
+        said, steps, names = found
+        assert steps == due and names == [f"step_{n:08d}" for n in left]
+        assert any(says in line for line in said) == (rank == 0)
