@@ -93,7 +93,7 @@ class HangWatchdog:
         lost = is_connection_error(error)
         early = isinstance(error, CURABLE) and self.clock is None and not lost
         if isinstance(error, AgreedError) or early:
-            return self.post(str(error))
+            return self._read_by_all(self.post(str(error)))
         text = f"{type(error).__name__}: {error}"
         if lost:
             with contextlib.suppress(RuntimeError):  # the store may be what was lost
@@ -102,17 +102,27 @@ class HangWatchdog:
             return (f"rank {self.rank} lost its connection to another rank at step {self.step}, "
                     f"phase {self._phase()}; that rank died without a message "
                     f"({text.splitlines()[0]})")
-        text = self.post(f"rank {self.rank} failed at step {self.step}, phase {self._phase()}: "
-                         f"{text}")
-        others = [f"read{r}" for r in range(self.world_size) if r != self.rank]
-        wait_until(lambda: self._store.check(others), GRACE_S)  # this process may host the store
+        return self._read_by_all(self.post(
+            f"rank {self.rank} failed at step {self.step}, phase {self._phase()}: {text}"))
+
+    def _read_by_all(self, text: str) -> str:
+        """`text`, once all ranks have read the error: this process may host the store, without
+        which they would end with what torch says of a lost connection."""
+        with contextlib.suppress(RuntimeError):
+            self._store.set(f"read{self.rank}", "")
+            others = [f"read{r}" for r in range(self.world_size)]
+            wait_until(lambda: self._store.check(others), GRACE_S)
         return text
 
     def post(self, text: str) -> str:
-        """Makes `text` the error of all ranks unless there is one already; returns that one."""
-        there = self._store.compare_set(_ERROR, "", text).decode()
-        if there.startswith(_ASKED):
-            there = self._store.compare_set(_ERROR, there, text).decode()
+        """Makes `text` the error of all ranks unless there is one already; returns that one, or
+        `text` where the store is gone with the rank that hosted it."""
+        try:
+            there = self._store.compare_set(_ERROR, "", text).decode()
+            if there.startswith(_ASKED):
+                there = self._store.compare_set(_ERROR, there, text).decode()
+        except RuntimeError:
+            return text
         return there
 
     def _posted(self) -> str:

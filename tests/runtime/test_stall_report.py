@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import subprocess
 import threading
@@ -13,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from orchmllm.comm.errors import AgreedError
 from orchmllm.runtime import health, stall_report
 from orchmllm.runtime.health import HangWatchdog
 from orchmllm.runtime.stall_report import (
@@ -149,6 +151,27 @@ def test_a_rank_that_was_killed_while_it_started_ends_the_others(tmp_path, monke
     clone = HangWatchdog(store, 1, 2, folder=tmp_path, stall_timeout_s=600, exit_now=exit_now)
     assert store.get("process1").decode() == mine.replace(host, "clone", 1)
     clone.close()
+
+
+def host_store(ports, over) -> None:
+    store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    ports.put(store.port)
+    over.wait()
+
+
+def test_where_the_store_is_gone_the_cause_is_told(tmp_path):
+    """Under srun rank 0 hosts it, and may be the first to end."""
+    context = multiprocessing.get_context("forkserver")
+    ports, over = context.Queue(), context.Event()
+    host = context.Process(target=host_store, args=(ports, over))
+    host.start()
+    store = dist.TCPStore("localhost", ports.get(), is_master=False)
+    watch = HangWatchdog(store, 1, 2, folder=tmp_path, stall_timeout_s=600, poll_s=600,
+                         exit_now=lambda code, text: None)
+    host.kill()
+    host.join()
+    assert watch.settle(AgreedError("the disk is full")) == "the disk is full"
+    watch.close()
 
 
 def test_one_request_of_a_rank_at_each_look(tmp_path):
