@@ -48,7 +48,8 @@ folder that another run writes; 128 + n stopped by signal n, after saving.
 
 def parse(argv: list[str]) -> argparse.Namespace:
     parser = recipe_parser("train", __doc__, (
-        ("--ranks", 0, "the number of ranks that has to be there; 0: any"),))
+        ("--ranks", 0, "ranks that start here, in place of launch.nproc_per_node; under a "
+         "launcher, and with --validate, those that it has to start; 0: what the recipe says"),))
     parser.epilog = EPILOG
     what = parser.add_mutually_exclusive_group()
     what.add_argument("--validate", action="store_true",
@@ -115,18 +116,17 @@ def _take_folder(store: dist.Store, world: launch.World, folder: Path | None,
 
 
 def _start_problems(
-    recipe: Recipe, world: launch.World | None, expected: int, *, starts: bool, machine: bool
+    recipe: Recipe, world: launch.World | None, expected: int, *, machine: bool
 ) -> list[str]:
-    """Why the recipe cannot run on the ranks that are there, or will be, or from its pretrained
-    weights. starts: this process starts the ranks, else `expected` are started elsewhere.
-    machine: also what this machine lacks for it."""
+    """Why the recipe cannot run on the ranks that are there, or will be (`expected`), or from its
+    pretrained weights. machine: also what this machine lacks for it."""
     from orchmllm.hf.sources import find_sources
     from orchmllm.sharding.units import checkpoint_bytes
 
     wrong = preflight.problems([lambda: find_sources(recipe.model)])
     if wrong and recipe.model.folder:
         return wrong  # the other checks read the folder, too
-    checks = [lambda: _check_ranks(recipe, world, expected, starts)]
+    checks = [lambda: _check_ranks(recipe, world, expected)]
     if machine:
         checks += [check for _, check in preflight.checks(recipe, checkpoint_bytes(recipe))]
     if machine and world is None:
@@ -134,22 +134,20 @@ def _start_problems(
     return [*wrong, *preflight.problems(checks)]
 
 
-def _check_ranks(recipe: Recipe, world: launch.World | None, expected: int, starts: bool) -> None:
+def _check_ranks(recipe: Recipe, world: launch.World | None, expected: int) -> None:
     """Raises ValueError if the recipe cannot run on so many ranks."""
     from orchmllm.config.job import check_world, resolve
 
-    ranks = world.world_size if world else (
-        not starts and expected or recipe.launch.nproc_per_node or expected)
-    if ranks and expected and expected != ranks:
-        raise ValueError(f"--ranks {expected}, but there are {ranks} ranks: start {expected} "
-                         "or drop the flag")
+    ranks = world.world_size if world else expected or recipe.launch.nproc_per_node
+    if expected and expected != ranks:
+        raise ValueError(f"--ranks {expected}, but the launcher has started {ranks} ranks, and no "
+                         f"flag changes that: make it start {expected}, or drop the flag")
     if ranks:
         check_world(resolve(recipe, ranks, world.local_world_size if world else 1))
 
 
-def _announcement(recipe: Recipe, world: launch.World | None) -> str:
-    """The first line of a run, before torch is imported."""
-    num = world.world_size if world else recipe.launch.nproc_per_node
+def _announcement(recipe: Recipe, num: int) -> str:
+    """The first line of a run, before torch is imported. num: of ranks, 0 for one per GPU."""
     ranks = f"{num} rank{'s' if num > 1 else ''}" if num else "one rank per GPU"
     data = ", ".join(source.path for source in preflight.sources_of(recipe.data))
     return f"{ranks}; data {data}; run folder {recipe.run.dir}"
@@ -164,9 +162,8 @@ def main(argv: list[str]) -> int:
         print(f"error: {e}", file=sys.stderr)
         return 2
     recipe = loaded.recipe
-    problems = _start_problems(
-        recipe, world, args.ranks, starts=not (args.validate or args.print_config),
-        machine=not (args.print_config or (world is not None and world.checked)))
+    problems = _start_problems(recipe, world, args.ranks, machine=not (
+        args.print_config or (world is not None and world.checked)))
     if problems:
         launch.report_failure("\n".join(f"error: {p}" for p in problems))
         return 2
@@ -174,11 +171,14 @@ def main(argv: list[str]) -> int:
         print(explain(loaded) if args.print_config else f"recipe {args.recipe}: no problems\n",
               end="")
         return 0
+    ranks = world.world_size if world else args.ranks or recipe.launch.nproc_per_node
     if world is None or world.rank == 0 and not world.checked:
-        launch.say(_announcement(recipe, world))
+        launch.say(_announcement(recipe, ranks))
     if world is None:
-        return run_local("orchmllm.train", argv, recipe.launch.nproc_per_node,
-                         log=launch.say)
+        if args.ranks and recipe.launch.nproc_per_node not in (0, args.ranks):
+            launch.say(f"--ranks {args.ranks} is what starts, not launch.nproc_per_node="
+                       f"{recipe.launch.nproc_per_node} of the recipe")
+        return run_local("orchmllm.train", argv, ranks, log=launch.say)
 
     def work(watch: HangWatchdog) -> None:
         from orchmllm.trainer import Trainer

@@ -17,6 +17,7 @@ import torch
 
 from orchmllm.launch import exit_with
 from orchmllm.runtime import local_ranks
+from orchmllm.train import main
 from tests.lib.commands import ROOT, train_args
 
 pytestmark = pytest.mark.dist
@@ -28,14 +29,28 @@ def start(data: Path, folder: Path, *overrides: str, options: tuple = ()) -> sub
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
-def test_ranks_data_and_folder_are_said_before_torch_is_imported(tmp_path, demo_corpus):
+@pytest.mark.parametrize("flags, num, also", [
+    ((), 2, ""), (("--ranks", "4"), 4, "--ranks 4 is what starts, not launch.nproc_per_node=2 of "
+                  "the recipe\n")])
+def test_ranks_data_and_folder_are_said_before_torch_is_imported(
+        tmp_path, demo_corpus, flags, num, also):
     code = ("import sys; sys.modules['torch'] = None; from orchmllm.train import main; "
             "main(sys.argv[1:])")
     out = subprocess.run(
-        [sys.executable, "-c", code, *train_args(demo_corpus, tmp_path / "run")[2:]], cwd=ROOT,
-        capture_output=True, text=True)
-    assert out.stdout == f"2 ranks; data {demo_corpus}; run folder {tmp_path / 'run'}\n", out.stderr
+        [sys.executable, "-c", code, *train_args(demo_corpus, tmp_path / "run")[2:], *flags],
+        cwd=ROOT, capture_output=True, text=True)
+    assert out.stdout == (f"{num} ranks; data {demo_corpus}; run folder {tmp_path / 'run'}\n"
+                          + also), out.stderr
     assert "torch" in out.stderr.splitlines()[-1]
+
+
+def test_ranks_of_a_launcher_are_not_changed(tmp_path, demo_corpus, monkeypatch, capsys):
+    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2",
+                        "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.chdir(ROOT)
+    assert main([*train_args(demo_corpus, tmp_path / "run")[2:], "--ranks", "3"]) == 2
+    assert "--ranks 3, but the launcher has started 2 ranks" in capsys.readouterr().err
 
 
 def test_that_ranks_share_cores_is_said_before_they_start(monkeypatch):
