@@ -75,7 +75,32 @@ class Answer:
                 return f"with {name} changed in place"
             if not any(_is(t, value) for t in tensors):
                 return f"with another tensor than its argument {name}"
-        return self._other_option(args, kwargs) if self._encoder.named else ""
+        if self._encoder.named:
+            return self._other_option(args, kwargs)
+        return self._other_argument(args, kwargs)
+
+    def _other_argument(self, args: tuple, kwargs: dict) -> str:
+        """The same of an encoder that was declared by its layout: an argument that is neither of
+        the layout, nor its default, nor among `keywords`."""
+        original = self._original
+        signature = inspect.signature(getattr(original, "forward", original))
+        of_layout = [self._local.inputs.get(n) for n in self._encoder.calls[self._call].arguments]
+        used = self._encoder.keywords | self._local.options
+        given = dict(signature.bind(*args, **kwargs).arguments)
+        for name, parameter in signature.parameters.items():
+            if parameter.kind == parameter.VAR_KEYWORD:
+                given |= given.pop(name, {})
+        for name, value in given.items():
+            if value is None or any(
+                    _is(value, v) if isinstance(value, Tensor) and isinstance(v, Tensor)
+                    else value is v for v in of_layout):
+                continue
+            parameter = signature.parameters.get(name)
+            default = parameter.default if parameter is not None else None
+            if isinstance(value, Tensor) or value != used.get(name, default):
+                return (f"with {name}={_short(value)} (an option that does not change the features "
+                        "belongs into Encoder(keywords=...))")
+        return ""
 
     def _other_option(self, args: tuple, kwargs: dict) -> str:
         """An option of the call that is not the one that was encoded with."""

@@ -141,6 +141,12 @@ class _Balanced:
                 trial = Trial(self, model, lambda some, count: compute(
                     model, some, num_items_in_batch=count), self._balance_loader.num_targets)
                 self._balance_loss = trial.meaning(inputs, step.num_examples, num_items_in_batch)
+            if self._balance_loss == SCALED and num_items_in_batch is None:
+                raise ValueError(
+                    "loss='scaled', but this Trainer gives the loss no num_items_in_batch, so it "
+                    f"is not divided by that ({type(self.model).__name__} has "
+                    f"accepts_loss_kwargs={self.model_accepts_loss_kwargs}): leave loss out, and "
+                    "what it is a mean of is found out, or say loss='mean'")
             as_it_is = self._balance_loss in (None, SCALED, SUM)  # None: no rank has a target
             out = compute(model, inputs, return_outputs=return_outputs,  # None: it is not scaled
                           num_items_in_batch=num_items_in_batch if as_it_is else None)

@@ -158,9 +158,18 @@ def _response(once: float, again: float, of_twice: float, eps: float) -> list[bo
 def _parts(inputs: Mapping[str, Any], num_examples: int) -> list[dict] | None:
     """[x + x, y + y, x + y, x], where x and y are halves of the batch, equal in size, and every
     second target of y is ignored: what counts examples and what counts targets then differ, also in
-    a batch of one. None for a batch that cannot be cut: a filler, or tensors whose rows are no
-    examples. x + x and x + y are of one shape, so rounding is the same in both."""
+    a batch of one. x + x and x + y are of one shape, so rounding is the same in both. Where rows of
+    a tensor are no examples (patches of images), the batch stays and its labels are divided: [x, y,
+    x + y, x]. None for a batch that cannot be divided, as a filler."""
     tensors = {k: v for k, v in inputs.items() if isinstance(v, Tensor) and v.dim()}
+    labels = labels_of(inputs)
+    if num_examples and labels is not None and labels.dim() > 1 and any(
+            len(v) != num_examples for v in tensors.values()):
+        target = labels != IGNORE_INDEX
+        third = target & (target.cumsum(-1) % 3 == 0)
+        x, y = labels.masked_fill(third, IGNORE_INDEX), labels.masked_fill(
+            target & ~third, IGNORE_INDEX)
+        return [{**inputs, "labels": v} for v in (x, y, labels, x)]
     if not num_examples or not tensors or any(len(v) != num_examples for v in tensors.values()):
         return None
     half = (num_examples + 1) // 2

@@ -6,16 +6,19 @@ from __future__ import annotations
 import random
 import sys
 import threading
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 from torch import nn
 
-from orchmllm import balance_trainer, cost_of
+from orchmllm import balance_trainer, cost_of, lengths_of
+from orchmllm.data.text.model_folder import load_processor
 from tests.lib.clients import Examples, as_torchrun, forget_accelerate, tiny
-from tests.lib.ranks import run_ranks
+from tests.lib.ranks import RankFailure, run_ranks
 
 pytestmark = pytest.mark.dist
 NEW_PYTHON = pytest.mark.skipif(sys.version_info < (3, 11), reason="TRL's releases need it")
@@ -328,3 +331,43 @@ def undisturbed(world, folder: str) -> list[list[float]]:
 def test_the_try_of_the_loss_changes_no_random_number_and_no_buffer(tmp_path):
     for tried, said in run_ranks(undisturbed, 2, str(tmp_path)):
         assert tried == said and tried[-1] == 3
+
+
+def of_images(world, family: str, folder: str, loss: str | None = None) -> list[float]:
+    """TRL's SFTTrainer on rows with none to two images, one process with the plain Trainer."""
+    import datasets
+    from trl import SFTConfig, SFTTrainer
+
+    from tests.lib.whole_folders import write_model
+
+    mine = Path(folder) / f"{family}{world.world_size}{world.rank}"
+    mine.mkdir(parents=True)
+    model = write_model(family, mine, torch.float64)
+    rng, rows = np.random.default_rng(0), []
+    for i in range(16):
+        images = [Image.fromarray(rng.integers(0, 255, (*rng.integers(30, 90, 2), 3), np.uint8))
+                  for _ in range(i % 3)]
+        rows.append({"images": images, "messages": [
+            {"role": "user", "content": "What is " + "it? " * int(rng.integers(1, 20))},
+            {"role": "assistant", "content": "the red row " * int(rng.integers(1, 9))}]})
+    processor, _ = load_processor(mine)
+    with as_torchrun(world):
+        trainer = SFTTrainer(
+            model=model, processing_class=processor, train_dataset=datasets.Dataset.from_list(rows),
+            args=SFTConfig(**settings(folder), per_device_train_batch_size=8 // world.world_size,
+                           bf16=False, gradient_checkpointing=False, max_length=None))
+        if world.world_size > 1:
+            trainer = balance_trainer(trainer, lengths=lengths_of(processor, rows), loss=loss)
+        return trained(trainer)
+
+
+@NEW_PYTHON
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl"])
+def test_rows_with_images_are_trained_as_in_one_process(tmp_path, family):
+    """A batch whose patches cannot be cut: its labels alone show what the loss is."""
+    [want], ranks = (run_ranks(of_images, d, family, str(tmp_path)) for d in (1, 2))
+    for got in ranks:
+        assert got == pytest.approx(want, abs=1e-6)
+    if family == "qwen2_5_vl":
+        with pytest.raises(RankFailure, match="gives the loss no num_items_in_batch"):
+            run_ranks(of_images, 2, family, str(tmp_path / "scaled"), "scaled")
