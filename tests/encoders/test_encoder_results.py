@@ -59,14 +59,15 @@ class OneTower(nn.Module):
         e = load("own_model")
         self.embed, self.tower, self.kind = nn.Embedding(e.VOCAB, e.DIM), e.PhotoTower(), kind
         self.head, self.layers = nn.Linear(e.DIM, e.VOCAB), nn.ModuleList([e.block()])
+        self.options: dict[str, float] = {}  # of the call
 
-    def encode(self, photos: torch.Tensor) -> object:
-        return KINDS[self.kind][0](self.tower(photos))
+    def encode(self, photos: torch.Tensor, scale: float = 1.0) -> object:
+        return KINDS[self.kind][0](self.tower(photos) * scale)
 
     def forward(self, ids, photos=None):
         x = self.embed(ids)
         if photos is not None:
-            features = KINDS[self.kind][2](self.encode(photos))
+            features = KINDS[self.kind][2](self.encode(photos, **self.options))
             x = x.masked_scatter((ids == 62)[..., None], features)
         return self.head(self.layers[0](x))
 
@@ -88,6 +89,13 @@ def each_kind(world) -> dict[str, float]:
             layers=("deep",) if kind == "layers" else ())], join="embed")
         e.loss_of(sharded(model), inputs).backward()
         out[kind] = worst(gradients(model), want)
+    model = OneTower("tensor").double()
+    model.options = {"scale": 3.0}
+    want = mean_gradients(model, lambda m: [e.loss_of(m, photo_inputs(world.rank))])
+    balance_encoders(model, [Encoder("photo", {"encode": Rows("photos")}, towers=("tower",),
+                                     keywords=model.options)], join="embed")
+    e.loss_of(sharded(model), photo_inputs(world.rank)).backward()
+    out["an option"] = worst(gradients(model), want)
     return out
 
 
@@ -103,10 +111,10 @@ class Broken(OneTower):
         super().__init__("tensor")
         self.how, self.rank = how, rank
 
-    def encode(self, photos):
+    def encode(self, photos, scale=1.0):
         if self.how == "encoder raises" and self.rank == 1:
             raise KeyError("the user's bug")
-        features = super().encode(photos)
+        features = super().encode(photos, scale)
         if self.how == "other width" and self.rank == 1:
             return features[..., :16]
         if self.how == "mixes items":  # the items of a rank see each other
@@ -207,7 +215,7 @@ MISUSED = {
     "changed in place": "called encode with photos changed in place",
     "called twice": "called encode twice", "another input": "called encode twice",
     "without gradients": "called encode without gradients",
-    "never called": "never called encode",
+    "an option": "called encode with scale=3.0", "never called": "never called encode",
 }
 
 
@@ -221,6 +229,7 @@ def misused(world) -> dict[str, list[str]]:
                          join="embed")
         for k in range(3):
             model.how = how if k == wrong else ""
+            model.options = {"scale": 3.0} if model.how == "an option" else {}
             try:
                 model(**photo_inputs(world.rank))
             except RuntimeError as error:
