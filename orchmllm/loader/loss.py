@@ -211,7 +211,8 @@ def _divisor(info: StepInfo) -> int:
 
 class LossWatch:
     """Warns once if a loop never asks how to scale its loss although ranks hold unequally many
-    targets. Batches may be fetched ahead, so it waits for PATIENCE steps. done: says no more."""
+    targets. Batches may be fetched ahead, so it waits for PATIENCE steps; not where the targets are
+    not known, since there no loop can ask. done: says no more."""
 
     def __init__(self, done: bool) -> None:
         self.done, self._unequal = done, 0
@@ -219,8 +220,10 @@ class LossWatch:
     def fetched(self, info: StepInfo) -> None:
         """Another batch was fetched after that of `info`."""
         local, everywhere = info.local_targets[0], info.num_targets
-        if self.done or everywhere is None or not torch.is_grad_enabled():
+        if self.done or not torch.is_grad_enabled():
             return
+        if everywhere is None:
+            return self._fetched_without_targets(info)
         share = everywhere / (info.num_ranks * info.num_microbatches)
         self._unequal += abs(local - share) > 0.01 * share
         if self._unequal > PATIENCE * info.num_microbatches:
@@ -231,3 +234,17 @@ class LossWatch:
                 "    %s\n(or loader.scale_sum for a sum; check_loss=False if your loop divides by "
                 "the targets of all ranks itself)", local, everywhere,
                 info.num_ranks * info.num_microbatches, MEND)
+
+    def _fetched_without_targets(self, info: StepInfo) -> None:
+        batches = info.num_ranks * info.num_microbatches
+        if info.num_global_examples in (None, info.num_examples * batches):
+            return
+        self.done = True
+        log.warning(
+            'nothing checks how the loss is scaled, because the batch has no tensor "labels", and '
+            "ranks hold unequally many examples (this one %d of %d in %d batches): a mean over "
+            "each rank's own weighs examples by the plan, and a loss that compares examples with "
+            "each other cannot be balanced. Give BalancedDataLoader num_targets (collated batch -> "
+            "int) and write loss = loader.scale_mean(loss, shifted=False), or check_loss=False if "
+            "your loop divides by the examples of all ranks itself",
+            info.num_examples, info.num_global_examples, batches)

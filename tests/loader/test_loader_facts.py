@@ -159,11 +159,19 @@ def watched(world) -> list[str]:
 
     def run(use, **how) -> list[str]:
         lines.clear()
-        loader = loader_of(Texts(), 2, collate_fn=collate, lengths=LENGTHS,
-                           enabled=False, **how)
+        loader = loader_of(Texts(), 2, lengths=LENGTHS, **{
+            "collate_fn": collate, "enabled": False, **how})
         for batch in loader:
             use(loader, batch)
         return [*lines]
+
+    def pairs(rows: list) -> tuple:
+        batch = collate(rows)
+        return batch["input_ids"], batch["labels"]
+
+    def renamed(rows: list) -> dict:
+        batch = collate(rows)
+        return {"input_ids": batch["input_ids"], "target": batch["labels"]}
 
     one = torch.ones(())
     out = [
@@ -173,6 +181,15 @@ def watched(world) -> list[str]:
         run(lambda loader, batch: None, check_loss=False)]
     with torch.no_grad():
         out.append(run(lambda loader, batch: None))
+    for collated in (pairs, renamed):  # of which nobody knows the targets
+        how = {"collate_fn": collated, "enabled": True}
+        seen: list[int] = []
+        told = run(lambda loader, batch, seen=seen: seen.append(
+            sum("nothing checks" in line for line in lines)), **how)
+        out.append([line for line in told if "nothing checks" in line] + [str(seen[2])])
+        told = run(lambda loader, batch: loader.scale_mean(one, shifted=False),
+                   num_targets=lambda batch: 5, **how)
+        out.append([line for line in told if "loss" in line])
     data = Texts()
     lines.clear()
     loader_of(data, 4, sampler=torch.utils.data.SequentialSampler(data), lengths=LENGTHS)
@@ -181,11 +198,14 @@ def watched(world) -> list[str]:
 
 def test_what_is_warned_about():
     ranks = run_ranks(watched, 2)
-    unscaled, *fine, evaluating, sampler = ranks[0]
+    unscaled, *fine, evaluating, tuples, told, keys, also_told, sampler = ranks[0]
     assert len(unscaled) == 1 and "loader.scale_mean(loss, batch[\"labels\"]" in unscaled[0]
     assert fine == [[], [], []] and evaluating == []
+    for (line, before_the_third), silent in ((tuples, told), (keys, also_told)):
+        assert line.startswith("nothing checks how the loss is scaled") and silent == []
+        assert before_the_third == "1"
     assert "DistributedSampler" in sampler[0]
-    assert ranks[1][:-1] == [[]] * 5
+    assert all(found in ([], ["0"]) for found in ranks[1][:-1])
 
 
 def iterated(world) -> None:
