@@ -293,6 +293,33 @@ def test_tools_their_calls_and_answers_are_those_of_transformers(both):
     assert expected.startswith(text) and text.endswith("red one<|im_end|>\n")
 
 
+# As Command-R7B writes what tools answered: in another loop over the calls.
+NUMBERED = """\
+{%- for m in messages %}{% set turn = loop.index0 %}
+{%- if m.tool_calls %}{{- '<|im_start|>assistant\n' }}
+{%- for call in m.tool_calls %}
+{{- '<tool_call>\n{"name": "' + call.function.name + '", "arguments": ' }}
+{{- call.function.arguments | tojson }}{{- '}\n</tool_call>' }}
+{%- endfor %}{{- '<|im_end|>\n<|im_start|>system' }}
+{%- for call in m.tool_calls %}
+{{- '\n' ~ loop.index0 ~ ': ' + messages[turn + loop.index].content }}
+{%- endfor %}{{- '<|im_end|>\n' }}
+{%- elif m.role != 'tool' %}{{- '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}
+{%- endif %}{%- endfor %}"""
+
+
+@pytest.mark.parametrize("num_calls", [1, 2])
+def test_what_tools_answered_is_not_learnt(both, tmp_path, num_calls):
+    """Nor what opens the next turn, where it comes after the token that ends an answer."""
+    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "<|im_end|>"}')
+    ours, _ = both(NUMBERED)
+    messages = json.loads(json.dumps(OPENAI["messages"][:5]))
+    del messages[1]["tool_calls"][num_calls:], messages[2 + num_calls:4]
+    token_ids, mask, [_] = ours.tokenize(chat({"messages": messages}, MediaRoot("")))
+    assert "0: red" in ours.decode(token_ids)
+    assert ours.decode(token_ids[mask]).split("<|im_end|>") == [CALLED * num_calls, "red one", ""]
+
+
 @pytest.mark.parametrize("change, reason", [
     (lambda row: row["messages"][1].pop("tool_calls"), "needs a string or a list"),
     (lambda row: row["messages"][1]["tool_calls"].append({"function": {}}), 'needs a "name"'),

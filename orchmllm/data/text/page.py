@@ -76,7 +76,7 @@ class Page:
         it. opening: what comes before every answer, if it is known; ending: a run of special
         tokens; following: the first of them after an answer whose turn has none."""
         mine, text = self.turn == turn, self.text
-        looped, called = mine.any(), mine & self.in_call
+        looped, called = mine.any(), self._calls(turn)
         names = np.array([False, *(source.kind == NAME for source in self.sources)])[self.source]
         # The name of a tool may be written again before its answer.
         own = np.flatnonzero((self.said == turn) & (mine if looped else True)
@@ -96,6 +96,14 @@ class Page:
         if not found and close not in [run.end() for run in ending.finditer(text, start, close)]:
             found = following.match(text, close, data)
         return start, found.end() if found else close
+
+    def _calls(self, turn: int) -> np.ndarray:
+        """(n,) bool: what is written at the calls of a turn, up to its last stretch with a text of
+        them: results of tools may be written in another loop over the calls."""
+        called = (self.turn == turn) & self.in_call
+        stretch = np.cumsum(np.diff(called, prepend=False)) * called
+        own = stretch[called & (self.said == turn)]
+        return called & (stretch <= own.max(initial=0)) if len(own) else called
 
     def _is_start(self, at: int) -> bool:
         """Whether an answer begins as its content does: nothing of it has been put before it."""

@@ -42,7 +42,11 @@ class ChatTemplate:
         self.variables, self.special = variables, list(special)
         self._has_blocks = re.search(r"\{%[-+]?\s*generation\s*[-+]?%\}", source) is not None
         either = "|".join(map(re.escape, sorted(special, key=len, reverse=True))) or "(?!)"
-        self._ending = re.compile(rf"(?:{either})(?:\s*(?:{either}))*")
+        run = rf"(?:{either})(?:\s*(?:{either}))*"
+        if (end := variables.get("eos_token")) in special:  # nothing after it is the answer's
+            others = "|".join(re.escape(token) for token in special if token != end) or "(?!)"
+            run = rf"(?:(?:{others})\s*)*{re.escape(end)}|{run}"
+        self._ending = re.compile(run)
         self._following = re.compile(rf"\s*(?:{either})")
         try:
             self._plain = Environment().from_string(source)
