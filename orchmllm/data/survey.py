@@ -51,20 +51,32 @@ class _Watched(dict):
 
 
 def survey(sources: Sequence[DataSource], tokenizer: ChatTokenizer, data: DataConfig,
-           log: Callable[[str], object], num_rows: int = NUM_ROWS) -> None:
+           log: Callable[[str], object], num_rows: int = NUM_ROWS, *, listed: bool = False
+           ) -> None:
     """Tells `log` what is never learnt, by num_rows rows of each source at equal distances, of a
-    stream by its first ones. Raises ValueError where the chat template leaves out more than
-    MAX_LEFT_OUT of what the assistant says, unless `data` allows it."""
+    stream by its first ones. listed: rows that cannot be used are told elsewhere. Raises ValueError
+    where no row can be used, and where the chat template leaves out more than MAX_LEFT_OUT of what
+    the assistant says, unless `data` allows it."""
     for source in sources:
         unread: set[str] = set()
         seen = []  # of each row: characters left out, characters, special tokens that are learnt
+        unusable = []  # why a row cannot be used
         for store, i in _places(source.store, num_rows, data.streaming):
             try:
                 row = _Watched(store.row(i))
                 seen.append(tokenizer.coverage(source.parse(row, store.place(i)[0])))
                 unread |= row.unread()
-            except (RowError, OSError):  # told of when it is read to be trained on
+            except RowError as e:
+                path, number = store.place(i)
+                unusable.append(f"{path}, row {number}: {e}")
+            except OSError:  # told of when it is read to be trained on
                 continue
+        if unusable and not (seen or listed):
+            raise ValueError(f"{source.name}: none of {len(unusable)} rows can be used; the first: "
+                             f"{unusable[0]}")
+        if unusable and not listed:
+            log(f"warning: {source.name}: {len(unusable)} of {len(unusable) + len(seen)} rows that "
+                f"were looked at cannot be used; the first: {unusable[0]}")
         left_out, said, num_ends = np.sum(seen, axis=0).tolist() if seen else (0, 0, 0)
         if unread:
             log(f"{source.name}: keys that nothing reads: {', '.join(sorted(unread))}")

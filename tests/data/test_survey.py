@@ -55,6 +55,15 @@ def test_text_that_is_left_out_is_counted(tmp_path):
         lines(tmp_path, PLAIN, [said("What?", "a red", reasoning_content="It is")])
 
 
+def test_rows_that_cannot_be_used_are_told_before_training(tmp_path):
+    good, bad = said("What?", "red"), {**said("<image>?", "red"), "images": ["a.png", "b.png"]}
+    [line] = lines(tmp_path, PLAIN, [good] * 3 + [bad])
+    assert line.startswith(f"warning: data.jsonl: 1 of 4 rows that were looked at cannot be used; "
+                           f"the first: {tmp_path / 'data.jsonl'}, row 4: 1 <image> placeholders")
+    with pytest.raises(ValueError, match="none of 2 rows can be used; the first: .*, row 1: 1 <im"):
+        lines(tmp_path, PLAIN, [bad] * 2)
+
+
 def test_answers_that_end_with_no_special_token_are_warned_of(tmp_path):
     rows = [said("What?", "red")]
     assert lines(tmp_path, PLAIN, rows) == []

@@ -15,7 +15,7 @@ from orchmllm.data.media.medium import Medium, RowError
 from orchmllm.data.media.root import MediaRoot
 from orchmllm.data.text.template_engine import TODAY
 from orchmllm.data.text.tokenizer import ChatTokenizer
-from orchmllm.plan.layout import TEXT, VISION
+from orchmllm.plan.layout import AUDIO, TEXT, VISION
 from orchmllm.tools.data.command import main
 from tests.lib.formats import write_jsonl
 from tests.lib.sources import opened, read_row
@@ -334,6 +334,25 @@ def test_tools_that_cannot_be_used_are_refused_by_name(both, change, reason):
     change(row)
     with pytest.raises(RowError, match=reason):
         ours.tokenize(chat(row, MediaRoot("")))
+
+
+@pytest.mark.parametrize("keys", [("messages", "role", "content"),
+                                  ("conversations", "from", "value")])
+def test_media_without_placeholders_stand_before_the_first_question(keys):
+    """As TRL and ms-swift write them: plain strings, and the images beside."""
+    turns, role, content = keys
+    row = {turns: [{role: "system", content: "Look."}, {role: "user", content: "What?"},
+                   {role: "assistant", content: "red"}, {role: "user", content: "Sure?"},
+                   {role: "assistant", content: "yes"}],
+           "images": ["a.png", "b.png"], "audios": ["c.wav"]}
+    first = read_row(row)[1]
+    assert [m if isinstance(m, str) else (m.modality, m.path.rpartition("/")[2])
+            for m in first.parts] == [
+        (VISION, "a.png"), (VISION, "b.png"), (AUDIO, "c.wav"), "\n", "What?"]
+    assert [len(turn.parts) for turn in read_row(row)] == [1, 5, 1, 1, 1]
+    with pytest.raises(RowError, match="1 <image> placeholders but 2 paths"):
+        row[turns][3][content] = "<image> Sure?"
+        read_row(row)
 
 
 @pytest.mark.parametrize("row, names", [

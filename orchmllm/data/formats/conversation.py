@@ -83,6 +83,13 @@ class _RowMedia:
             return video_of(value, self.root, options)
         return [self.root.of(options).medium(VISION if mark == "<image>" else AUDIO, value)]
 
+    def unplaced(self) -> list[str | Medium]:
+        """What stands before the first user's turn: all media, where no text has a placeholder."""
+        if any(self.asked.values()):
+            return []
+        return [medium for mark, given in self.given.items() for _ in given
+                for medium in self.take(mark)]
+
     def check(self) -> None:
         for mark, given in self.given.items():
             if self.asked[mark] != len(given):
@@ -129,8 +136,8 @@ def _content_parts(content: list, media: _RowMedia) -> Iterator[str | Medium]:
 
 def chat(row: Mapping, root: MediaRoot, prompt: str = "") -> Conversation:
     """LLaVA, ShareGPT, OpenAI messages and LLaMA-Factory's conversations: turns with from/value or
-    role/content; media in the text as placeholders or as content parts. row: its fields. Raises
-    RowError for a row that cannot be used."""
+    role/content; media in the text as placeholders or as content parts, or, without any, before the
+    first turn of a user. row: its fields. Raises RowError for a row that cannot be used."""
     turns = row.get("messages")
     if not isinstance(turns, list) or not turns:
         raise RowError('needs a non-empty list "conversations" or "messages"')
@@ -142,6 +149,9 @@ def chat(row: Mapping, root: MediaRoot, prompt: str = "") -> Conversation:
         if not isinstance(turn, Mapping):
             raise RowError(f"a turn is {str(turn)[:200]!r}, not an object")
         out.append(_turn(turn, media))
+    first = next((k for k, turn in enumerate(out) if turn.role == "user"), None)
+    if first is not None and (before := media.unplaced()):
+        out[first] = out[first]._replace(parts=(*before, "\n", *out[first].parts))
     media.check()
     return tuple(out)
 

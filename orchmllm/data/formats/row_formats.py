@@ -75,9 +75,6 @@ def answered(row: Mapping, root: MediaRoot, prompt: str = "") -> Conversation:
             raise RowError("a question and its answer must be two texts (earlier ones in a list "
                            f"of [question, answer]), got {str(pair):.200}")
         turns += [{"role": "user", "content": pair[0]}, {"role": "assistant", "content": pair[1]}]
-    marks = "".join(f"<{field[:-1]}>" * len(row.get(field, ())) for field in MEDIA)
-    if marks and not any(f"<{field[:-1]}>" in str(rounds) for field in MEDIA):
-        turns[0]["content"] = f"{marks}\n{turns[0]['content']}"
     return chat({**row, "messages": turns}, root)
 
 
