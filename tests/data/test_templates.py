@@ -355,6 +355,18 @@ def test_media_without_placeholders_stand_before_the_first_question(keys):
         read_row(row)
 
 
+def test_paths_in_a_question_are_images():
+    """As Qwen-VL writes them; boxes and what an answer says stay texts."""
+    question, answer = read_row({"conversations": [
+        {"from": "user", "value": "Picture 1: <img>x/a b.png</img>\nPicture 2: <img>c.jpg</img>\n"
+                                  "What is <ref>it</ref><box>(1,2),(3,4)</box>?"},
+        {"from": "assistant", "value": "<img>no.png</img>"}]})
+    assert [m if isinstance(m, str) else (m.modality, m.path) for m in question.parts] == [
+        "Picture 1: ", (VISION, "x/a b.png"), "\nPicture 2: ", (VISION, "c.jpg"),
+        "\nWhat is <ref>it</ref><box>(1,2),(3,4)</box>?"]
+    assert answer.parts == ("<img>no.png</img>",)
+
+
 @pytest.mark.parametrize("row, names", [
     ({"images": ["a.png"], "image": "b.png"}, "'images' and 'image'"),
     ({"audio": "a.wav", "sound": ["a.wav", "b.wav"]}, "'audio' and 'sound'"),

@@ -22,6 +22,7 @@ ROLES = {"system": "system", "developer": "system", "human": "user", "user": "us
          "function": "tool", "observation": "tool", "ipython": "tool"}
 DOCUMENT = "document"  # a role: its text is no turn, and not written by a chat template
 _PLACEHOLDER = re.compile("(<image>|<audio>|<video>)")
+_PATH = re.compile(r"<img>([^<>\n]+)</img>")  # as Qwen-VL writes an image into a question
 
 
 class Turn(NamedTuple):
@@ -99,10 +100,15 @@ class _RowMedia:
                     f"write one {mark} in the text for each path, in the same order (where the "
                     'word itself is meant, give the text as a content part {"type": "text"})')
 
-    def parts(self, text: str) -> list[str | Medium]:
+    def parts(self, text: str, question: bool) -> list[str | Medium]:
+        """question: whether a path may stand in the text."""
         out: list[str | Medium] = []
         for part in _PLACEHOLDER.split(text):
-            out += self.take(part) if part in self.given else [part] if part else []
+            if part in self.given:
+                out += self.take(part)
+                continue
+            for k, piece in enumerate(_PATH.split(part) if question else [part]):
+                out += self.media("<image>", piece) if k % 2 else [piece] if piece else []
         return out
 
 
@@ -136,8 +142,9 @@ def _content_parts(content: list, media: _RowMedia) -> Iterator[str | Medium]:
 
 def chat(row: Mapping, root: MediaRoot, prompt: str = "") -> Conversation:
     """LLaVA, ShareGPT, OpenAI messages and LLaMA-Factory's conversations: turns with from/value or
-    role/content; media in the text as placeholders or as content parts, or, without any, before the
-    first turn of a user. row: its fields. Raises RowError for a row that cannot be used."""
+    role/content; media in the text as placeholders, as content parts or as <img>path</img>, or,
+    without any, before the first turn of a user. row: its fields. Raises RowError for a row that
+    cannot be used."""
     turns = row.get("messages")
     if not isinstance(turns, list) or not turns:
         raise RowError('needs a non-empty list "conversations" or "messages"')
@@ -168,7 +175,7 @@ def _turn(turn: Mapping, media: _RowMedia) -> Turn:
         calls, content = content, None
     calls = _calls(calls)
     if isinstance(content, str):
-        parts = tuple(media.parts(content))
+        parts = tuple(media.parts(content, role == "user"))
     elif isinstance(content, list):
         parts = tuple(_content_parts(content, media))
     elif content is None and calls:
