@@ -1,18 +1,21 @@
 """What of a source is never learnt, told from some of its rows before training: text of the
-assistant that the chat template leaves out, ends of answers, keys of rows that nothing reads."""
+assistant that the chat template or data.max_example_tokens leaves out, ends of answers, keys of
+rows that nothing reads, and rows that cannot be used."""
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 
 import numpy as np
 
 from orchmllm.config.recipe import DataConfig
+from orchmllm.data.formats.conversation import Conversation
 from orchmllm.data.formats.open import DataSource
 from orchmllm.data.formats.rows import RowStore
+from orchmllm.data.lengths import LengthReader
 from orchmllm.data.media.medium import RowError
-from orchmllm.data.text.tokenizer import ChatTokenizer
 
 NUM_ROWS = 64  # of each source, before a run
 MAX_LEFT_OUT = 0.2  # of what the assistant says, unless the recipe allows more
@@ -50,22 +53,28 @@ class _Watched(dict):
             f"{key} of a turn" for turn in turns for key in turn.unread()}
 
 
-def survey(sources: Sequence[DataSource], tokenizer: ChatTokenizer, data: DataConfig,
+def survey(sources: Sequence[DataSource], reader: LengthReader, data: DataConfig,
            log: Callable[[str], object], num_rows: int = NUM_ROWS, *, listed: bool = False
            ) -> None:
     """Tells `log` what is never learnt, by num_rows rows of each source at equal distances, of a
     stream by its first ones. listed: rows that cannot be used are told elsewhere. Raises ValueError
     where no row can be used, and where the chat template leaves out more than MAX_LEFT_OUT of what
     the assistant says, unless `data` allows it."""
+    whole = copy.copy(reader)
+    whole.max_example_tokens = 0
     for source in sources:
         unread: set[str] = set()
         seen = []  # of each row: characters left out, characters, special tokens that are learnt
         unusable = []  # why a row cannot be used
+        targets = []  # of each row: those that are learnt, all of them
         for store, i in _places(source.store, num_rows, data.streaming):
             try:
                 row = _Watched(store.row(i))
-                seen.append(tokenizer.coverage(source.parse(row, store.place(i)[0])))
+                turns = source.parse(row, store.place(i)[0])
+                seen.append(reader.tokenizer.coverage(turns))
                 unread |= row.unread()
+                if reader.max_example_tokens:
+                    targets.append([_num_targets(turns, one) for one in (reader, whole)])
             except RowError as e:
                 path, number = store.place(i)
                 unusable.append(f"{path}, row {number}: {e}")
@@ -77,6 +86,11 @@ def survey(sources: Sequence[DataSource], tokenizer: ChatTokenizer, data: DataCo
         if unusable and not listed:
             log(f"warning: {source.name}: {len(unusable)} of {len(unusable) + len(seen)} rows that "
                 f"were looked at cannot be used; the first: {unusable[0]}")
+        learnt, there = np.array(targets, int).reshape(-1, 2).T
+        if num_cut := int((learnt < there).sum()):
+            log(f"warning: {source.name}: data.max_example_tokens={reader.max_example_tokens} cuts "
+                f"{num_cut} of {len(there)} rows that were looked at, and leaves out "
+                f"{1 - learnt.sum() / there.sum():.1%} of what is learnt from all of them")
         left_out, said, num_ends = np.sum(seen, axis=0).tolist() if seen else (0, 0, 0)
         if unread:
             log(f"{source.name}: keys that nothing reads: {', '.join(sorted(unread))}")
@@ -90,6 +104,12 @@ def survey(sources: Sequence[DataSource], tokenizer: ChatTokenizer, data: DataCo
                 raise ValueError(f"{line}: take a chat template that keeps it, or set "
                                  "data.allow_left_out=true")
             log(line)
+
+
+def _num_targets(turns: Conversation, reader: LengthReader) -> int:
+    """0 where nothing can be learnt."""
+    [measured] = reader.plan(lambda _: turns, [0])
+    return 0 if measured.problem else int(measured.layout.num_targets.sum())
 
 
 def _places(store: RowStore, num_rows: int, streaming: bool) -> Iterator[tuple[RowStore, int]]:

@@ -23,7 +23,7 @@ def build_dataset(recipe: Recipe, log: Callable[[str], object] = lambda line: No
     tokenizer cannot be used with the model."""
     dataset = open_dataset(recipe.data, recipe.model, seed=recipe.run.seed)
     check_vocabulary(dataset.tokenizer, recipe.model)
-    survey(dataset.sources, dataset.tokenizer, recipe.data, log)
+    survey(dataset.sources, dataset.reader, recipe.data, log)
     return dataset
 
 

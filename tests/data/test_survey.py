@@ -9,6 +9,8 @@ from dataclasses import replace
 import pytest
 
 from orchmllm.config.recipe import DataConfig, load_recipe
+from orchmllm.data.formats.conversation import chat
+from orchmllm.data.media.root import MediaRoot
 from orchmllm.data.survey import survey
 from orchmllm.data.text.tokenizer import ChatTokenizer
 from orchmllm.runtime.build import build_dataset
@@ -35,7 +37,8 @@ def lines(folder, template: str | None, rows: list[dict], **keys) -> list[str]:
     write_jsonl(folder / "data.jsonl", rows)
     tokenizer, out = ChatTokenizer(folder), []
     dataset = opened(folder / "data.jsonl", tokenizer, folder)
-    survey(dataset.sources, tokenizer, DataConfig(**keys), out.append)
+    dataset.reader.max_example_tokens = keys.get("max_example_tokens", 0)
+    survey(dataset.sources, dataset.reader, DataConfig(**keys), out.append)
     return out
 
 
@@ -62,6 +65,21 @@ def test_rows_that_cannot_be_used_are_told_before_training(tmp_path):
                            f"the first: {tmp_path / 'data.jsonl'}, row 4: 1 <image> placeholders")
     with pytest.raises(ValueError, match="none of 2 rows can be used; the first: .*, row 1: 1 <im"):
         lines(tmp_path, PLAIN, [bad] * 2)
+
+
+def test_what_is_cut_is_counted(tmp_path):
+    """In targets, of rows of which nothing is left, too."""
+    rows = [said("What?", "red " * n) for n in (1, 1, 40, 400)]
+    assert lines(tmp_path, PLAIN, rows) == []
+    [line] = lines(tmp_path, PLAIN, rows, max_example_tokens=60)
+    tokenizer = ChatTokenizer(tmp_path)
+    counts = [tokenizer.tokenize(chat(row, MediaRoot("")))[1] for row in rows]
+    there, learnt = sum(c.sum() for c in counts), sum(c[:60].sum() for c in counts)
+    assert line == ("warning: data.jsonl: data.max_example_tokens=60 cuts 1 of 4 rows that were "
+                    f"looked at, and leaves out {1 - learnt / there:.1%} of what is learnt from "
+                    "all of them")
+    long = [said("What? " * 100, "red")]
+    assert "leaves out 100.0%" in lines(tmp_path, PLAIN, long, max_example_tokens=60)[0]
 
 
 def test_answers_that_end_with_no_special_token_are_warned_of(tmp_path):

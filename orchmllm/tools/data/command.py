@@ -137,6 +137,6 @@ def main(argv: list[str]) -> int:
     if args.command != "lint":
         return 0
     num_problems = lint(sources, indexes) + (lint_decoding(recipe) if args.decode else 0)
-    survey(sources, reader.tokenizer, recipe.data, print, 2000, listed=True)
+    survey(sources, reader, recipe.data, print, 2000, listed=True)
     print(f"{num_problems} problem(s) in {sum(map(len, sources))} rows")
     return int(num_problems > 0)
