@@ -24,6 +24,7 @@ from tests.lib.videos import write_video
 RATE = 16000
 SYSTEM, END = "You are a helpful assistant.", "<|endoftext|>"
 SAY, SEE, WATCH = "Transcribe the speech.", "Describe the image.", "Describe the video."
+HEAR = "Describe the sound."
 
 
 class Corpus(NamedTuple):
@@ -169,7 +170,7 @@ def clotho(folder: Path) -> Corpus:
         f"caption_{n}": f'low, "{n}"\nand {k}' for n in range(1, 6)} for k in range(3)]
     clips = [clip(folder, k, rows[k]["file_name"]) for k in range(3)]
     return Corpus({"path": write_table(folder / "clotho_captions_development.csv", rows)}, [
-        chat(([clips[k], f"\n{SAY}"], f'low, "1"\nand {k}')) for k in range(3)])
+        chat(([clips[k], f"\n{HEAR}"], f'low, "1"\nand {k}')) for k in range(3)])
 
 
 def audiocaps(folder: Path) -> Corpus:
@@ -177,7 +178,24 @@ def audiocaps(folder: Path) -> Corpus:
              "caption": f"a tone {k}"} for k in range(3)]
     clips = [clip(folder, k, f"-_{k}.wav", 3) for k in range(3)]
     return Corpus({"path": write_table(folder / "train.csv", rows)}, [
-        chat(([clips[k], f"\n{SAY}"], f"a tone {k}")) for k in range(3)])
+        chat(([clips[k], f"\n{HEAR}"], f"a tone {k}")) for k in range(3)])
+
+
+def audio_captions(folder: Path) -> Corpus:
+    """AudioCaps of the Hub has what the preset of cut clips reads, and the clips themselves."""
+    clips = [clip(folder, k, f"{k}.wav") for k in range(3)]
+    rows = [{"audiocap_id": 90 + k, "youtube_id": f"-_{k}", "start_time": k, "audio": f"{k}.wav",
+             "caption": f"a tone {k}"} for k in range(3)]
+    return Corpus({"path": write_jsonl(folder / "a.jsonl", rows)}, [
+        chat(([clips[k], f"\n{HEAR}"], f"a tone {k}")) for k in range(3)])
+
+
+def audiofolder(folder: Path) -> Corpus:
+    clips = [clip(folder, k, f"deep/{k}.flac") for k in range(3)]
+    rows = [{"file_name": f"deep/{k}.flac", "text": f"low {k}"} for k in range(3)]
+    write_table(folder / "metadata.csv", rows)
+    return Corpus({"path": folder}, [
+        chat(([clips[k], f"\n{SAY}"], f"low {k}")) for k in range(3)])
 
 
 def gigaspeech(folder: Path) -> Corpus:
@@ -303,7 +321,8 @@ CORPORA: dict[str, Callable[[Path], Corpus]] = {
     "mmc4": mmc4, "text": c4, "learnt not": documents_that_are_read,
     "prompt_completion": prompt_completion, "sharegpt4video": sharegpt4video,
     "llava_video_178k": llava_video, "commonvoice": commonvoice, "clotho": clotho,
-    "audiocaps": audiocaps, "gigaspeech": gigaspeech, "nemo": nemo, "imagefolder": imagefolder,
+    "audiocaps": audiocaps, "audio_captions": audio_captions, "audiofolder": audiofolder,
+    "gigaspeech": gigaspeech, "nemo": nemo, "imagefolder": imagefolder,
     "vqa": vqa, "ms_swift": swift, "qwen2_audio": qwen2_audio, "img2dataset": img2dataset,
     "own columns": own_columns,
     "energon_vqa": energon(

@@ -115,7 +115,8 @@ class DataSource:
             part = part_of(row_format.times(row, fields))
         except RowError as error:  # such keys may mean something else in a row without media
             problem = error
-        conversation = row_format.reader.read(fields, replace(root, part=part), self.config.prompt)
+        conversation = row_format.reader.read(
+            fields, replace(root, part=part), self.config.prompt or row_format.asks(row))
         media = media_of(conversation)
         if media and problem:
             raise problem

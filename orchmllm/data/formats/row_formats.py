@@ -17,13 +17,14 @@ from orchmllm.data.formats.conversation import (
     chat,
     video_of,
 )
+from orchmllm.data.media.kinds import MODALITY_OF
 from orchmllm.data.media.medium import RowError
 from orchmllm.data.media.parts import DURATION, END, KEYS, START
 from orchmllm.data.media.root import MediaRoot
 from orchmllm.plan.layout import AUDIO, VISION
 
 TRANSCRIBE, DESCRIBE = "Transcribe the speech.", "Describe the image."
-DESCRIBE_VIDEO = "Describe the video."
+DESCRIBE_VIDEO, DESCRIBE_SOUND = "Describe the video.", "Describe the sound."
 CHOOSE = ("Choose the most suitable answer from options A, B, C, and D to respond the question in "
           "next line, you may only choose A or B or C or D.")  # AIR-Bench's own prompt
 
@@ -215,9 +216,22 @@ class RowFormat:
         return self.reader.read is air_bench or (
             self.reader.read is described and not self.columns.specs.keys().isdisjoint(MEDIA))
 
+    def asks(self, row: Mapping) -> str:
+        """What rows without a question ask, where it is not what `described` asks of a medium: the
+        captions of a clip are no speech."""
+        fields = self.columns.specs
+        is_caption = self.reader.read is described and "audios" in fields and (
+            fields["text"].find(row)[0].startswith("caption"))
+        return DESCRIBE_SOUND if is_caption else ""
+
     def fits(self, row: Mapping) -> bool:
-        """Whether a row is written so, which `row_format: auto` asks."""
-        return self.auto and self.columns.fits(row, media=self.media)
+        """Whether a row is written so, which `row_format: auto` asks. A file whose suffix tells
+        that it is of another kind is not the column's medium."""
+        return self.auto and self.columns.fits(row, media=self.media) and all(
+            MODALITY_OF.get(value.rpartition(".")[2].lower()) != other
+            for field, other in (("images", AUDIO), ("audios", VISION))
+            if field in self.columns.specs
+            and isinstance(value := self.columns.specs[field].find(row)[1], str))
 
     def with_columns(self, columns: Mapping[str, str]) -> RowFormat:
         """With columns of the recipe in place of its own. Raises ValueError."""
