@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 # A terminal's Ctrl-C may reach a process directly and again through its launcher.
 SAME_REQUEST_S = 1.0
+ALLOCATOR = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")  # names of what torch reads
 
 
 def exit_with(main: Callable[[Sequence[str]], int]) -> NoReturn:
@@ -180,7 +181,8 @@ def process_group(world: World, timeout_s: float) -> Iterator[dist.Store]:
     # A gloo group connects the ranks that talk to each other, not each to all others at once.
     os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
     # Lengths differ from step to step, which leaves fewer fragments of the GPU's memory so.
-    os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+    if not any(name in os.environ for name in ALLOCATOR):
+        os.environ[ALLOCATOR[0]] = "expandable_segments:True"
     timeout = timedelta(seconds=timeout_s)
     device = device_of(world)
     cuda = device.type == "cuda"

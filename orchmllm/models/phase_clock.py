@@ -8,6 +8,7 @@ thread). It does not see work queued on an accelerator.
 
 from __future__ import annotations
 
+import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable
@@ -19,7 +20,8 @@ from torch import Tensor
 
 
 class PhaseClock:
-    """Seconds per phase since the last `reset`: wall_s and cpu_s, by phase name. phase: the current
+    """Seconds per phase since the last `reset`: wall_s and cpu_s, by phase name; cpu_s of the
+    threads that switch, of which a GPU's backward pass has one of its own. phase: the current
     one, None at the beginning of a step. switches: how often it changed, ever (another thread sees
     progress by it). has_events: whether a device measures, too."""
 
@@ -28,7 +30,8 @@ class PhaseClock:
         self.cpu_s: dict[str, float] = defaultdict(float)
         self.phase: str | None = None
         self.switches = 0
-        self._since = (0.0, 0.0)
+        self._since = 0.0
+        self._cpu_of: dict[int, float] = {}  # thread -> its CPU time at its last switch
         self.has_events = False
         self._marks: list[tuple[str, Any]] = []  # the phase from that event on
 
@@ -57,11 +60,11 @@ class PhaseClock:
 
     def switch(self, phase: str) -> None:
         """From now on time belongs to `phase`."""
-        now = (time.perf_counter(), time.thread_time())
+        now, cpu, thread = time.perf_counter(), time.thread_time(), threading.get_ident()
         if self.phase is not None:
-            self.wall_s[self.phase] += now[0] - self._since[0]
-            self.cpu_s[self.phase] += now[1] - self._since[1]
-        self.phase, self._since = phase, now
+            self.wall_s[self.phase] += now - self._since
+            self.cpu_s[self.phase] += cpu - self._cpu_of.get(thread, cpu)
+        self.phase, self._since, self._cpu_of[thread] = phase, now, cpu
         self.switches += 1
         if self.has_events:
             event = self._new_event()

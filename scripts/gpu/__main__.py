@@ -42,8 +42,8 @@ def environment(tiny: bool) -> dict[str, str]:
     return os.environ | {
         "PYTHONPATH": os.pathsep.join(path), "PYTHONUNBUFFERED": "1", "HF_HUB_OFFLINE": "1",
         "TOKENIZERS_PARALLELISM": "false", **({"OMP_NUM_THREADS": "1"} if tiny else {}),
-        "PYTORCH_CUDA_ALLOC_CONF": os.environ.get("PYTORCH_CUDA_ALLOC_CONF",
-                                                  "expandable_segments:True")}
+        **({} if {"PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"} & os.environ.keys() else {
+            "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"})}
 
 
 def commit() -> str | None:

@@ -165,3 +165,12 @@ def test_media_root(folder, tokenizer, tmp_path):
         undeclared.conversation(1)
     with pytest.raises(ValueError, match="is not a folder"):
         open_source(SourceConfig(path=str(path), media_root=str(tmp_path / "no")), tmp_path)
+
+
+def test_a_file_of_two_layouts_names_both(tokenizer, tmp_path):
+    turns = [{"role": "user", "content": "What?"}, {"role": "assistant", "content": "red"}]
+    path = write_jsonl(tmp_path / "mixed.jsonl", [
+        llava_row(*QUESTIONS[0]), llava_row(*QUESTIONS[1]), {"messages": turns}])
+    with pytest.raises(ValueError, match="mixed.jsonl: rows of several layouts: of the first 3 "
+                       "rows 2 are llava, 1 are openai; row 3 is the first that llava does not"):
+        opened(path, tokenizer, tmp_path)

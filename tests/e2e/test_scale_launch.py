@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from orchmllm.launch import World, device_of, process_group, world_from
+from orchmllm.launch import ALLOCATOR, World, device_of, process_group, world_from
 from tests.lib.commands import ROOT
 
 FOLDER = ROOT / "scripts" / "launch"
@@ -165,18 +165,20 @@ def test_the_device_of_a_rank(monkeypatch, gpus, local_rank, device):
             device_of(world)
 
 
-@pytest.mark.parametrize("asked", ["", "backend:native"])
+@pytest.mark.parametrize("asked", [{}, *({name: "backend:native"} for name in ALLOCATOR)])
 def test_every_start_sets_how_a_gpu_allocates(monkeypatch, asked):
-    """Not the launch scripts alone; what the user says stays."""
-    name = "PYTORCH_CUDA_ALLOC_CONF"
-    monkeypatch.setenv(name, asked)
-    if not asked:
+    """Not the launch scripts alone; what the user says stays, by either name."""
+    for name in ALLOCATOR:
+        monkeypatch.setenv(name, "")  # so that it is put back
         monkeypatch.delenv(name)
+    for name, value in asked.items():
+        monkeypatch.setenv(name, value)
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
     with process_group(World(0, 1, 0, 1, "127.0.0.1", port), 60.0):
-        assert os.environ[name] == (asked or "expandable_segments:True")
+        assert {name: os.environ[name] for name in ALLOCATOR if name in os.environ} == (
+            asked or {ALLOCATOR[0]: "expandable_segments:True"})
 
 
 def srun(rank: int, **changes: str) -> dict[str, str]:

@@ -3,6 +3,7 @@ in the next one, and what is made of them."""
 
 from __future__ import annotations
 
+import threading
 import time
 from dataclasses import replace
 
@@ -40,6 +41,35 @@ def test_events_have_the_time_between_switches(monkeypatch):
     clock.switch("exchange")
     QueuedEvent.wait()
     assert clock.device_s() == {"update": 1, "data": 2 + 4 + 8}  # no phase of another step
+
+
+def burn(seconds: float) -> None:
+    """CPU time of this thread."""
+    end = time.thread_time() + seconds
+    while time.thread_time() < end:
+        pass
+
+
+def test_cpu_time_is_of_the_threads_that_switch():
+    """On a GPU a thread of its own goes backward, whose CPU time has nothing to do with that of the
+    thread that steps."""
+    clock = PhaseClock()
+    burn(0.05)
+    clock.switch("forward")
+    burn(0.01)
+    clock.switch("llm")
+
+    def backward() -> None:
+        for phase in ("llm", "vision", "vision"):
+            clock.switch(phase)
+            burn(0.02)
+
+    thread = threading.Thread(target=backward)
+    thread.start()
+    thread.join()
+    clock.switch("update")
+    assert all(0 <= seconds < 0.05 for seconds in clock.cpu_s.values())
+    assert min(clock.cpu_s["llm"], clock.cpu_s["vision"]) >= 0.02
 
 
 def run(world, folder: str) -> tuple[list[dict], int]:

@@ -283,7 +283,16 @@ def _detected(store: RowStore, path: str) -> str:
     if votes.keys() == {"llava", "sharegpt"}:  # LLaVA's mix holds rows without media
         return "llava"
     if votes:
-        return votes.most_common(1)[0][0]
+        [(most, _)] = votes.most_common(1)
+        others = [k for k, row in enumerate(rows, 1)
+                  if fits[k - 1] and not FORMATS[most].columns.fits(row, media=False)]
+        if others:
+            raise ValueError(
+                f"{path}: rows of several layouts: of the first {len(rows)} rows "
+                + ", ".join(f"{count} are {name}" for name, count in votes.most_common())
+                + f"; row {others[0]} is the first that {most} does not read. Write the rows of "
+                "each layout into a file of their own, and give each file as a source")
+        return most
     looked = "".join(f"\n  {name}: {known.holds}" for name, known in FORMATS.items())
     keys = set().union(*rows)
     seen = f"keys {', '.join(sorted(map(str, keys)))}" if keys else (

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 
+from orchmllm.data.text.model_folder import load_processor
 from orchmllm.hf.folder import read_json
 from orchmllm.models.adapters import need_peft
 from orchmllm.plan.layout import VISION
@@ -67,11 +68,13 @@ def _reader(args: argparse.Namespace, folder: str | Path, takes_images: bool):
     one that cannot be used."""
     from transformers import AutoProcessor, AutoTokenizer
 
+    where = args.tokenizer or folder
     try:
-        reader = (AutoProcessor if takes_images else AutoTokenizer).from_pretrained(
-            args.tokenizer or folder, **LOCAL)
-    except ImportError as error:  # of a package that the processor needs
-        raise ValueError(f"{args.folder}: {' '.join(str(error).split())}") from error
+        reader = (AutoProcessor if takes_images else AutoTokenizer).from_pretrained(where, **LOCAL)
+    except (ImportError, ValueError) as error:
+        if not takes_images:
+            raise ValueError(f"{args.folder}: {' '.join(str(error).split())}") from error
+        reader, _ = load_processor(Path(where))  # its part for videos would need torchvision
     if not reader.chat_template:
         raise ValueError(f"{args.tokenizer or args.folder}: its processor or tokenizer has no chat "
                          "template: add the chat_template.jinja of the model")

@@ -9,10 +9,13 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from transformers import AutoProcessor
 
 from orchmllm.cli import dispatch
+from orchmllm.data.text.model_folder import load_processor
 from tests.lib.tiny_models import shrink
 from tests.lib.tokenizers import SPECIAL, write_tokenizer
+from tests.lib.whole_folders import write_model as write_folder
 
 TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{% for p in m.content %}"
@@ -94,3 +97,24 @@ def test_a_model_of_transformers_answers_as_it_does_there(tmp_path, capsys, monk
     (tmp_path / "orchmllm.json").write_text("{}")  # as in an export
     assert dispatch(["generate", str(tmp_path), "What is heard?"]) == 2
     assert "is a qwen2_audio, to which this command gives no clips" in capsys.readouterr().err
+
+
+@torch.no_grad()
+def test_a_model_that_takes_videos_answers_without_torchvision(tmp_path, capsys):
+    """Its folder has a video processor, which needs torchvision."""
+    model = write_folder("qwen2_5_vl", tmp_path)
+    with pytest.raises(ValueError, match="torchvision"):
+        AutoProcessor.from_pretrained(tmp_path)
+    path = tmp_path / "image.png"
+    Image.fromarray(np.zeros((56, 84, 3), np.uint8)).save(path)
+    assert dispatch(["generate", str(tmp_path), "--image", str(path), "What is drawn?",
+                     "--max-tokens", "6"]) == 0
+    answer = capsys.readouterr().out.removesuffix("\n")
+    processor, _ = load_processor(tmp_path)
+    given = processor.apply_chat_template([{"role": "user", "content": [
+        {"type": "image", "path": str(path)}, {"type": "text", "text": "What is drawn?"}]}],
+        add_generation_prompt=True, tokenize=True, return_dict=True, return_tensors="pt")
+    assert len(given["pixel_values"]) == 4 * 6
+    ids = model.eval().generate(**given, do_sample=False, max_new_tokens=6)
+    assert answer == processor.decode(ids[0, given["input_ids"].shape[1]:],
+                                      skip_special_tokens=True)
