@@ -27,8 +27,8 @@ from tests.lib.processors import write_processor, write_video_settings
 from tests.lib.stock_videos import called, stock_processor
 from tests.lib.videos import write_video
 
-FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
-PATCH = {"qwen2_vl": 14, "qwen2_5_vl": 14, "qwen3_vl": 16}
+PATCH = {"qwen2_vl": 14, "qwen2_5_vl": 14, "qwen3_vl": 16, "qwen3_vl_moe": 16, "qwen3_5": 16}
+FAMILIES = tuple(PATCH)
 WHAT = {"type": "text", "text": "What"}
 
 

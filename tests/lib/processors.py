@@ -256,7 +256,8 @@ OPTIONS = {"gemma3_pan_and_scan": {
 
 def video_token(family: str) -> str:
     """What a family has for videos, if they are more to it than images."""
-    return "<|video_pad|>" if family in ("qwen2_vl", "qwen2_5_vl", "qwen3_vl") else ""
+    return "<|video_pad|>" if family in (
+        "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe") else ""
 
 
 def write_video_settings(folder: Path, patch: int, **settings: Any) -> None:

@@ -39,11 +39,11 @@ _FUNCTIONS = SimpleNamespace(
 @contextmanager
 def stock_processor(folder: Path) -> Iterator[Any]:
     """That of a folder; it can be called with videos within the context."""
-    processor, config = load_processor(folder)
-    name, kind = PROCESSORS[config.model_type]
+    processor, _ = load_processor(folder)
+    name, kind = PROCESSORS[type(processor).__name__]
     from orchmllm.data.media.video_processor import _class_of
 
-    _class_of(config.model_type)  # imports the module, which asks for torchvision
+    _class_of(type(processor).__name__)  # imports the module, which asks for torchvision
     module = importlib.import_module(f"transformers.models.{name}.video_processing_{name}")
     processor.video_processor = getattr(module, kind).from_pretrained(folder)
     modes = {2: "bilinear", 3: "bicubic"}

@@ -47,7 +47,7 @@ def write_rows(folder: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.dist
-@pytest.mark.parametrize("name", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl"])
+@pytest.mark.parametrize("name", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5"])
 @pytest.mark.parametrize("ranks, shard_size", [(1, 0), (2, 0), (3, 0), (4, 0), (4, 2)])
 def test_gradients_of_videos_are_those_of_stock_transformers(name, ranks, shard_size, tmp_path):
     write_model(name, tmp_path, torch.float64)

@@ -25,11 +25,12 @@ from orchmllm.data.media.kinds import VIDEO
 from orchmllm.data.media.medium import Medium, RowError
 from orchmllm.data.media.shapes import Size
 
-# model_type -> folder and name of the class that cuts its videos. Attention of these encoders stays
-# inside the frames that are merged in time, so each such slice of a video is an item of its own.
-PROCESSORS = {"qwen2_vl": ("qwen2_vl", "Qwen2VLVideoProcessor"),
-              "qwen2_5_vl": ("qwen2_vl", "Qwen2VLVideoProcessor"),
-              "qwen3_vl": ("qwen3_vl", "Qwen3VLVideoProcessor")}
+# Class of a processor, which several families share -> folder and name of the class that cuts its
+# videos. Attention of these encoders stays inside the frames that are merged in time, so each such
+# slice of a video is an item of its own.
+PROCESSORS = {"Qwen2VLProcessor": ("qwen2_vl", "Qwen2VLVideoProcessor"),
+              "Qwen2_5_VLProcessor": ("qwen2_vl", "Qwen2VLVideoProcessor"),
+              "Qwen3VLProcessor": ("qwen3_vl", "Qwen3VLVideoProcessor")}
 _GIVEN = {"do_sample_frames": False, "input_data_format": "channels_first"}
 _TORCHVISION = ("torchvision", "torchvision.transforms", "torchvision.transforms.v2",
                 "torchvision.transforms.v2.functional")
@@ -53,8 +54,8 @@ class _Steps(BaseVideoProcessor):
 
 
 @lru_cache
-def _class_of(model_type: str) -> type[BaseVideoProcessor]:
-    folder, name = PROCESSORS[model_type]
+def _class_of(processor: str) -> type[BaseVideoProcessor]:
+    folder, name = PROCESSORS[processor]
     # transformers imports some of them with torchvision alone, of which nothing is used here.
     missing = () if importlib.util.find_spec("torchvision") else _TORCHVISION
     sys.modules.update({module: ModuleType(module) for module in missing})
@@ -67,14 +68,14 @@ def _class_of(model_type: str) -> type[BaseVideoProcessor]:
 
 
 class Videos:
-    """The part for videos of a processor. processor: None where the folder has no settings for it
-    that can be read. merged: frames that become one item of the vision encoder; the last is
-    repeated where some are missing."""
+    """The part for videos of a processor of the class `of`. processor: None where the folder has no
+    settings for it that can be read. merged: frames that become one item of the vision encoder; the
+    last is repeated where some are missing."""
 
-    def __init__(self, folder: Path, model_type: str) -> None:
+    def __init__(self, folder: Path, of: str) -> None:
         self.folder, self.merged, self._problem = folder, 1, ""
         try:
-            self.processor = _class_of(model_type).from_pretrained(folder, local_files_only=True)
+            self.processor = _class_of(of).from_pretrained(folder, local_files_only=True)
         except (OSError, ValueError, TypeError) as error:
             self.processor, self._problem = None, " ".join(str(error).split())
             return

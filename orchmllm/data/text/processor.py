@@ -85,8 +85,8 @@ class Processor:
         AttributeError for what a configuration does not say."""
         processor, marks, tokens = self._processor, self._marks, self.token_ids
         self._have_grids, self.patch = False, 0
-        if config.model_type in PROCESSORS:
-            self.videos = Videos(self.folder, config.model_type)
+        if (kind := type(processor).__name__) in PROCESSORS:
+            self.videos = Videos(self.folder, kind)
             processor.video_processor = self.videos.processor
         self._shapes, self._some = copy.copy(processor), copy.copy(processor)
         if hasattr(processor, "image_processor"):
