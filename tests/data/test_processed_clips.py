@@ -142,6 +142,18 @@ ROWS = {"audioflamingo3": [[0.31], [1], [2.5], [3.0], []],
         "qwen2_5_omni": [[0.31], [1], ["image", 0.9, 0.2, "image"], ["image"], []]}
 
 
+def test_an_omni_folder_as_transformers_saves_it_is_read(tmp_path):
+    """Its video processor is in the same file as the others."""
+    write_processor("qwen2_5_omni", tmp_path)
+    path = tmp_path / "processor_config.json"
+    settings = json.loads(path.read_text())
+    path.write_text(json.dumps(settings | {"video_processor": {
+        "video_processor_type": "Qwen2VLVideoProcessor", "patch_size": 14}}))
+    processor, _ = load_processor(tmp_path)
+    assert processor.feature_extractor.feature_size == settings["feature_extractor"]["feature_size"]
+    assert processor.image_processor.patch_size == 14
+
+
 @pytest.mark.parametrize("family", [
     "qwen2_5_omni", *(pytest.param(name, marks=pytest.mark.slow) for name in CLIPS
                       if name != "qwen2_5_omni")])

@@ -27,7 +27,8 @@ from tests.lib.processors import write_processor, write_video_settings
 from tests.lib.stock_videos import called, stock_processor
 from tests.lib.videos import write_video
 
-PATCH = {"qwen2_vl": 14, "qwen2_5_vl": 14, "qwen3_vl": 16, "qwen3_vl_moe": 16, "qwen3_5": 16}
+PATCH = {"qwen2_vl": 14, "qwen2_5_vl": 14, "qwen3_vl": 16, "qwen3_vl_moe": 16, "qwen3_5": 16,
+         "qwen3_5_moe": 16}
 FAMILIES = tuple(PATCH)
 WHAT = {"type": "text", "text": "What"}
 
@@ -116,8 +117,9 @@ def compare(rows: ProcessedRows, folder: Path) -> None:
                              for _ in range(int(t))]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [
+    pytest.param(name, marks=() if name in ("qwen3_5", "qwen3_vl_moe") else pytest.mark.slow)
+    for name in FAMILIES])
 def test_rows_with_videos_are_those_of_transformers(tmp_path, family):
     rows = written(tmp_path, family, [parts for parts, _ in ROWS])
     assert not any(rows.problem(i) for i in range(len(ROWS)))

@@ -51,7 +51,9 @@ def of_images(kind: type) -> type:
             # are given by place, both here and from there on, and must not be moved.
             if super().get_attributes()[-1:] == ["video_processor"]:
                 keys["video_processor"] = None
-            return super().from_args_and_dict(args, processor_dict, **keys)
+            others = {name: value for name, value in processor_dict.items()
+                      if name != "video_processor"}  # transformers 5 saves its settings there
+            return super().from_args_and_dict(args, others, **keys)
 
     OfImages.__name__ = kind.__name__  # which transformers compares
     return OfImages
