@@ -34,7 +34,6 @@ from orchmllm.runtime.resumable import (
     differences,
 )
 from orchmllm.runtime.run_state import VERSION, NonFiniteError, Progress
-from orchmllm.sharding.units import checkpoint_bytes
 
 
 class RunCheckpoints(Checkpointer):
@@ -103,7 +102,8 @@ class RunCheckpoints(Checkpointer):
                 time.monotonic() - self._saved_at < 60 * minutes):
             return False
         free = shutil.disk_usage(self._recipe.run.folder).free
-        if free >= 2 * checkpoint_bytes(self._recipe) + SPARE_BYTES:
+        needed = sum(t.numel() * t.element_size() for t in self._tensors().values())  # of all ranks
+        if free >= 2 * needed + SPARE_BYTES:
             return True
         self._saved_at = time.monotonic()
         self._log(f"warning: no checkpoint after {minutes:g} minutes (checkpoint.every_minutes): "

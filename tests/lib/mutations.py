@@ -150,7 +150,7 @@ MUTATIONS = [Mutation(*row) for row in (
      "    if isinstance(first, DTensor):\n", "    if False:\n", "tests/sharding/test_optimizer.py",
      "Every rank clips by the norm of its own shards."),
     ("no final save", "orchmllm/trainer.py",
-     "_train_steps()\n            self.checkpointer.save_run(self.progress)\n",
+     "_train_steps()\n                self.checkpointer.save_run(self.progress)\n",
      "_train_steps()\n",
      "tests/e2e/test_any_recipe.py",
      "A run that is finished leaves no checkpoint."),

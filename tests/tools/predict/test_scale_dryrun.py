@@ -137,7 +137,8 @@ def test_a_run_on_the_wrong_world_ends_before_it_starts(capsys, monkeypatch):
                         "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}.items():
         monkeypatch.setenv(name, value)
     assert train([RECIPE, "--ranks", "2560"]) == 2
-    assert "there are 512 ranks: start 2560" in capsys.readouterr().err
+    assert ("--ranks 2560, but the launcher has started 512 ranks, and no flag changes that: make "
+            "it start 2560" in capsys.readouterr().err)
 
 
 def test_check_world_takes_what_divides():
