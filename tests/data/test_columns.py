@@ -9,6 +9,7 @@ import json
 import pytest
 
 from orchmllm.config.data import ColumnsConfig
+from orchmllm.data.formats.columns import Columns
 from tests.lib.formats import write_jsonl
 from tests.lib.sources import opened
 
@@ -47,6 +48,12 @@ def test_rows_and_segments_of_a_file_are_those_that_the_recipe_names(read, tmp_p
     assert len(read(lines, none, row_format="gigaspeech")) == 1
     with pytest.raises(ValueError, match="columns.rows is 'räws', which is not read of JSON files"):
         read(write_jsonl(tmp_path / "a.jsonl", rows), ASKED | {"rows": "räws"})
+
+
+def test_a_name_is_made_of_columns_with_zeros_in_front():
+    row = {"a": "x", "b": 7, "q": "?", "t": "said"}
+    for spec, name in (("{a}_{b:05}.wav", "x_00007.wav"), ("{b:01}{a}.wav", "7x.wav")):
+        assert Columns({"audios": spec, "text": "t"}).pick(row)["audios"] == [name]
 
 
 def test_a_split_of_rows_is_that_of_all_files(read, tmp_path):

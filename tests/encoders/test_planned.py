@@ -11,8 +11,13 @@ import pytest
 import torch
 
 from orchmllm.batch import Microbatch, ProcessedExample
+from orchmllm.comm.exchange import RowGather
+from orchmllm.config.model import ModelConfig
+from orchmllm.config.recipe import DataConfig
+from orchmllm.data.stream import open_dataset
 from orchmllm.encoders.planned import PlannedEncoders
 from orchmllm.models.hf import WholeModel
+from orchmllm.orchestrator import Orchestrator
 from orchmllm.plan.assign import BalancePolicy, PlanSpec
 from orchmllm.plan.cost import CostModel
 from orchmllm.plan.geometry import SegmentLengths, text_lengths
@@ -20,6 +25,8 @@ from orchmllm.plan.layout import TEXT, VISION, BatchLayout
 from orchmllm.plan.step import plan_step
 from tests.lib import whole_models as models
 from tests.lib.encoder_models import IMAGE, VIDEO
+from tests.lib.ranks import run_ranks
+from tests.lib.whole_folders import write_model, write_rows
 from tests.lib.whole_models import Item
 
 SPEC = PlanSpec(
@@ -89,6 +96,52 @@ def test_video_before_images_and_a_medium_of_several_segments(made):
     wanted, gradients = models.stock(stock, inputs)
     assert float(loss) == pytest.approx(wanted, rel=1e-10)
     assert models.difference(models.gradients(whole.hf), gradients) <= models.EXACT
+
+
+def test_images_that_are_cut_and_not_each_get_their_own_rows(tmp_path):
+    """The model wants those that are not cut last, whatever the order of the media is."""
+    stock = write_model("llava_onevision", tmp_path, torch.float64).train()
+    data = write_rows(tmp_path, 6, "llava_onevision")
+    rows = open_dataset(DataConfig(path=str(data), index_dir=str(tmp_path / "index")),
+                        ModelConfig(pretrained=str(tmp_path)), seed=0)
+    whole = WholeModel(copy.deepcopy(stock), torch.float64)
+    whole.encoders = PlannedEncoders(whole.hf)
+    layouts = [rows.layout(i) for i in range(6)]
+    examples = [rows.load(i, segments=np.flatnonzero(layout.modality != TEXT).tolist())
+                for i, layout in enumerate(layouts)]
+    layout = BatchLayout.concat(layouts, [6])
+    batch = packed(whole, examples, layout)
+    tiles = [len(e.parts[s]["pixel_values"][0]) for e in examples for s in sorted(e.parts)]
+    assert tiles != sorted(tiles, key=lambda n: n == 1)  # one that is not cut stands before others
+    loss = whole(batch)
+    loss.backward()
+    wanted, gradients = models.stock(stock, [
+        {"input_ids": e.input_ids[None], "labels": e.labels[None],
+         "attention_mask": torch.ones_like(e.input_ids)[None],
+         **{k: v.double() if v.is_floating_point() else v for k, v in e.media.items()}}
+        for e in map(rows.load, range(6))])
+    assert float(loss.detach()) == pytest.approx(wanted, rel=models.EXACT)
+    assert models.difference(models.gradients(whole.hf), gradients) <= models.EXACT
+
+
+def with_one_lost(world, whole: WholeModel, examples: list[ProcessedExample]) -> None:
+    layout = BatchLayout.concat([e.lengths for e in examples], [4])
+    orchestrator = Orchestrator(SPEC, RowGather(1))
+    plan = plan_step(layout, SPEC)
+    micro = Microbatch(plan, plan.for_rank(0), positions=np.arange(4))
+    micro.content = packed(whole, examples, layout)
+    every = orchestrator.dispatch(micro, 1)
+    micro.ignored = np.array([2])  # as all ranks have agreed
+    lost = np.repeat(micro.rank_plan.examples == 2, micro.content.seqlens.lengths)
+    stays = torch.from_numpy(~lost)[every.kept]
+    found = orchestrator.dispatch(micro, 1)
+    assert not stays.all() and torch.equal(found.kept, every.kept[stays])
+    assert torch.equal(found.targets, every.targets[stays])
+
+
+@pytest.mark.dist
+def test_labels_of_an_example_whose_medium_failed_on_any_rank_are_not_learnt(made):
+    run_ranks(with_one_lost, 1, *made[1::2])
 
 
 def test_an_encoder_that_makes_other_rows_than_planned_is_an_error(made):

@@ -15,7 +15,9 @@ from tests.lib.ranks import run_ranks
 from tests.loader.test_padding import by_rank, messages, packed
 
 pytestmark = pytest.mark.dist
-EVERY, STEPS, CONSTANT_S = 3, 12, 40  # CONSTANT_S: of a step, whatever it holds
+# CONSTANT_S: of a step, whatever it holds. The time of a step is known some steps later, which have
+# to be balanced ones.
+EVERY, STEPS, CONSTANT_S = 4, 16, 40
 
 
 def looped(world, how: dict) -> tuple[list, list, list[str]]:

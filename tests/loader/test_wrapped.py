@@ -10,6 +10,7 @@ import torch.distributed.checkpoint as dcp
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
 from orchmllm import BalancedDataLoader, balance, balance_trainer
+from orchmllm.loader.streams import ForeignStream
 from tests.lib.clients import Examples, as_torchrun, collate, forget_accelerate, length_of, tiny
 from tests.lib.dropin import Stream, Texts, loader_of, token_count
 from tests.lib.dropin import collate as collate_texts
@@ -82,6 +83,19 @@ def prepared(world) -> list[int]:
 
 def test_what_accelerate_prepared_takes_lengths():
     assert sorted(sum(run_ranks(prepared, 2), [])) == list(range(24))
+
+
+def test_short_batches_of_what_is_wrapped_are_left_out_and_counted():
+    """And two ranks number what they draw otherwise."""
+    def stream(rank: int) -> ForeignStream:
+        return ForeignStream([[1, 2, 3], [4], [5, 6, 7]], lambda batch: [(9, e) for e in batch], 2,
+                             full_size=3, rank=rank, first_step=0, state=None)
+
+    first, other = stream(0), stream(1)
+    measured, numbers = first.draw()
+    assert [example for _, example in measured] == [1, 2, 3, 5, 6, 7]
+    assert first.num_dropped == 1 and first.draw() is None
+    assert len(numbers) == 6 and not {*numbers} & {*other.draw()[1]}
 
 
 def tarred(world) -> list[int]:

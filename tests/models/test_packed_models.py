@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.flop_counter import FlopCounterMode
 
 from orchmllm.batch import SequenceLengths
@@ -123,6 +124,18 @@ def test_images_at_the_border_of_two_examples_stay_two():
     """Gemma 3's images see themselves in both directions."""
     model = models.build("gemma3")
     assert difference("gemma3", model, touching(model)) <= models.LOOSE["gemma3"]
+
+
+def test_a_scale_of_the_model_s_own_is_that_of_its_attention():
+    """Where all masks are causal, so that the whole row is one call."""
+    lengths = [3, 5]
+    query, key, value = torch.randn(3, 1, 2, 8, 4, dtype=torch.float64)
+    with packing.packed(SequenceLengths.from_lengths(lengths), num_layers=1):
+        got, _ = packing.attention_of_row(torch.nn.Identity(), query, key, value,
+                                          packing.mask_of_row(1, 8, 8), scaling=0.3)
+    examples = zip(*(x.split(lengths, 2) for x in (query, key, value)), strict=True)
+    wanted = [scaled_dot_product_attention(*one, is_causal=True, scale=0.3) for one in examples]
+    torch.testing.assert_close(got.transpose(1, 2), torch.cat(wanted, 2), rtol=1e-12, atol=1e-12)
 
 
 def test_a_forward_without_our_masks_is_an_error():

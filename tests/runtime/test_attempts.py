@@ -10,21 +10,26 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
+from orchmllm.comm.exchange import RowGather
 from orchmllm.config.data import ColumnsConfig
-from orchmllm.config.model import ModelConfig
+from orchmllm.config.job import resolve
+from orchmllm.config.model import LoraConfig, ModelConfig
 from orchmllm.config.recipe import Recipe, RemoteConfig, RemoteRoot, SourceConfig, load_recipe
 from orchmllm.config.schema import leaves
 from orchmllm.data.formats.scanned import BLOCK_BYTES, SAMPLED_BLOCKS, SAMPLED_FILES, sampled
-from orchmllm.runtime.attempts import read_attempts, recorded
+from orchmllm.runtime.attempts import read_attempts, recorded, settings_of
 from orchmllm.runtime.build import build_dataset
 from orchmllm.runtime.checkpoint import CheckpointError
 from orchmllm.runtime.files import identify
 from orchmllm.runtime.resumable import check_resumable
+from orchmllm.runtime.run_checkpoints import RunCheckpoints
+from orchmllm.runtime.run_state import Progress
 from tests.lib.commands import TINY
 from tests.lib.ranks import run_ranks
 from tests.lib.resume import run_recipe, settings, train_recorded
-from tests.lib.synthetic import recipe
+from tests.lib.synthetic import SyntheticDataset, recipe
 from tests.lib.training import listened
 
 RUN = recipe()
@@ -124,9 +129,12 @@ def test_a_changed_key_is_refused_with_what_allows_it_or_is_said(was, key, value
     with pytest.raises(ValueError, match=f"^{key.replace('[0]', '.0.')} is ") as refused:
         check_resumable(was, now, kept=4)
     assert ALLOW[means] in str(refused.value)
+    allowed = {**now, "run.allow_data_change": True}
     if means == "order":
-        allowed = {**now, "run.allow_data_change": True}
         assert check_resumable(was, allowed, kept=4) == {key: [was[key], value]}
+    else:
+        with pytest.raises(ValueError, match=f"^{key.replace('[0]', '.0.')} is "):
+            check_resumable(was, allowed, kept=4)
 
 
 def test_every_key_of_a_recipe_has_a_meaning():
@@ -229,6 +237,12 @@ def test_a_model_of_transformers_with_another_configuration_is_refused(tmp_path)
     assert list(moved) == ["model.pretrained"]
     with pytest.raises(ValueError, match="^model.config_json is .* those of another model"):
         check_resumable(was, now(tmp_path / "model", text_config={"rope_theta": 1e6}), 4)
+    lora = replace(load_recipe("recipes/demo.yaml", TINY), model=ModelConfig(
+        pretrained=str(tmp_path / "model"), lora=LoraConfig(rank=2)))
+    mine, others = (settings_of(resolve(lora, 1, 1), SyntheticDataset(), weights)
+                    for weights in (5, 6))
+    with pytest.raises(ValueError, match="^model.weights is '0+6', the checkpoint has '0+5'"):
+        check_resumable(mine, others, 4)  # which its adapters were learnt beside
 
 
 def settings_of_source(path: Path) -> dict:
@@ -311,6 +325,47 @@ def test_a_write_that_is_cut_off_anywhere_loses_its_line_alone(tmp_path, monkeyp
     path.write_bytes(lines[0] + lines[1][:9] + b"\n" + lines[2])
     with pytest.raises(ValueError, match="attempts.jsonl: line 2 is damaged .* delete that line"):
         read_attempts(tmp_path)
+
+
+def attempted(run: Recipe, step: int) -> dict:
+    """What is recorded of an attempt on one rank that saves at `step`."""
+    weight = torch.nn.Parameter(torch.zeros(3))
+    keeper = RunCheckpoints(
+        resolve(run, 1, 1), RowGather(8), SyntheticDataset(), lambda: torch.optim.AdamW([weight]),
+        lambda: {"model.weight": weight.detach()}, log=lambda line: None)
+    progress = keeper.resume() or Progress(6)
+    with keeper.attempt(trains=True):
+        progress.step = step
+        keeper.save_run(progress)
+        keeper.wait()
+    return read_attempts(run.run.folder)[-1]
+
+
+def attempts(world, folder: Path) -> None:
+    run = run_recipe(folder / "run", keep_last=9)
+    faster = replace(run, train=replace(run.train, lr=5e-3))
+    lr, saved = {"train.lr": [0.01, 5e-3]}, folder / "run" / "checkpoints"
+    first, second = attempted(run, 1), attempted(faster, 2)
+    assert first["attempt"] == 1 and not first["changed"] and first["resumed_from"] is None
+    assert second["attempt"] == 2 and second["changed"] == lr == second["resumed_from"]["changed"]
+    assert attempted(faster, 3)["changed"] == {} == read_attempts(
+        run.run.folder)[-1]["resumed_from"]["changed"]
+    copy = shutil.copytree(saved / "step_00000003", folder / "copy")
+    older = attempted(replace(faster, run=replace(
+        run.run, resume=str(saved / "step_00000001"))), 2)
+    assert older["attempt"] == 4 and older["changed"].keys() == {"run.resume"}
+    assert older["resumed_from"] == {"checkpoint": str(saved / "step_00000001"), "step": 1,
+                                     "attempt": 1, "changed": lr}
+    other = attempted(replace(faster, run=replace(
+        run.run, dir=str(folder / "other"), resume=str(copy))), 4)
+    assert other["attempt"] == 4 and other["resumed_from"]["attempt"] == 3 and (
+        other["changed"] == {})
+
+
+@pytest.mark.dist
+def test_an_attempt_is_compared_with_the_one_before_and_with_that_of_its_checkpoint(tmp_path):
+    """Its number is above both."""
+    run_ranks(attempts, 1, tmp_path)
 
 
 def resumed_with_changes(world, folder: Path) -> dict[str, str]:

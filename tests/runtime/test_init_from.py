@@ -87,6 +87,9 @@ def both_stages(world, folder: Path) -> None:
     attempt = read_attempts(folder / "second")[0]
     assert attempt["init_from"]["checkpoint"] == str(newest) and attempt["resumed_from"] is None
     assert attempt["init_from"]["changed"]["train.lr"] == [0.01, 0.001]
+    flip(next(newest.glob("*.safetensors")))
+    with pytest.raises(CheckpointError, match="^run.init_from: .* is no complete checkpoint "):
+        trained(world, stage(folder / "third", 2, start=folder / "first"))
     shutil.rmtree(folder / "first")
     longer = replace(second, train=replace(second.train, num_steps=3))
     seen, start, _, said = trained(world, longer)

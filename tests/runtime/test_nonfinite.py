@@ -116,7 +116,7 @@ def poisoned_on_all(world, run, bad: set[int], empty: int) -> str:
 
 
 @pytest.mark.parametrize("policy", [
-    "skip", pytest.param("rollback", marks=pytest.mark.slow)])
+    pytest.param("skip", marks=pytest.mark.slow), "rollback"])
 def test_a_run_that_has_diverged_ends(tmp_path, policy):
     """Steps without targets neither count nor end the row; an update does, but not one that is
     made again after a rollback."""

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from orchmllm.batch import Step
-from orchmllm.config.recipe import ProfileConfig, RecipeError, load_recipe
+from orchmllm.config.recipe import FsdpConfig, ProfileConfig, RecipeError, load_recipe
 from orchmllm.trainer import Trainer
 from tests.lib.ranks import run_ranks
 from tests.lib.synthetic import SHALLOW, SyntheticDataset, recipe
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.dist
 def run(world, folder: str, steps: str, exhausted_in: int = -1) -> list[int]:
     """Four steps of two microbatches; returns this rank's positions of the LLM in the step in which
     rank 1 asks for memory that no machine has."""
-    one = recipe(model=SHALLOW)
+    one = recipe(model=SHALLOW, fsdp=FsdpConfig(activation_checkpointing="auto", memory_gb=9.0))
     one = replace(one, run=replace(one.run, dir=folder), profile=ProfileConfig(steps),
                   train=replace(one.train, num_steps=4, accumulation_steps=2))
     trainer = Trainer(one, world, dataset=SyntheticDataset())
@@ -78,6 +78,9 @@ def test_exhausted_memory_leaves_the_plan_of_its_step(tmp_path):
     assert says.startswith("out of memory (") and str(path) in says and "lower" in says
     assert validating == ("out of memory (MemoryError); validation keeps nothing that could be "
                           "recomputed: lower train.batch_size")
+    # Of the only rank that had no memory.
+    chosen = json.loads((tmp_path / "recompute.json").read_text())["next"].values()
+    assert sorted(chosen) != ["none"] * 3
     report = json.loads(path.read_text())
     assert (report["step"], report["rank"], len(report["microbatches"])) == (2, 1, 2)
     for micro, *positions in zip(report["microbatches"], own, wanted, strict=True):

@@ -80,7 +80,11 @@ def computed(world, model: ModelConfig, name: str, shard_size: int, choice: str)
 @pytest.mark.dist
 def test_adapters_alone_learn_and_travel(tmp_path):
     saved("qwen3_vl", tmp_path)
-    found = run_ranks(computed, 2, lora_model(tmp_path, "vision"), "qwen3_vl", 0, "none")[0]
+    model = lora_model(tmp_path, "vision", alpha=5, use_rslora=True, connector=True)
+    found = run_ranks(computed, 2, model, "qwen3_vl", 0, "none")[0]
+    connector = [n for n in found if part_of(n) == "connector"]
+    assert connector and not any(n.endswith(ENDS) for n in connector)
+    found = [n for n in found if n not in connector]
     layers = {n.rpartition(".lora_")[0] for n in found}
     assert layers == {n for n, m in models.build("qwen3_vl").named_modules() if isinstance(
         m, nn.Linear) and n.startswith("model.language_model.layers.")}

@@ -16,6 +16,7 @@ from orchmllm.sharding.optimizer import (
     learning_rate,
     make_optimizer,
     part_of,
+    set_learning_rate,
 )
 from tests.lib.gradients import Case, all_gradients, step_gradients
 from tests.lib.ranks import run_ranks
@@ -26,10 +27,12 @@ from tests.lib.training import train
 
 def test_groups_by_submodule():
     model = MultimodalModel(MODEL)
-    optimizer = make_optimizer(model, TrainConfig(
+    config = TrainConfig(
         lr=1e-3, vision_lr=1e-4, connector_lr=2e-3, weight_decay=0.1, llm_weight_decay=0.0,
-        audio_weight_decay=0.3))
-    found = {id(p): (5e-4 * g["lr_share"], g["weight_decay"]) for g in optimizer.param_groups
+        audio_weight_decay=0.3, warmup_steps=2)
+    optimizer = make_optimizer(model, config)
+    assert set_learning_rate(optimizer, 0, config) == 5e-4
+    found = {id(p): (g["lr"], g["weight_decay"]) for g in optimizer.param_groups
              for p in g["params"]}
     lr = {"vision": 5e-5, "audio": 5e-4, "connector": 1e-3, "llm": 5e-4}
     decay = {"vision": 0.1, "audio": 0.3, "connector": 0.1, "llm": 0.0}

@@ -135,13 +135,21 @@ def test_what_steps_take_decides_once_more():
     assert again.choice == memory.choice and "before" not in said[-1]
 
 
+def test_the_smallest_gpu_decides():
+    one = recipe(model=DEEP, fsdp=replace(AUTO, memory_gb=0.0))
+    memory = RunMemory(one, SyntheticDataset(), range(24), plan_spec(resolve(one, 3, 8)), 3, 9e9,
+                       gather=lambda numbers: np.array([numbers, [0.004e9], numbers]),
+                       log=lambda line: None)
+    assert memory.budget == 0.004e9
+
+
 @pytest.mark.parametrize("memory_gb", [0.0017, 0.0022])
 def test_after_memory_ran_out_one_layer_more_is_recomputed(memory_gb):
     fsdp = replace(AUTO, memory_gb=memory_gb)
     said, memory = [], run_memory([], {}, fsdp)
     step = SimpleNamespace(plans=[planned()[2]], as_sampled=False)
     advice, known = memory.exhausted(step, "llm")
-    again = run_memory(said, {"ran_out": known}, fsdp)
+    again = run_memory(said, {"ran_out": known, "measured": known["exhausted"] / 2}, fsdp)
     assert "since memory ran out before: recompute.json" in said[0]
     assert again.choice == known["next"] and again.choice != memory.choice
     changed = [p for p in PHASES if again.choice[p] != memory.choice[p]]
@@ -149,6 +157,10 @@ def test_after_memory_ran_out_one_layer_more_is_recomputed(memory_gb):
                      for m in (memory, again))
     assert len(changed) == 1 and sum(abs(before[c] - after[c]) for c in CHOICES) == 2
     assert f"one layer more: {again._described(again.choice)}" in advice
+    del said[:]
+    more = {"ran_out": known, "measured": known["exhausted"] * 1.01}  # than when memory ran out
+    run_memory(said, more, fsdp)
+    assert f"{more['measured']:.3g} of the prediction)" in said[0] and "ran out" not in said[0]
     fixed = run_memory(said, {}, FsdpConfig(activation_checkpointing="full",
                                             llm_checkpointing="full:1"))
     advice, known = fixed.exhausted(step, "llm")
