@@ -1,12 +1,14 @@
 """Writes a recipe for a data file or folder, from what its rows are and what this machine has.
 
     orchmllm init my/data.jsonl
+    orchmllm init my/data.jsonl --model models/Qwen3-VL-8B-Instruct
     orchmllm init my/data --model models/Qwen2-0.5B --model models/whisper-tiny
     orchmllm init --demo demo    # makes a small corpus, too
 
-Every --model is a folder of transformers' save_pretrained that a part of the model starts from;
-parts without one start from random weights. Where neither the data nor a model has a tokenizer, one
-is trained on the texts of the data.
+A --model is a folder of transformers' save_pretrained. That of a multimodal model is trained as it
+is (docs/models.md has the families), with its own processor. Any other one is what a part of the
+model starts from, and parts without one start from random weights; where neither the data nor a
+model has a tokenizer, one is trained on the texts of the data.
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("data", nargs="?", metavar="DATA",
                         help="what data.path of a recipe names: a file, a pattern or a folder")
     parser.add_argument("--model", type=Path, action="append", default=[], metavar="FOLDER",
-                        help="pretrained weights of one part")
+                        help="a whole multimodal model, or pretrained weights of one part")
     parser.add_argument("--demo", type=Path, metavar="DIR", help="folder of a new demo corpus")
     args = parser.parse_args(argv)
     if bool(args.data) == bool(args.demo) or (args.demo and args.model):
@@ -40,6 +42,9 @@ def main(argv: list[str]) -> int:
     for path in (out, tokenizer):
         if path.exists():  # a run may need it
             raise ValueError(f"{path} exists already: name another recipe with --out, or remove it")
+    if args.data and (Path(args.data) / "config.json").is_file():
+        raise ValueError(f"{args.data} is the folder of a model: orchmllm init DATA --model "
+                         f"{args.data}")
     if args.demo:
         write_demo(args.demo, out)
     else:
@@ -72,19 +77,34 @@ def write_demo(folder: Path, out: Path) -> None:
 
 
 def parts_of(models: list[Path]) -> dict[str, Path]:
-    """part of the model -> folder. Raises ValueError for one that no part can start from."""
+    """part of the model -> folder, or "" -> that of a whole model. Raises ValueError for folders
+    that do not go together, or that nothing can start from."""
     found: dict[str, Path] = {}
     for folder in models:
         try:
             type_ = read_json(folder / "config.json").get("model_type")
         except ValueError as error:
             raise ValueError(f"--model {folder}: {error}") from error
-        part = next((kind for kind, types in MODEL_TYPES.items() if type_ in types), None)
-        if part is None or part in found:
-            known = "; ".join(f"{kind}: {', '.join(types)}"
-                              for kind, types in MODEL_TYPES.items())
-            raise ValueError(f"--model {folder}: its model_type {type_!r} " + (
-                f"is of model.{part} again" if part else "is of no part of the model")
-                + f"; there are {known}. A loop of your own takes any model: docs/loader.md")
+        part = next((kind for kind, types in MODEL_TYPES.items() if type_ in types), "")
+        if part in found:
+            raise ValueError(f"--model {folder}: its model_type {type_!r} is of " + (
+                f"model.{part} again" if part else "a second whole model"))
         found[part] = folder
+    if "" in found:
+        _check_whole(found[""], alone=len(found) == 1)
     return found
+
+
+def _check_whole(folder: Path, alone: bool) -> None:
+    """Raises ValueError if the folder has no model that can be trained as it is."""
+    from orchmllm.config.model import ModelConfig
+    from orchmllm.hf.sources import find_sources
+
+    try:
+        find_sources(ModelConfig(pretrained=str(folder)))
+    except ValueError as error:
+        known = "; ".join(f"{kind}: {', '.join(types)}" for kind, types in MODEL_TYPES.items())
+        raise ValueError(f"--model {folder} is of no part of the model, for which there are "
+                         f"{known}; and as a whole model: {error}") from error
+    if not alone:
+        raise ValueError(f"--model {folder} is a whole model, which has all parts: name it alone")

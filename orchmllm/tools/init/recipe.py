@@ -15,14 +15,16 @@ from orchmllm.config.job import resolve
 from orchmllm.config.recipe import Recipe, SourceConfig, load_recipe
 from orchmllm.data.formats.open import DataSource, beside, index_path, open_source
 from orchmllm.data.lengths import LengthReader
+from orchmllm.data.processed import ProcessedReader
+from orchmllm.data.text.processor import Processor
 from orchmllm.data.text.tokenizer import ChatTokenizer
 from orchmllm.models.flops import padded_phases, plan_spec
 from orchmllm.plan.assign import PHASES
 from orchmllm.plan.geometry import AudioGeometry, VisionGeometry
 from orchmllm.plan.layout import MODALITIES, BatchLayout
 from orchmllm.plan.step import plan_step
-from orchmllm.sharding.fits import DEVICE_SHARE
-from orchmllm.sharding.memory import MemoryModel, loads_of
+from orchmllm.sharding.fits import DEVICE_SHARE, memory_of
+from orchmllm.sharding.memory import loads_of
 from orchmllm.tools.init.tokenizer import train_tokenizer
 
 NUM_ROWS = 500  # that are looked at
@@ -40,22 +42,30 @@ launch:
   nproc_per_node: {machine.num_ranks}  # {machine.text}
 data:
   path: {path}
-  tokenizer: {tokenizer}  # {tokens} tokens
-  num_validation: {held_out}  # rows at the end that are not learnt
-model:  # `pretrained` starts from a folder, anything else from random weights
-  vision: {vision}
-  audio: {audio}
-  llm: {llm}
-train:
+{tokenizer}  num_validation: {held_out}  # rows at the end that are not learnt
+{model}train:
   num_steps: {steps}  # of {examples} examples; the data have {rows}
   batch_size: {batch}  # examples of a rank; {why}
   lr: {lr}
-  sample_every: {sample}  # steps after which held-out examples are answered
-fsdp:
+{sample}fsdp:
   compute_dtype: {machine.dtype}
   activation_checkpointing: {machine.checkpointing}
 checkpoint:
   every_steps: {save}
+"""
+
+
+TOKENIZER = "  tokenizer: {path}  # {count} tokens\n"
+SAMPLE = "  sample_every: {steps}  # after which held-out examples are answered\n"
+PARTS = """\
+model:  # `pretrained` starts from a folder, anything else from random weights
+  vision: {vision}
+  audio: {audio}
+  llm: {llm}
+"""
+WHOLE = """\
+model:  # a whole model of transformers, with its own processor (docs/models.md)
+  pretrained: {folder}
 """
 
 
@@ -91,14 +101,18 @@ def this_machine() -> Machine:
 
 def write_recipe(path: str, models: Mapping[str, Path], out: Path, trained: Path) -> None:
     """Writes the recipe for data at `path`, and says what it is made from. models: part -> folder
-    that it starts from. trained: where a tokenizer is written if none is there. Raises ValueError
-    if the data cannot be read, or the models do not fit together."""
+    that it starts from, "" -> that of a whole model. trained: where a tokenizer is written if none
+    is there. Raises ValueError if the data cannot be read, or the models do not fit together."""
     source, machine = open_source(SourceConfig(path=path), index_path(None)), this_machine()
     rows = len(source)
     some = sorted(set(np.linspace(0, rows - 1, NUM_ROWS).astype(int).tolist()))
-    tokenizer, told = _tokenizer(source, some, models, trained)
+    if whole := models.get(""):
+        reader, told = ProcessedReader(Processor(whole)), f"processor of {whole}"
+    else:
+        tokenizer, told = _tokenizer(source, some, models, trained)
+        reader = LengthReader(tokenizer, VisionGeometry(max_side=machine.max_side), AudioGeometry())
     print(f"{source}\n{told}", flush=True)
-    layouts = _layouts(source, some, tokenizer, machine)
+    layouts = _layouts(source, some, reader)
     every = BatchLayout.concat(layouts, [len(layouts)])
     shares = {name: every.num_tokens[every.modality == code].sum() / every.num_tokens.sum()
               for name, code in MODALITIES.items()}
@@ -108,18 +122,26 @@ def write_recipe(path: str, models: Mapping[str, Path], out: Path, trained: Path
     values = {
         "source": source, "lengths": lengths, "run": json.dumps(f"runs/{Path(source.name).stem}"),
         "machine": machine, "path": json.dumps(path), "rows": rows,
-        "tokenizer": json.dumps(str(tokenizer.path)), "tokens": tokenizer.vocab_size,
-        "held_out": min(64, rows // 10), "lr": "1e-5" if models else "1e-3",
-        **{part: _section(part, models, machine, tokenizer, part == "llm" or shares[part] > 0)
-           for part in PHASES}}
-    out.write_text(TEXT.format(**values, batch=1, why="", steps=1, examples=1, sample=0, save=0),
+        "held_out": min(64, rows // 10), "lr": "1e-5" if models else "1e-3"}
+    if whole:
+        values |= {"tokenizer": "", "model": WHOLE.format(folder=json.dumps(str(whole)))}
+    else:
+        values |= {
+            "tokenizer": TOKENIZER.format(path=json.dumps(str(tokenizer.path)),
+                                          count=tokenizer.vocab_size),
+            "model": PARTS.format(**{
+                part: _section(part, models, machine, tokenizer, part == "llm" or shares[part] > 0)
+                for part in PHASES})}
+    out.write_text(TEXT.format(**values, batch=1, why="", steps=1, examples=1, sample="", save=0),
                    encoding="utf-8")
     batch, why = _batch_size(load_recipe(out), layouts, machine)  # with the shapes of the models
     examples = batch * machine.num_ranks
     steps = max(20, -(-3 * rows // examples))
+    quarter = -(-steps // 4)
     out.write_text(TEXT.format(
-        **values, batch=batch, why=why, steps=steps, examples=examples, save=-(-steps // 4),
-        sample=-(-steps // 4) if values["held_out"] else 0), encoding="utf-8")
+        **values, batch=batch, why=why, steps=steps, examples=examples, save=quarter,
+        sample=SAMPLE.format(steps=quarter) if values["held_out"] and not whole else ""),
+        encoding="utf-8")
     print(f"{lengths}\n{machine.text}: {machine.num_ranks} ranks x {batch} examples; {why}")
 
 
@@ -147,10 +169,8 @@ def _tokenizer(source: DataSource, some: Sequence[int], models: Mapping[str, Pat
                                  f"texts ({size} tokens)")
 
 
-def _layouts(source: DataSource, some: Sequence[int], tokenizer: ChatTokenizer, machine: Machine
-             ) -> list[BatchLayout]:
+def _layouts(source: DataSource, some: Sequence[int], reader: LengthReader) -> list[BatchLayout]:
     """Of some rows; says how many cannot be used. Raises ValueError if none can."""
-    reader = LengthReader(tokenizer, VisionGeometry(max_side=machine.max_side), AudioGeometry())
     measured = reader.plan(source.conversation, some)
     problems = [row.problem for row in measured if row.problem is not None]
     if problems:
@@ -189,7 +209,7 @@ def _batch_size(recipe: Recipe, layouts: Sequence[BatchLayout], machine: Machine
         drawn = np.random.default_rng(0).integers(0, len(layouts), batch * machine.num_ranks)
         plan = plan_step(BatchLayout.concat([layouts[i] for i in drawn],
                                             [batch] * machine.num_ranks), plan_spec(job))
-        peak = MemoryModel.of(job, on_cpu=on_cpu).peak(
+        peak = memory_of(job, on_cpu).peak(
             loads_of(plan, padded_phases(recipe.model)), choice)
         if peak > machine.budget:
             why = (f"predicted {peak / 1e9:.3g} GB for {batch}, and a rank has "

@@ -14,6 +14,7 @@ from orchmllm.config.recipe import load_recipe
 from tests.lib.commands import TINY, make_demo_data, python
 from tests.lib.hf_models import HF_MODEL, write_models
 from tests.lib.tokenizers import write_tokenizer
+from tests.lib.whole_folders import write_model, write_rows
 
 
 @pytest.fixture
@@ -86,6 +87,31 @@ def test_parts_start_from_the_models_that_are_named(data, tmp_path, capsys):
     assert recipe.data.tokenizer == str(llm / "tokenizer.json")
     code, said = init(capsys, *argv[:2], tmp_path / "x.yaml", "--model", llm, "--model", llm)
     assert code == 2 and "its model_type 'qwen2' is of model.llm again; there are vision:" in said
+
+
+def test_a_whole_model_is_trained_with_its_own_processor(tmp_path, capsys):
+    model, out = tmp_path / "m", tmp_path / "r.yaml"
+    model.mkdir()
+    write_model("qwen2_5_vl", model)
+    rows = write_rows(tmp_path, 12, "qwen2_5_vl")
+    code, said = init(capsys, model, "--out", out)
+    assert code == 2 and said == (
+        f"error: {model} is the folder of a model: orchmllm init DATA --model {model}\n")
+    argv = [rows, "--out", out, "--model", model]
+    assert init(capsys, *argv)[0] == 0
+    recipe = load_recipe(out)
+    assert recipe.model.pretrained == str(model) and recipe.train.lr == 1e-5
+    assert dispatch(["train", str(out), "--validate", f"run.dir={tmp_path}/run"]) == 0
+    capsys.readouterr()
+    out.unlink()
+    code, said = init(capsys, *argv, "--model", model)
+    assert code == 2 and "its model_type 'qwen2_5_vl' is of a second whole model" in said
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(config | {"model_type": "llama"}))
+    code, said = init(capsys, *argv)
+    assert code == 2 and f"error: --model {model} is of no part of the model, for which there" in (
+        said) and "and as a whole model: model.pretrained: " in said and "docs/loader.md" in said
+    assert not out.exists()
 
 
 @pytest.mark.parametrize("argv, text", [
