@@ -53,9 +53,9 @@ class BalancedDataLoader(DataLoader):
     its length (default: its length); the encoders of a model are balanced by balance_encoders.
     policy, tolerance: see orchmllm.plan.balance.balance. `auto` plans by `padded` until the first
     step was collated, then by what all ranks see: `padded` where collate_fn pads, else `least_move`
-    (always with a tolerance or max_rank_tokens, which `padded` has not). group: ranks that share
+    (always with a tolerance or max_tokens, which `padded` has not). group: ranks that share
     the data, one per replica, or a device mesh that names its dimensions (default: accelerate's
-    mesh, else all ranks). max_rank_tokens: cap of a rank's tokens in a microbatch.
+    mesh, else all ranks). max_tokens: no rank gets more tokens in a microbatch (0: no limit).
     accumulation_steps: batches per optimizer step. num_targets: collated batch -> its labels
     (default: entries of "labels" that are not -100). prefetch: steps prepared ahead. seed: of the
     shuffling, equal on all ranks. min_gain: steps predicted to gain less (0.02: 2%) run as sampled.
@@ -82,7 +82,7 @@ class BalancedDataLoader(DataLoader):
         length_fn: Callable[[Any], Any] | None = None,
         phases: CostModel | None = None, policy: str = "auto",
         tolerance: float | None = None, group: dist.ProcessGroup | dist.DeviceMesh | None = None,
-        max_rank_tokens: int = 0, prefetch: int = 2,
+        max_tokens: int = 0, prefetch: int = 2,
         num_targets: Callable[[Any], int] | None = None, accumulation_steps: int = 1, seed: int = 0,
         min_gain: float = 0.0, measure_every: int = 0, enabled: bool = True, shard_size: int = 0,
         ranks_per_node: int = 0, timeout_s: float = 600.0, log_every: int = 100,
@@ -101,7 +101,7 @@ class BalancedDataLoader(DataLoader):
         links = connect(self, ranks, shard_size, ranks_per_node, timeout_s, cpu=lengths is None)
         self.rank, self.num_ranks = links.rank, len(ranks)
         self._planning = Planning(
-            policy, tolerance, max_rank_tokens, cost=phases, dispatch=dispatch, min_gain=min_gain,
+            policy, tolerance, max_tokens, cost=phases, dispatch=dispatch, min_gain=min_gain,
             measure_every=measure_every, ranks_per_node=links.gather.per_node, says=self.rank == 0)
         self._orchestrator = Orchestrator(
             self._planning.spec(enabled), links.gather, group=links.cpu,

@@ -41,7 +41,7 @@ def targets_of(ids: list[int]) -> int:
     dict(length_fn=token_count, num_workers=1, shuffle=True),
     dict(length_fn=token_count, accumulation_steps=3),
     *(pytest.param(how, marks=pytest.mark.slow) for how in (
-        dict(lengths=LENGTHS, policy="greedy"), dict(lengths=LENGTHS, max_rank_tokens=400),
+        dict(lengths=LENGTHS, policy="greedy"), dict(lengths=LENGTHS, max_tokens=400),
         dict(length_fn=token_count), dict(length_fn=token_count, shuffle=True, prefetch=0),
         dict(lengths=LENGTHS, accumulation_steps=2))),
 ], ids=lambda how: "-".join(how))
