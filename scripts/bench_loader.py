@@ -276,9 +276,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("part", nargs="?", choices=PARTS, help="default: all")
-    parser.add_argument("--ranks", type=int, help="default: 8 for wait, 4 for microbatches, or 2")
-    parser.add_argument("--batch", type=int, help="examples per rank (and microbatch); default: 60, "
-                                                  "4 for microbatches")
+    parser.add_argument("--ranks", type=int, help="default: 8 for wait, 4 for microbatches, 2")
+    parser.add_argument("--batch", type=int,
+                        help="examples per rank (and microbatch); default: 4 for microbatches, 60")
     parser.add_argument("--microbatches", type=int, default=8)
     parser.add_argument("--steps", type=int, default=40, help="of wait; model and media: half")
     parser.add_argument("--sleep-ms", type=float, default=200, help="a step of part wait")

@@ -20,7 +20,7 @@ from orchmllm.loader.collator import Collator
 from orchmllm.loader.groups import data_ranks
 from orchmllm.loader.links import connect
 from orchmllm.loader.loss import LossWatch, StepInfo
-from orchmllm.loader.setup import Planning, check_arguments, check_state, log_step
+from orchmllm.loader.setup import Planning, check_arguments, check_state, log_step, plan_batch
 from orchmllm.loader.source import (
     PlannedSampler,
     Reader,
@@ -106,6 +106,7 @@ class BalancedDataLoader(DataLoader):
         self._orchestrator = Orchestrator(
             self._planning.spec(enabled), links.gather, group=links.cpu,
             commit_gather=links.everyone)
+        self._orchestrator.planner = plan_batch
         batches = self.num_ranks * accumulation_steps  # of a step
         if source.kind == "indices":
             self.global_batch_size = source.batch_size * batches

@@ -12,10 +12,12 @@ from orchmllm.loader.gain import LoopGain, costs_of
 from orchmllm.loader.loss import StepInfo
 from orchmllm.loader.source import Source
 from orchmllm.orchestrator import Orchestrator
-from orchmllm.plan.assign import BalancePolicy, PhasePolicy, PlanSpec
-from orchmllm.plan.balance import DEFAULT_TOLERANCE, POLICIES, at_least_1, check_policy
+from orchmllm.plan.assign import BalancePolicy, NodeSolver, PhasePolicy, PlanSpec
+from orchmllm.plan.balance import DEFAULT_TOLERANCE, POLICIES, CapError, at_least_1, check_policy
 from orchmllm.plan.cost import CostModel, in_fine_unit
 from orchmllm.plan.gain import describe
+from orchmllm.plan.layout import BatchLayout
+from orchmllm.plan.step import StepPlan, plan_step
 
 log = logging.getLogger("orchmllm.loader")
 BY_LENGTH = CostModel(linear=1000, quadratic=0)
@@ -141,6 +143,23 @@ def make_spec(
     return PlanSpec(costs=costs, row_bytes={}, feature_bytes=0, ranks_per_node=ranks_per_node,
                     balance=BalancePolicy(dispatch=dispatch, min_gain=min_gain,
                                           measure_every=measure_every, llm=llm))
+
+
+def plan_batch(layout: BatchLayout, spec: PlanSpec, *solve: NodeSolver) -> StepPlan:
+    """plan_step for a loader's batches. Raises CapError in the loader's terms."""
+    try:
+        return plan_step(layout, spec, *solve)
+    except CapError as error:
+        tokens, cap = layout.tokens_per_example, spec.balance.llm.max_rank_tokens
+        longest = int(tokens.argmax())
+        if tokens[longest] > cap:
+            raise CapError(
+                f"example {layout.example_id[longest]} has {tokens[longest]} tokens, more than "
+                f"max_tokens = {cap}: leave it out, or raise max_tokens") from error
+        raise CapError(
+            f"max_tokens = {cap}: no plan was found for {tokens.sum()} tokens in one batch of "
+            f"{layout.num_ranks} ranks: raise max_tokens, or accumulation_steps with a smaller "
+            "batch_size") from error
 
 
 def log_step(step: Step, info: StepInfo, loop: LoopGain) -> None:

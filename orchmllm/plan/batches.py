@@ -45,6 +45,9 @@ def plan_batches(
     a num_microbatches for which no plan within max_tokens is found, and sizes that cannot be equal.
     """
     num_ranks, lengths = at_least_1("num_ranks", num_ranks), as_int64("lengths", lengths)
+    for name, given in ("num_microbatches", num_microbatches), ("max_tokens", max_tokens):
+        if given is not None:
+            at_least_1(name, given)
     item, first = _items(groups, len(lengths))
     costs = _whole(np.bincount(item, _costs(cost, lengths), len(first)))
     if equal_size:
@@ -130,8 +133,8 @@ def _slots(
         costs={"vision": CostModel(1, 0, unit=1), "llm": CostModel(0, 0)},
         row_bytes={"vision": 0}, feature_bytes=0, ranks_per_node=num_ranks, fills=True,
         balance=BalancePolicy(whole_examples=True, llm=PhasePolicy(
-            max_rank_tokens=max_tokens and at_least_1("max_tokens", max_tokens) or 0)))
-    least = most = num_microbatches and at_least_1("num_microbatches", num_microbatches) or 1
+            max_rank_tokens=max_tokens or 0)))
+    least = most = num_microbatches or 1
     if max_tokens and not num_microbatches:
         least, most = max(1, -(-int(tokens.sum()) // (num_ranks * max_tokens))), n
     for count in range(least, max(least, most) + 1):
