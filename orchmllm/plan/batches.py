@@ -15,8 +15,7 @@ from orchmllm.plan.assign import BalancePolicy, PhasePolicy, PlanSpec
 from orchmllm.plan.balance import CapError, as_int64, at_least_1, balance, default_home
 from orchmllm.plan.cost import CostModel, in_fine_unit
 from orchmllm.plan.layout import TEXT, VISION, BatchLayout
-from orchmllm.plan.microbatches import cut_step
-from orchmllm.plan.step import plan_step
+from orchmllm.plan.microbatches import plan_microbatches
 
 
 def plan_batches(
@@ -134,26 +133,15 @@ def _slots(
         row_bytes={"vision": 0}, feature_bytes=0, ranks_per_node=num_ranks, fills=True,
         balance=BalancePolicy(whole_examples=True, llm=PhasePolicy(
             max_rank_tokens=max_tokens or 0)))
-    least = most = num_microbatches or 1
-    if max_tokens and not num_microbatches:
-        least, most = max(1, -(-int(tokens.sum()) // (num_ranks * max_tokens))), n
-    for count in range(least, max(least, most) + 1):
-        try:
-            return _planned(layout, spec, count)
-        except CapError as error:
-            failure = error
-    raise ValueError(
-        f"max_tokens = {max_tokens}: no plan was found for {tokens.sum()} tokens, the longest "
-        f"{tokens.max()} of item {tokens.argmax()}, in {count} microbatches on {num_ranks} ranks: "
-        "give more microbatches, or a larger max_tokens") from failure
-
-
-def _planned(layout: BatchLayout, spec: PlanSpec, count: int) -> np.ndarray:
-    """(n,) microbatch * num_ranks + rank of each example. Raises CapError."""
-    slot = np.zeros(layout.num_examples, np.int64)
-    parts, spec = cut_step(layout, spec, count)
-    for k, (at, part) in enumerate(parts):
-        move = plan_step(part, spec).llm
-        slot[at[move.order]] = np.repeat(np.arange(layout.num_ranks) + k * layout.num_ranks,
-                                         move.target_sizes)
+    try:
+        plans = plan_microbatches(layout, spec, num_microbatches or int(not max_tokens))
+    except CapError as error:
+        raise ValueError(
+            f"max_tokens = {max_tokens}: no plan was found for {tokens.sum()} tokens, the longest "
+            f"{tokens.max()}, in {num_microbatches} microbatches of {num_ranks} ranks: give more "
+            "microbatches, or a larger max_tokens") from error
+    slot = np.zeros(n, np.int64)
+    for k, (at, plan) in enumerate(plans):
+        slot[at[plan.llm.order]] = k * num_ranks + np.repeat(
+            np.arange(num_ranks), plan.llm.target_sizes)
     return slot

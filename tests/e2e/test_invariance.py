@@ -15,7 +15,7 @@ from orchmllm.models.flops import plan_spec
 from orchmllm.plan.assign import PhasePolicy
 from orchmllm.plan.balance import POLICIES
 from orchmllm.plan.layout import BatchLayout
-from orchmllm.plan.microbatches import cut_step
+from orchmllm.plan.microbatches import plan_microbatches
 from orchmllm.plan.rearrange import Rearrangement
 from orchmllm.plan.step import plan_step
 from tests.lib.gradients import (
@@ -154,8 +154,7 @@ def test_unequal_microbatches_under_a_cap_with_frozen_parts(num_ranks, shard_siz
     layout = BatchLayout.concat([ONE_LONG.layout(i) for i in range(BATCH)],
                                 [BATCH // num_ranks] * num_ranks)
     spec = plan_spec(resolve(capped, num_ranks, 2))
-    parts, spec = cut_step(layout, spec, 3)
-    sizes = [plan_step(part, spec).llm.target_sizes for _, part in parts]
+    sizes = [plan.llm.target_sizes for _, plan in plan_microbatches(layout, spec, 3)]
     assert len({*map(sum, sizes)}) > 1 and (0 in np.concatenate(sizes)) == (num_ranks > 2)
     check(cases, num_ranks, references, bar=1e-12)
 
