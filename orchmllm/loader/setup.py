@@ -26,7 +26,7 @@ LITTLE = 0.01  # predicted gain under which the log says so
 
 def check_arguments(
     source: Source, lengths: Any, length_fn: Any, shard_size: int, num_ranks: int,
-    accumulation_steps: int, prefetch: int,
+    accumulation_steps: int | str, max_tokens: int, prefetch: int,
 ) -> None:
     """What a BalancedDataLoader's arguments have to be for its kind of data. Raises ValueError
     naming the argument and the cure."""
@@ -35,7 +35,10 @@ def check_arguments(
             raise ValueError(text)
 
     kind = source.kind
-    need(accumulation_steps >= 1, f"accumulation_steps is {accumulation_steps}: must be >= 1")
+    if accumulation_steps != "auto":
+        at_least_1("accumulation_steps", accumulation_steps)
+    need(accumulation_steps != "auto" or max_tokens,
+         'accumulation_steps is "auto", as few batches as max_tokens allows: give max_tokens')
     need(prefetch >= 0, f"prefetch is {prefetch}: must be >= 0")
     need((lengths is None) != (length_fn is None),
          "give either lengths or length_fn (where this call is not yours, a library makes a loader "
@@ -150,16 +153,10 @@ def plan_batch(layout: BatchLayout, spec: PlanSpec, *solve: NodeSolver) -> StepP
     try:
         return plan_step(layout, spec, *solve)
     except CapError as error:
-        tokens, cap = layout.tokens_per_example, spec.balance.llm.max_rank_tokens
-        longest = int(tokens.argmax())
-        if tokens[longest] > cap:
-            raise CapError(
-                f"example {layout.example_id[longest]} has {tokens[longest]} tokens, more than "
-                f"max_tokens = {cap}: leave it out, or raise max_tokens") from error
         raise CapError(
-            f"max_tokens = {cap}: no plan was found for {tokens.sum()} tokens in one batch of "
-            f"{layout.num_ranks} ranks: raise max_tokens, or accumulation_steps with a smaller "
-            "batch_size") from error
+            f"max_tokens = {spec.balance.llm.max_rank_tokens}: no plan was found for "
+            f"{layout.tokens_per_example.sum()} tokens in a batch of {layout.num_ranks} ranks: "
+            'raise max_tokens, or accumulation_steps ("auto": as many as needed)') from error
 
 
 def log_step(step: Step, info: StepInfo, loop: LoopGain) -> None:
