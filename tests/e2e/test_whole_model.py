@@ -17,7 +17,7 @@ import pytest
 from orchmllm.cli import dispatch
 from orchmllm.config.model import ModelConfig
 from orchmllm.config.recipe import DataConfig
-from orchmllm.data.stream import open_dataset
+from orchmllm.hf.whole_model import open_dataset
 from orchmllm.models import families
 from orchmllm.tools.predict import profile_command
 from tests.lib.commands import ROOT, make_demo_data, python
