@@ -65,8 +65,8 @@ NO_TORCH = [
     "orchmllm.models.spec", "orchmllm.sharding.units", "orchmllm.sharding.memory",
     "orchmllm.data.index", "orchmllm.hf.sources", "orchmllm.runtime.display",
     "orchmllm.runtime.log_schema", "orchmllm.tools.predict.dry_run",
-    "orchmllm.tools.predict.examples",
-    "orchmllm.tools.predict.step_time", "orchmllm.tools.predict.workload",
+    "orchmllm.tools.predict.examples", "orchmllm.tools.predict.step_time",
+    "orchmllm.tools.predict.workload",
     "orchmllm.tools.data.command", "orchmllm.tools.data.composition",
     "orchmllm.tools.report.page", "orchmllm.papers.schemes", "orchmllm.papers.omnibal"]
 
