@@ -158,6 +158,11 @@ def divisions(
     if large or count == 1:
         best = min(found[1:] or found, key=itemgetter(0))[1]
         return [best, *(one for _, one in found if one.rank is not None), *loose]
+    if spec.room or spec.hard_caps:  # divisions that look for no cap may be below it, too
+        free = replace(spec, room={}, balance=replace(spec.balance, **{
+            p: replace(getattr(spec.balance, p), max_rank_tokens=0) for p in spec.hard_caps}))
+        found += [(bound, Division(one.micro, capped)) for bound, one in _found(
+            layout, free, with_caps(layout, free, count), count, large)]
     least, chosen = np.inf, []
     for bound, division in [(0.0, alike), *sorted(found[1:], key=itemgetter(0))]:
         if bound < least:

@@ -242,7 +242,7 @@ def test_slots(num_slots: int, sizes: int, seed: int) -> None:
 
 def drawn(rng: np.random.Generator) -> tuple[BatchLayout, int]:
     """(a step of texts with images and clips or without, its microbatches)."""
-    ranks, count, each = (int(rng.integers(low, high)) for low, high in ((1, 13), (2, 7), (1, 6)))
+    ranks, count, each = (int(rng.integers(low, high)) for low, high in ((1, 9), (2, 6), (1, 6)))
     spread, table, per_example = rng.choice([.3, 1., 1.8]), [], []
     media = int(rng.integers(0, 4))
     for _ in range(ranks * count * each):
@@ -268,5 +268,5 @@ def test_random_steps(steps: int) -> None:
         above.append(time_of(plans) / bound_of(plans))
         caps = {phase: 51 * fullest(plans, phase) // 50 for phase in PHASES}
         below = planned(layout, capped(caps.pop("llm"), **caps), count)
-        assert time_of(below) <= 1.1 * time_of(plans)
+        assert time_of(below) <= 1.01 * time_of(plans)
     assert np.median(above) <= 1.05
