@@ -54,25 +54,29 @@ def plan_batches(
     else:
         tokens = np.zeros(len(first), np.int64)
         np.add.at(tokens, item, lengths)
-        longest = int(tokens.argmax()) if len(tokens) else 0
-        name = "" if not len(tokens) else (
-            f"example {first[longest]}" if groups is None else
-            f"the group {groups[first[longest]]!r}") + f" has {tokens[longest]} tokens"
-        if max_tokens and tokens.max(initial=0) > max_tokens:
-            raise ValueError(f"{name}, more than max_tokens = {max_tokens}: leave it out, or raise "
-                             "max_tokens")
         try:
             slot = _slots(tokens, costs, num_ranks, num_microbatches, max_tokens)
         except CapError as error:
-            raise ValueError(
-                f"max_tokens = {max_tokens}: no plan was found for {tokens.sum()} tokens in "
-                f"{num_microbatches} microbatches of {num_ranks} ranks ({name}): give more "
-                "microbatches, or a larger max_tokens") from error
+            longest = first[tokens.argmax()]
+            name = f"example {longest}" if groups is None else f"the group {groups[longest]!r}"
+            raise ValueError(_why(f"{name} has {tokens.max()} tokens", tokens, num_ranks,
+                                  num_microbatches, max_tokens)) from error
     count = num_microbatches or 1 + int(slot.max(initial=0)) // num_ranks
     plan: list[list[list[int]]] = [[[] for _ in range(num_ranks)] for _ in range(count)]
     for example, at in enumerate(slot[item].tolist()):
         plan[at // num_ranks][at % num_ranks].append(example)
     return plan
+
+
+def _why(
+    longest: str, tokens: np.ndarray, num_ranks: int, num_microbatches: int | None, max_tokens: int,
+) -> str:
+    """Why there is no plan. longest: what it says of the longest item."""
+    if tokens.max() > max_tokens:
+        return f"{longest}, more than max_tokens = {max_tokens}: leave it out, or raise max_tokens"
+    return (f"max_tokens = {max_tokens}: no plan was found for {tokens.sum()} tokens in "
+            f"{num_microbatches} microbatches of {num_ranks} ranks ({longest}): give more "
+            "microbatches, or a larger max_tokens")
 
 
 def _items(groups: Sequence[Hashable] | None, n: int) -> tuple[np.ndarray, list[int]]:

@@ -113,7 +113,7 @@ def test_costs_in_any_unit_give_the_same_plan() -> None:
 @pytest.mark.parametrize("how, text", [
     (dict(max_tokens=7), r"example 2 has 8 tokens, more than max_tokens = 7"),
     (dict(max_tokens=9, groups="aabbcc"), "the group 'b' has 10 tokens, more than max_tokens = 9"),
-    (dict(max_tokens=8, num_microbatches=1), r"no plan was found for 26 .*\(example 2 has 8 tokens"),
+    (dict(max_tokens=8, num_microbatches=1), "no plan was found for 26 tokens in 1 micro"),
     (dict(max_tokens=0), "max_tokens must be an integer >= 1"),
     (dict(num_microbatches=0), "num_microbatches must be an integer >= 1"),
     (dict(num_ranks=0), "num_ranks must be an integer >= 1"),
