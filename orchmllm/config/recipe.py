@@ -34,7 +34,7 @@ TRACKERS = ("tensorboard", "wandb")  # names of packages
 OF_PARTS_ALONE = (
     ("balance.group",), ("balance.dispatch", "load"),
     *((f"balance.{phase}.nodewise",) for phase in ENCODERS),  # no media move that it could spare
-    ("data.preprocess",), ("data.streaming",), ("data.tokenizer",), ("data.batching",),
+    ("data.preprocess",), ("data.streaming",), ("data.batching",),
     ("train.sample_every",), ("fsdp.compile",))
 
 

@@ -52,9 +52,9 @@ def checks(recipe: Recipe, state_bytes: int) -> list[tuple[str, Callable[[], obj
 def _tokenizer(recipe: Recipe) -> ChatTokenizer:
     if not recipe.model.folder:
         return open_tokenizer(recipe.data)
-    from orchmllm.data.text.processor import Processor  # with transformers
+    from orchmllm.data.processed import open_processor  # with transformers
 
-    return Processor(recipe.model.folder).tokenizer
+    return open_processor(recipe.model.folder, recipe.data).tokenizer
 
 
 def vocab_size(model: ModelConfig) -> int:
