@@ -16,11 +16,12 @@ from PIL import Image
 from transformers import ProcessorMixin
 
 from orchmllm.batch import IGNORE_INDEX
-from orchmllm.config.recipe import DataConfig
+from orchmllm.config.recipe import DataConfig, SourceConfig
 from orchmllm.data.dataset import ConversationDataset
 from orchmllm.data.loading.workers import Workers
 from orchmllm.data.media.medium import MediaError
 from orchmllm.data.processed import ProcessedReader, open_processor
+from orchmllm.data.stream import StreamDataset
 from orchmllm.data.text.processor import Processor
 from orchmllm.plan.layout import VISION
 from orchmllm.tools.data.build_index import build_index
@@ -339,6 +340,25 @@ def test_another_processor_has_another_digest_and_index(tmp_path):
         "size": {"shortest_edge": 784, "longest_edge": 7840}})
     digests = {rows.reader.processor.digest for rows in (options, other)}
     assert len({*digests, digest}) == 3
+
+
+def test_a_stream_has_the_examples_of_the_rows(tmp_path):
+    """In two epochs each of them comes twice."""
+    write_rows(tmp_path, "qwen2_5_vl", SIZES)
+    rows = opened(tmp_path)
+    stream = StreamDataset([SourceConfig(path=str(tmp_path / "data.jsonl"))], num_shards=2, seed=0,
+                           window=2, reader=rows.reader, index_dir=tmp_path / "index")
+    seen = []
+    for i in range(2 * len(SIZES)):
+        seen.append(k := stream.where(i)[1])
+        found, wanted = stream.load(i), rows.load(k)
+        assert payload(stream, i)[1:] == payload(rows, k)[1:] and found.example_id == i
+        assert torch.equal(found.input_ids, wanted.input_ids)
+        assert torch.equal(found.labels, wanted.labels)
+        assert found.media.keys() == wanted.media.keys()
+        assert all(torch.equal(found.media[n], wanted.media[n]) for n in wanted.media)
+    assert sorted(seen) == sorted([*range(len(SIZES))] * 2)
+    assert stream.fingerprint()["processor"] == rows.reader.processor.digest
 
 
 def test_preview_shows_what_is_learnt(tmp_path, capsys):

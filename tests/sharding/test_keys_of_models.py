@@ -27,6 +27,7 @@ pytestmark = [pytest.mark.dist, pytest.mark.whole, pytest.mark.slow]
 # What a recipe says of each key. {folder}: of the model; {shard}: ranks of a shard.
 KEYS = {
     "data.tokenizer": ["data.tokenizer={folder}"],
+    "data.streaming": ["data.streaming=true", "data.num_shards=2", "data.shuffle_window=4"],
 }
 NAMES = ("qwen2_5_vl", "qwen3_vl", "internvl", "gemma3", "llava_onevision", "qwen2_5_omni")
 SHARDS = {1: 1, 2: 1, 3: 1, 4: 2}  # by the number of ranks
@@ -75,67 +76,79 @@ def family(request, tmp_path_factory):
     return Family(request.param, tmp_path_factory.mktemp(request.param))
 
 
-def steps(world, run: Recipe, name: str) -> list[tuple]:
-    """Of each step: the names of its rows, its loss, targets and gradients, and of each phase the
-    media that each rank encodes and that its text has."""
+def steps(world, runs: dict[str, Recipe], name: str) -> dict[str, list[tuple]]:
+    """Of each step of each run: the names of its rows, its loss, targets and gradients, and of each
+    phase the media that each rank encodes and that its text has; of rank 0."""
     FAMILIES[name](transformers)  # imports a processor that would need torchvision
-    trainer, out = Trainer(run, world), []
-    try:
-        for step in trainer.loader():
-            loss, found = summed(trainer, step), gradients(trainer)
-            plan = step.micro[0].plan
-            media = {phase: (plan.encode[phase].target_sizes.tolist(), np.bincount(
-                plan.feature[phase].target_rank, minlength=world.world_size).tolist())
-                for phase in ENCODERS}
-            out.append(([*map(trainer.dataset.name, step.example_ids.tolist())], loss,
-                        step.num_global_targets, {n: g.numpy() for n, g in found.items()}, media))
-    finally:
-        trainer.close()
-    return out if world.rank == 0 else []
+    found = {key: [] for key in runs}
+    for key, run in runs.items():
+        trainer = Trainer(run, world)
+        try:
+            for step in trainer.loader():
+                loss, grads = summed(trainer, step), gradients(trainer)
+                plan = step.micro[0].plan
+                media = [np.stack([plan.encode[phase].target_sizes, np.bincount(
+                    plan.feature[phase].target_rank, minlength=world.world_size)])
+                    for phase in ENCODERS]
+                found[key].append((
+                    [*map(trainer.dataset.name, step.example_ids.tolist())], loss,
+                    step.num_global_targets, {n: g.numpy() for n, g in grads.items()}, media))
+        finally:
+            trainer.close()
+    return found if world.rank == 0 else {}
 
 
 @pytest.mark.parametrize("ranks", SHARDS)
-@pytest.mark.parametrize("key", KEYS)
-def test_gradients_are_those_of_stock_transformers(key, ranks, family):
-    """Steps in which some ranks have no media, or encode none, are among them."""
-    run = family.recipe(key, ranks, f"run.dir={family.folder}/{key}{ranks}")
-    exact, without = models.LOOSE.get(family.name, models.EXACT), set()
-    found = run_ranks(steps, ranks, run, family.name)[0]
-    assert len(found) == STEPS
-    for names, loss, targets, gradients_, media in found:
-        losses, wanted, counts = zip(*map(family.rows.get, names), strict=True)
-        assert targets == sum(counts)
-        assert loss == pytest.approx(sum(losses), rel=exact)
-        assert models.difference(
-            {n: torch.from_numpy(g) for n, g in gradients_.items()},
-            {n: sum(one[n] for one in wanted) for n in wanted[0]}) <= exact
-        without |= {what for of_ranks in media.values() for what, counts in zip(
-            ("encodes", "has"), of_ranks, strict=True) if any(counts) and not all(counts)}
-    assert ranks == 1 or without == {"encodes", "has"}
+def test_gradients_are_those_of_stock_transformers(ranks, family):
+    """With each key. Steps in which some ranks have no media, or encode none, are among them."""
+    exact, without = models.LOOSE.get(family.name, models.EXACT), np.zeros(2, bool)
+    runs = {key: family.recipe(key, ranks, f"run.dir={family.folder}/{key}{ranks}")
+            for key in KEYS}
+    for key, found in run_ranks(steps, ranks, runs, family.name)[0].items():
+        assert len(found) == STEPS, key
+        for names, loss, targets, grads, media in found:
+            losses, wanted, counts = zip(*map(family.rows.get, names), strict=True)
+            assert targets == sum(counts), key
+            assert loss == pytest.approx(sum(losses), rel=exact), key
+            assert models.difference(
+                {n: torch.from_numpy(g) for n, g in grads.items()},
+                {n: sum(one[n] for one in wanted) for n in wanted[0]}) <= exact, key
+            for of_ranks in media:
+                without |= of_ranks.any(1) & ~of_ranks.all(1)
+    assert without.all() == (ranks > 1)
 
 
-def trained(world, run: Recipe, name: str) -> list[tuple[list[str], float]]:
-    """(names of its rows, loss) of each step."""
+def trained(world, runs: dict[str, Recipe], name: str) -> dict[str, list]:
+    """(names of its rows, loss) of each step of each run."""
     FAMILIES[name](transformers)
-    seen = []
-    trainer = Trainer(run, world, on_step=lambda step, row: seen.append(
-        ([*map(trainer.dataset.name, step.example_ids.tolist())], row["loss"])))
-    try:
-        trainer.run()
-    finally:
-        trainer.close()
-    return seen
+    found = {}
+    for key, run in runs.items():
+        losses, ids = [], []
+        trainer = Trainer(run, world, on_step=lambda step, row, losses=losses, ids=ids: (
+            losses.append(row["loss"]), ids.append(step.example_ids.tolist())))
+        try:
+            trainer.run()
+            found[key] = [([*map(trainer.dataset.name, some)], loss)
+                          for some, loss in zip(ids, losses, strict=True)]
+        finally:
+            trainer.close()
+    return found
 
 
-@pytest.mark.parametrize("key", KEYS)
-def test_a_run_goes_on_in_the_middle(key, family, tmp_path):
-    """On another number of ranks it trains the rows that were to come, with the same losses."""
-    save = ["checkpoint.every_steps=3", "checkpoint.keep_last=3", "train.lr=0.01"]
-    whole = run_ranks(trained, 2, family.recipe(key, 2, *save, f"run.dir={tmp_path}/whole"),
-                      family.name)[0]
-    rest = run_ranks(trained, 1, family.recipe(
-        key, 1, *save, f"run.dir={tmp_path}/rest",
-        f"run.resume={tmp_path}/whole/checkpoints/step_00000003"), family.name)[0]
-    assert [names for names, _ in rest] == [names for names, _ in whole[3:]]
-    assert len(rest) == 3 and len({loss for _, loss in whole}) == STEPS
-    assert [loss for _, loss in rest] == pytest.approx([loss for _, loss in whole[3:]], rel=1e-6)
+def test_a_run_goes_on_in_the_middle(family, tmp_path):
+    """With each key, on another number of ranks, it trains the rows that were to come, with the
+    same losses."""
+    def runs(ranks: int, what: str, *more: str) -> dict[str, Recipe]:
+        return {key: family.recipe(
+            key, ranks, "checkpoint.every_steps=3", "checkpoint.keep_last=3", "train.lr=0.01",
+            f"run.dir={tmp_path}/{key}/{what}", *(text.format(key=key) for text in more))
+            for key in KEYS}
+
+    whole = run_ranks(trained, 2, runs(2, "whole"), family.name)[0]
+    rest = run_ranks(trained, 1, runs(1, "rest", f"run.resume={tmp_path}/{{key}}/whole/checkpoints/"
+                                      "step_00000003"), family.name)[0]
+    for key, steps_ in whole.items():
+        names, losses = zip(*steps_, strict=True)
+        names_after, losses_after = zip(*rest[key], strict=True)
+        assert len(set(losses)) == STEPS and names_after == names[3:], key
+        assert losses_after == pytest.approx(losses[3:], rel=1e-6), key
