@@ -141,8 +141,9 @@ class DataConfig:
                         choices=("sample", "capped"))
     max_batch_tokens: int = key(0, "LLM tokens of a mini-batch with `capped`; a longer example is "
                                 "one of its own.", at_least=0)
-    max_batch_images: int = key(0, "Images of a mini-batch with `capped`; 0: no limit.",
-                                at_least=0)
+    max_batch_images: int = key(0, "Images of a mini-batch with `capped`, or tiles of them where a "
+                                "model cuts them; of a video each frame, or each two that become "
+                                "tokens together. 0: no limit.", at_least=0)
     max_example_tokens: int = key(0, "Text of an example is cut there, and an image or clip that "
                                   "would cross it is left out; 0: no limit.", at_least=0,
                                   aliases=("max_seq_length", "max_length"))

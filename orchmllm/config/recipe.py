@@ -35,7 +35,6 @@ OF_PARTS_ALONE = (
     ("balance.dispatch", "load"), ("data.preprocess",),
     ("balance.group",),
     *((f"balance.{phase}.nodewise",) for phase in ENCODERS),
-    ("data.batching",),
     ("train.sample_every",), ("fsdp.compile",))
 
 
