@@ -33,7 +33,6 @@ TRACKERS = ("tensorboard", "wandb")  # names of packages
 # Keys that keep their default with a whole model of transformers, and what else they may be.
 OF_PARTS_ALONE = (
     ("balance.dispatch", "load"), ("data.preprocess",),
-    ("balance.group",),
     *((f"balance.{phase}.nodewise",) for phase in ENCODERS),
     ("train.sample_every",), ("fsdp.compile",))
 
