@@ -23,7 +23,6 @@ from orchmllm.config.schema import MAX_INT, Conflict, did_you_mean, key, section
 from orchmllm.config.train import TRAIN_PARTS, TrainConfig
 from orchmllm.plan.assign import PHASES
 from orchmllm.plan.balance import POLICIES
-from orchmllm.plan.layout import ENCODERS
 
 __all__ = ["TRAIN_PARTS", "DataConfig", "FsdpConfig", "Recipe", "RecipeError", "RemoteConfig",
            "RemoteRoot", "SourceConfig", "TrainConfig", "explain", "load_recipe", "read_recipe",
@@ -33,7 +32,6 @@ TRACKERS = ("tensorboard", "wandb")  # names of packages
 # Keys that keep their default with a whole model of transformers, and what else they may be.
 OF_PARTS_ALONE = (
     ("balance.dispatch", "load"), ("data.preprocess",),
-    *((f"balance.{phase}.nodewise",) for phase in ENCODERS),
     ("train.sample_every",), ("fsdp.compile",))
 
 

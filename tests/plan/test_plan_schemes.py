@@ -90,6 +90,19 @@ def test_a_rank_without_an_example_is_given_one_of_its_group() -> None:
         assert plan.llm.target_rank[np.argsort(plan.llm.order)].tolist() == filled
 
 
+def test_nodewise_spares_features_where_media_are_read() -> None:
+    """With `load` nothing else moves between ranks."""
+    sent = []
+    for nodewise in (True, False):
+        phases = every_phase("greedy") | {
+            m: PhasePolicy("greedy", nodewise=nodewise) for m in ENCODERS}
+        planned = replace(spec(dispatch="load", **phases), row_bytes=dict.fromkeys(ENCODERS, 0))
+        plan = plan_step(LAYOUT, planned)
+        sent.append([plan.stats[m]["internode_bytes"] for m in ENCODERS])
+        assert all(excess(plan, phase) < 1.02 for phase in PHASES)
+    assert (np.array(sent[0]) < 0.9 * np.array(sent[1])).all()
+
+
 def test_min_gain_leaves_a_step_as_sampled() -> None:
     gain = plan_step(LAYOUT, spec(**every_phase("least_move"))).predicted_gain
     for least, rearranges in ((gain - 1e-6, True), (gain + 1e-6, False)):
