@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
+from typing import Any
 
 import numpy as np
 import torch
@@ -13,18 +14,15 @@ from orchmllm.data.lengths import LengthReader, MeasuredExample
 from orchmllm.data.media.decode import OnError, SegmentReader, fail
 from orchmllm.data.media.medium import MediaError
 from orchmllm.data.media.video import pictures
-from orchmllm.data.text.tokenizer import ChatTokenizer
-from orchmllm.plan.geometry import AudioGeometry, VisionGeometry
 from orchmllm.plan.layout import TEXT
 
 
 class RowReader(LengthReader):
     """One that loads the rows, too. rows: decodes a medium; its arguments: see LengthReader."""
 
-    def __init__(self, tokenizer: ChatTokenizer, vision: VisionGeometry, audio: AudioGeometry,
-                 max_example_tokens: int = 0) -> None:
-        super().__init__(tokenizer, vision, audio, max_example_tokens)
-        self.rows = SegmentReader(vision, audio)
+    def __init__(self, *args: Any, **keys: Any) -> None:
+        super().__init__(*args, **keys)
+        self.rows = SegmentReader(self.vision, self.audio)
 
     def load(
         self,
