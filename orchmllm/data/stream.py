@@ -236,22 +236,17 @@ class StreamDataset(ConversationDataset):
 
 
 def open_dataset(data: DataConfig, model: ModelConfig, *, seed: int) -> ConversationDataset:
-    """The dataset of a recipe's data section for its model: map-style or, with data.streaming, a
-    stream whose order `seed` decides. Raises ValueError."""
-    configs = sources_of(data)
-    keys = dict(reader=_reader_of(data, model), index_dir=data.index_dir or None,
-                storage=Storage(data.remote))
+    """The dataset of a recipe's data section for a model of this project's own parts, see
+    with_reader. Raises ValueError."""
+    return with_reader(data, RowReader(open_tokenizer(data), model.vision.geometry,
+                                       model.audio.geometry, data.max_example_tokens), seed=seed)
+
+
+def with_reader(data: DataConfig, reader: LengthReader, *, seed: int) -> ConversationDataset:
+    """The dataset of a recipe's data section: map-style or, with data.streaming, a stream whose
+    order `seed` decides. Raises ValueError."""
+    keys = dict(reader=reader, index_dir=data.index_dir or None, storage=Storage(data.remote))
     if data.streaming:
-        return StreamDataset(configs, num_shards=data.num_shards, seed=seed,
+        return StreamDataset(sources_of(data), num_shards=data.num_shards, seed=seed,
                              window=data.shuffle_window or WINDOW, **keys)
-    return ConversationDataset(configs, **keys)
-
-
-def _reader_of(data: DataConfig, model: ModelConfig) -> LengthReader:
-    """What measures and loads rows for a model. Raises ValueError."""
-    if model.folder:
-        from orchmllm.data.processed import ProcessedReader, open_processor  # with transformers
-
-        return ProcessedReader(open_processor(model.folder, data), data.max_example_tokens)
-    return RowReader(open_tokenizer(data), model.vision.geometry, model.audio.geometry,
-                     data.max_example_tokens)
+    return ConversationDataset(sources_of(data), **keys)

@@ -13,7 +13,7 @@ import transformers
 
 from orchmllm.config.model import ModelConfig
 from orchmllm.config.recipe import DataConfig, Recipe, load_recipe
-from orchmllm.data.stream import open_dataset
+from orchmllm.hf.whole_model import open_dataset
 from orchmllm.plan.layout import ENCODERS
 from orchmllm.tools.data.build_index import build_index
 from orchmllm.trainer import Trainer
