@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 from dataclasses import replace
@@ -94,13 +95,15 @@ def trained(world, run: Recipe, fault: str = "", bad: frozenset = frozenset()
 
 
 def disturbed(world, run: Recipe, fault: str, bad: frozenset) -> tuple:
-    """(how the run ends, its checkpoints, examples of the steps of both starts, weights after the
-    second)."""
+    """(how the run ends, its checkpoints and what these have of what went wrong after them,
+    examples of the steps of both starts, weights after the second)."""
     end, first, _ = trained(world, run, fault, bad)
     names = sorted(p.name for p in run.run.folder.glob("checkpoints/step_*"))
+    states = [json.loads(path.read_text()) for path in run.run.folder.rglob("state.json")]
+    wrong = [(state["media"]["failed"], state["nonfinite_in_a_row"]) for state in states]
     again, second, last = trained(world, replace(run, run=replace(run.run, trackers=())))
     assert again == "finished"
-    return end, names, first + second, last
+    return end, names, wrong, first + second, last
 
 
 def of_run(folder: Path, fault: str = "") -> Recipe:
@@ -121,12 +124,12 @@ def whole(tmp_path_factory) -> tuple:
 def test_a_run_that_ends_by_its_own_decision_is_saved(fault, whole, tmp_path):
     _, examples, last = whole
     bad = frozenset(examples[BAD]) - frozenset(sum(examples[:BAD], []))
-    for end, names, steps, weights in run_ranks(
+    for end, names, wrong, steps, weights in run_ranks(
             disturbed, 2, of_run(tmp_path, fault), fault, bad):
         assert ENDS[fault] in end and (end == "finished") == (not ENDS[fault])
         was_asked = end.startswith("stopped on request")
         done = 8 if end == "finished" else int(end[-1]) if was_asked else BAD
-        assert names == [f"step_{done:08d}"]
+        assert names == [f"step_{done:08d}"] and wrong == [(0, 0)]
         assert was_asked or end == "finished" or f"checkpoint: {tmp_path}" in end
         assert steps == examples
         assert all(np.array_equal(a, b) for a, b in zip(weights, last, strict=True))
