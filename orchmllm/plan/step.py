@@ -26,7 +26,6 @@ from orchmllm.plan.assign import (
 )
 from orchmllm.plan.cost import CostModel
 from orchmllm.plan.layout import ENCODERS, BatchLayout
-from orchmllm.plan.microbatches import assign_microbatches
 from orchmllm.plan.nodewise import assign_nodes
 from orchmllm.plan.rearrange import Exchange, Rearrangement, ranges, sums_of
 
@@ -85,9 +84,8 @@ def sampled_costs(
     rank's share is cut in order."""
     sizes = layout.examples_per_rank
     if num_microbatches > 1:  # a rank's share is cut in order: its microbatches are runs, too
-        micro, _ = assign_microbatches(layout, spec.as_sampled, num_microbatches)
-        sizes = np.bincount(layout.rank_of_example * num_microbatches + micro,
-                            minlength=layout.num_ranks * num_microbatches)
+        slot = layout.rank_of_example * num_microbatches + layout.in_order(num_microbatches)
+        sizes = np.bincount(slot, minlength=layout.num_ranks * num_microbatches)
     if phase != "llm":
         sizes = sums_of(layout.items_per_example[ENCODERS[phase]], sizes)
     costs = run_costs(spec.costs[phase], layout.item_lengths(phase), sizes)
