@@ -35,7 +35,7 @@ OF_PARTS_ALONE = (
     ("balance.group",), ("balance.dispatch", "load"),
     *((f"balance.{phase}.nodewise",) for phase in ENCODERS),  # no media move that it could spare
     ("data.preprocess",), ("data.streaming",), ("data.tokenizer",), ("data.batching",),
-    ("train.sample_every",), ("fsdp.compile",))
+    ("fsdp.compile",))
 
 
 @dataclass(frozen=True)

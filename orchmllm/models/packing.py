@@ -135,9 +135,18 @@ def attention_of_row(
 class _Apart:
     """What stands between a linear attention layer's class and its forward."""
 
-    def forward(self, hidden_states: Tensor, *, seqlens: SequenceLengths, **kwargs: Any) -> Tensor:
-        """hidden_states (1, R, D). Each example begins with an empty state."""
-        if (row := _running.get()) is not None:
+    def forward(self, hidden_states: Tensor, *, seqlens: SequenceLengths | None = None,
+                **kwargs: Any) -> Tensor:
+        """hidden_states (1, R, D). Each example begins with an empty state. Without seqlens, where
+        one example is answered, it is as transformers has it. Raises RuntimeError where a packed
+        row lacks them."""
+        row = _running.get()
+        if seqlens is None:
+            if row is not None:
+                raise RuntimeError(f"{type(self).__name__} was not told the examples of the packed "
+                                   "row: its state would run from one to the next")
+            return super().forward(hidden_states, **kwargs)
+        if row is not None:
             row.num_calls += 1
         kwargs["attention_mask"] = None  # nothing is padded
         return torch.cat([super(_Apart, self).forward(part, **kwargs)
@@ -146,7 +155,7 @@ class _Apart:
 
 def keep_apart(mixer: nn.Module) -> None:
     """Makes a linear attention layer, whose state goes from position to position, compute one
-    example after the other. Its forward then needs `seqlens`."""
+    example after the other, by `seqlens`."""
     family = type(mixer)
     mixer.__class__ = type(family.__name__, (_Apart, family), {})
 
