@@ -34,8 +34,7 @@ TRACKERS = ("tensorboard", "wandb")  # names of packages
 OF_PARTS_ALONE = (
     ("balance.group",), ("balance.dispatch", "load"),
     *((f"balance.{phase}.nodewise",) for phase in ENCODERS),  # no media move that it could spare
-    ("data.preprocess",), ("data.streaming",), ("data.tokenizer",), ("data.batching",),
-    ("fsdp.compile",))
+    ("data.preprocess",), ("data.streaming",), ("data.tokenizer",), ("data.batching",))
 
 
 @dataclass(frozen=True)

@@ -132,4 +132,4 @@ def test_sharded_weights_answer_as_stock_transformers_does(name, ranks, shard_si
         ended = ids[-1] == tokenizer.end_id
         assert line["answer"] == tokenizer.decode([i for i in ids if i != tokenizer.end_id])
         assert line["ended"] == ended and line["expected"] == f"the red row {line['example']}"
-    assert len({line["answer"] for line in lines}) > 2
+    assert len({line["answer"] for line in lines}) > 1
