@@ -9,23 +9,18 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
-from functools import partial
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from orchmllm.comm.exchange import RowGather, gather_texts
 from orchmllm.config.recipe import Recipe
 from orchmllm.data.dataset import ConversationDataset
-from orchmllm.data.loading.step_loader import StepLoader
-from orchmllm.data.loading.whole_examples import WholeFeed
-from orchmllm.data.questions import Questions
-from orchmllm.data.sampler import GlobalSampler
 from orchmllm.models.generate import greedy, prompt_of
-from orchmllm.models.hf import WholeModel
 from orchmllm.models.mllm import MultimodalModel
+from orchmllm.models.spec import spec_of
 from orchmllm.plan.assign import PlanSpec
-from orchmllm.runtime.build import build_orchestrator
 from orchmllm.runtime.metrics import SAMPLES, JsonLines
 
 
@@ -37,18 +32,13 @@ class Samples:
     def __init__(self, recipe: Recipe, dataset: ConversationDataset, rows: Sequence[int],
                  spec: PlanSpec, device: torch.device, group: dist.ProcessGroup | None,
                  log: Callable[[str], None]) -> None:
-        self._dataset, self._spec, self._device, self._log = dataset, spec, device, log
-        self._max_tokens, self._end_id = recipe.train.sample_tokens, dataset.tokenizer.end_id
         self._gather = RowGather(spec.ranks_per_node, recipe.launch.timeout_s)
-        self._asked = list(rows[:recipe.train.num_samples])
-        self._answers = self._of_parts
-        if recipe.model.folder:
-            self._answers, self._questions = self._of_whole, Questions(dataset)
-            self._orchestrator = build_orchestrator(
-                recipe, spec.as_sampled, self._gather.world_size, device, group)
-        self._path, self._file = recipe.run.folder / SAMPLES, None
+        self._answers = spec_of(recipe.model).asked(
+            recipe, dataset, list(rows[:recipe.train.num_samples]), spec, device, group,
+            self._gather)
+        self._log, self._path, self._file = log, recipe.run.folder / SAMPLES, None
 
-    def write(self, model: MultimodalModel | WholeModel, step: int) -> None:
+    def write(self, model: nn.Module, step: int) -> None:
         """Answers with the weights as they are. An example that cannot be read has its reason in
         place of an answer."""
         told = [{"step": step, **line} for line in self._answers(model)]
@@ -63,8 +53,19 @@ class Samples:
                 f"it cannot be asked about: {line['error']}" if "error" in line else
                 f"{line['answer']!r:.200}; the data say {line['expected']!r:.200}"))
 
-    def _of_parts(self, model: MultimodalModel) -> list[dict]:
-        """Of this rank's examples, asked together."""
+
+class AskedParts:
+    """Asks a model of our own parts about this rank's share of the examples `asked`, all of them
+    together. Returns a line for each: example, and expected, answer and ended, or error."""
+
+    def __init__(self, recipe: Recipe, dataset: ConversationDataset, asked: Sequence[int],
+                 spec: PlanSpec, device: torch.device, group: dist.ProcessGroup | None,
+                 gather: RowGather) -> None:
+        self._dataset, self._asked, self._spec, self._device = dataset, asked, spec, device
+        self._gather, self._max_tokens = gather, recipe.train.sample_tokens
+        self._end_id = dataset.tokenizer.end_id
+
+    def __call__(self, model: MultimodalModel) -> list[dict]:
         told, prompts = [], []
         for example in self._asked[self._gather.rank::self._gather.world_size]:
             line = {"example": example}
@@ -81,26 +82,6 @@ class Samples:
             max_tokens=self._max_tokens,
             all_done=lambda done: bool(self._gather([int(done)]).all())))
         return [line if "error" in line else line | self._answered(next(answers)) for line in told]
-
-    def _of_whole(self, model: WholeModel) -> list[dict]:
-        """Of this rank's examples, one after the other: each rank has one at a time, or none."""
-        sampler = GlobalSampler(self._asked, self._gather.world_size, shuffle=False)
-        told: list[dict] = []
-        for step in StepLoader(self._questions, sampler, self._orchestrator,
-                               num_steps=len(sampler), feed=partial(WholeFeed, join=model.join)):
-            [micro] = step.micro
-            ids = model(self._orchestrator.dispatch(micro, 0), {
-                "max_new_tokens": self._max_tokens, "do_sample": False,
-                "eos_token_id": self._end_id, "pad_token_id": self._end_id,
-                "synced_gpus": self._gather.world_size > 1})
-            errors = {failed.example: failed.reason for failed in step.failed}
-            for position, example in zip(micro.rank_plan.examples.tolist(),
-                                         micro.rank_plan.example_ids.tolist(), strict=True):
-                told.append({"example": example, **(
-                    {"error": errors[position]} if position in errors else
-                    {"expected": self._text(self._questions.answer(example)),
-                     **self._answered(ids)})})
-        return told
 
     def _answered(self, ids: list[int]) -> dict:
         return {"answer": self._text(ids), "ended": ids[-1] == self._end_id}

@@ -8,14 +8,17 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 import torch
 import torch.fx.experimental._config
 from torch import Tensor, nn
 
 from orchmllm.config.model import ModelConfig
-from orchmllm.models.hf import WholeModel
 from orchmllm.plan.assign import PHASES
+
+if TYPE_CHECKING:
+    from orchmllm.models.hf import WholeModel
 
 GRAPHS = 64  # of all blocks together: phases, with and without gradients, and a margin
 
