@@ -34,7 +34,7 @@ TRACKERS = ("tensorboard", "wandb")  # names of packages
 OF_PARTS_ALONE = (
     ("balance.group",), ("balance.dispatch", "load"),
     *((f"balance.{phase}.nodewise",) for phase in ENCODERS),  # no media move that it could spare
-    ("data.preprocess",), ("data.streaming",), ("data.tokenizer",), ("data.batching",))
+    ("data.streaming",), ("data.tokenizer",), ("data.batching",))
 
 
 @dataclass(frozen=True)
@@ -219,6 +219,10 @@ class Recipe:
         if not self.model.folder:
             return
         key_ = "model.pretrained" if self.model.pretrained else "model.config"
+        if self.data.preprocess:
+            yield Conflict(("data.preprocess", key_), "servers send what this project's own parts "
+                           "read, and not yet what a processor of transformers makes: leave it "
+                           "out, and set data.num_workers")
         for name, *others in OF_PARTS_ALONE:
             value, default = attrgetter(name)(self), attrgetter(name)(Recipe())
             if value not in (default, *others):

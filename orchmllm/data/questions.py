@@ -2,25 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from dataclasses import replace
 from functools import lru_cache
 from itertools import accumulate
+from typing import Any
 
 import numpy as np
 
 from orchmllm.batch import IGNORE_INDEX, ProcessedExample
+from orchmllm.data.dataset import ConversationDataset
 from orchmllm.data.lengths import MeasuredExample
-from orchmllm.data.media.decode import OnError
-from orchmllm.data.processed import ProcessedRows
 from orchmllm.plan.layout import BatchLayout
 
 
 class Questions:
-    """Examples of `rows`, each of which ends before its first answer: what comes after it, media
-    too, is not there. It has what orchmllm.data.loading.step_loader.SegmentFeed needs."""
+    """Examples of `rows`, those of a processor of transformers, each of which ends before its first
+    answer: what comes after it, media too, is not there. It has what SegmentFeed needs."""
 
-    def __init__(self, rows: ProcessedRows) -> None:
+    def __init__(self, rows: ConversationDataset) -> None:
         self._rows = rows
         self.row = lru_cache(maxsize=1024)(self._row)
 
@@ -44,11 +43,10 @@ class Questions:
         end = int(np.append(row.supervised[first:], False).argmin())
         return row.token_ids[first: first + end].tolist()
 
-    def load(self, i: int, *, text: bool = True, segments: Collection[int] | None = None,
-             on_error: OnError = None) -> ProcessedExample:
-        """See ProcessedRows.load; nothing of it is learnt."""
+    def load(self, i: int, *, text: bool = True, **wanted: Any) -> ProcessedExample:
+        """As the dataset does it; nothing of it is learnt. wanted: see there."""
         row = self.row(i)
-        example = self._rows.load(i, text=text, segments=segments, row=row, on_error=on_error)
+        example = self._rows.load(i, text=text, row=row, **wanted)
         if not text:
             return example
         first = _first(row)

@@ -10,9 +10,9 @@ import torch.distributed as dist
 
 from orchmllm.comm.exchange import RowGather
 from orchmllm.config.recipe import Recipe
+from orchmllm.data.dataset import ConversationDataset
 from orchmllm.data.loading.step_loader import StepLoader
 from orchmllm.data.loading.whole_examples import feed_of
-from orchmllm.data.processed import ProcessedRows
 from orchmllm.data.questions import Questions
 from orchmllm.data.sampler import GlobalSampler
 from orchmllm.models.hf import WholeModel
@@ -25,7 +25,7 @@ class AskedWhole(AskedParts):
     """One example after the other: a rank has one at a time, or none. Returns the lines of
     AskedParts."""
 
-    def __init__(self, recipe: Recipe, dataset: ProcessedRows, asked: Sequence[int],
+    def __init__(self, recipe: Recipe, dataset: ConversationDataset, asked: Sequence[int],
                  spec: PlanSpec, device: torch.device, group: dist.ProcessGroup | None,
                  gather: RowGather) -> None:
         super().__init__(recipe, dataset, asked, spec, device, group, gather)

@@ -15,7 +15,7 @@ from PIL import Image
 
 from orchmllm.config.model import ModelConfig
 from orchmllm.config.recipe import DataConfig, FsdpConfig, Recipe, RunConfig, TrainConfig
-from orchmllm.data.stream import open_dataset
+from orchmllm.runtime.build import build_dataset
 from orchmllm.runtime.metrics import read_rows
 from orchmllm.trainer import Trainer
 from tests.lib import encoder_models
@@ -88,13 +88,12 @@ def answered(world, run: Recipe, name: str) -> int:
 def by_stock(folder: Path, run: Recipe, name: str) -> dict[int, list[int]]:
     """The tokens of each example that can be asked about."""
     FAMILIES[name](transformers)
-    stock, rows = models.stock_of(folder).eval(), open_dataset(run.data, run.model, seed=0)
+    stock, rows = models.stock_of(folder).eval(), build_dataset(run)
     lines = [json.loads(line) for line in (folder / "data.jsonl").read_text().splitlines()]
-    (folder / "alone").mkdir()
     alone = folder / "questions.jsonl"
     alone.write_text("".join(json.dumps({"messages": line["messages"][:2]}) + "\n"
                              for line in lines))
-    asked = open_dataset(replace(run.data, path=str(alone), num_validation=0), run.model, seed=0)
+    asked = build_dataset(replace(run, data=replace(run.data, path=str(alone), num_validation=0)))
     out = {}
     for i in range(1, len(rows)):
         example = asked.load(i)
@@ -123,8 +122,7 @@ def test_sharded_weights_answer_as_stock_transformers_does(name, ranks, shard_si
                  llm_checkpointing="full:1")
     passes = run_ranks(answered, ranks, run, name)
     assert len(set(passes)) == 1
-    wanted, tokenizer = by_stock(tmp_path, run, name), open_dataset(
-        run.data, run.model, seed=0).tokenizer
+    wanted, tokenizer = by_stock(tmp_path, run, name), build_dataset(run).tokenizer
     lines = read_rows(tmp_path / "run" / "samples.jsonl")
     assert [line["example"] for line in lines] == [*range(1, len(MEDIA))] * 2
     for line in lines:
