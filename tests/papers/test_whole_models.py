@@ -41,7 +41,7 @@ def test_profiles_are_those_of_the_model():
         found = phase_lengths(drawn, phase)
         mean = Lengths(*(np.array([x.mean()]) for x in (
             found.rows, found.positions, found.tokens)))
-        flops = whole_work(recipe.model, phase, mean, "none").forward.sum()
+        flops = whole_work(phase, recipe.model, mean, "none").forward.sum()
         count = len(found.positions) / drawn.num_examples
         assert p.forward_flops == pytest.approx(flops * count, rel=1e-12)
         assert twice[phase].forward_flops == pytest.approx(
