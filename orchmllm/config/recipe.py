@@ -31,8 +31,7 @@ __all__ = ["TRAIN_PARTS", "DataConfig", "FsdpConfig", "Recipe", "RecipeError", "
 TRACKERS = ("tensorboard", "wandb")  # names of packages
 # Keys that keep their default with a whole model of transformers, and what else they may be.
 OF_PARTS_ALONE = (
-    ("balance.dispatch", "load"), ("data.preprocess",),
-    ("train.sample_every",), ("fsdp.compile",))
+    ("balance.dispatch", "load"),)
 
 
 @dataclass(frozen=True)
@@ -217,6 +216,10 @@ class Recipe:
         if not self.model.folder:
             return
         key_ = "model.pretrained" if self.model.pretrained else "model.config"
+        if self.data.preprocess:
+            yield Conflict(("data.preprocess", key_), "servers send what this project's own parts "
+                           "read, and not yet what a processor of transformers makes: leave it "
+                           "out, and set data.num_workers")
         for name, *others in OF_PARTS_ALONE:
             value, default = attrgetter(name)(self), attrgetter(name)(Recipe())
             if value not in (default, *others):
