@@ -31,7 +31,9 @@ KEYS = {
     "data.batching": ["data.batching=capped", "data.max_batch_tokens=150",
                       "data.max_batch_images=2"],
     "balance.group": ["balance.group=shard", "fsdp.shard_size={shard}"],
-    "balance.nodewise": ["balance.vision.nodewise=true", "balance.audio.nodewise=true"],
+    **{f"balance.nodewise.{dispatch}": [
+        "balance.vision.nodewise=true", "balance.audio.nodewise=true",
+        f"balance.dispatch={dispatch}"] for dispatch in ("tensors", "load")},
 }
 NAMES = ("qwen2_5_vl", "qwen3_vl", "internvl", "gemma3", "llava_onevision", "qwen2_5_omni")
 SHARDS = {1: 1, 2: 1, 3: 1, 4: 2}  # by the number of ranks
