@@ -105,7 +105,7 @@ class Trainer:
         self.profiler = StepProfiler(recipe, world.rank, self._log, self.memory.exhausted)
         self.incidents = Incidents(recipe, writes=world.rank == 0, log=self._log)
         self.samples = Samples(recipe, self.dataset, self.validation_rows, spec, self.device,
-                               self._log) if train.sample_every else None
+                               group, self._log) if train.sample_every else None
 
     def loader(self) -> StepLoader:
         """The recipe's training steps that are still to come."""

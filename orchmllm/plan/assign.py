@@ -241,7 +241,10 @@ def _assign(
         rank, item, num_bytes = example_pieces(layout, encode, spec.feature_bytes)
     else:
         rank, item = home, np.arange(len(home))
-        num_bytes = layout.rows[layout.segments[ENCODERS[phase]]] * spec.row_bytes[phase]
+        segments = layout.segments[ENCODERS[phase]]
+        # With `load` features alone move, to the home, and their gradients back.
+        num_bytes = (segment_bytes(layout, spec.feature_bytes) if spec.balance.dispatch == "load"
+                     else layout.rows * spec.row_bytes[phase])[segments]
     solver = spec.balance.nodewise_solver
     return solve(
         rank, rank_of[item], num_bytes, num_ranks=layout.num_ranks,

@@ -50,10 +50,14 @@ def build_plan(
     layout: BatchLayout, encode: Mapping[str, np.ndarray], llm: np.ndarray, spec: PlanSpec
 ) -> StepPlan:
     """The plan for given ranks: encode[m] (s_m,) per segment, llm (n,) per example; with spec.fills
-    a rank without an example is given one."""
-    if spec.fills:
+    a rank without an example is given one of its group."""
+    size = spec.group_size or layout.num_ranks
+    for first in range(0, layout.num_ranks, size) if spec.fills else ():
         # The slowest rank takes no longer: what moves is alone there, and was not before.
-        llm = at_least(llm, layout.tokens_per_example, layout.num_ranks, 1)
+        inside, num_ranks = llm // size == first // size, min(size, layout.num_ranks - first)
+        llm = llm.copy()
+        llm[inside] = first + at_least(
+            llm[inside] - first, layout.tokens_per_example[inside], num_ranks, 1)
     llm_move = Rearrangement.from_rank_of(llm, layout.examples_per_rank)
     encode_moves, feature_moves = {}, {}
     for phase, modality in spec.encoders.items():

@@ -120,6 +120,10 @@ class MemoryModel:
         """Of the blocks of a phase."""
         return activations.stack(self._blocks(phase), counts)
 
+    def kept(self, phase: str, choice: str) -> float:
+        """Bytes per position that all blocks of a phase keep."""
+        return float(self.stack(phase, self.counts(phase, choice)).kept)
+
     def peaks(self, loads: Loads, choice: Choice) -> dict[str, np.ndarray]:
         """moment -> (d,) bytes."""
         return self.moments(loads, {p: self.stack(p, self.counts(p, choice[p])) for p in PHASES})

@@ -206,7 +206,7 @@ MUTATIONS = [Mutation(*row) for row in (
      "tests/models/test_packed_models.py",
      "Images of a later example are masked like the text of the first one."),
     ("a forward without our masks passes", "orchmllm/models/packing.py",
-     "if row.num_calls != num_layers:", "if False:", "tests/models/test_packed_models.py",
+     "if num_calls != num_layers:", "if False:", "tests/models/test_packed_models.py",
      "Another attention is chosen, and examples of a row see each other."),
     ("positions go on across examples", "orchmllm/models/hf.py",
      '"position_ids": torch.cat([self._positions(e) for e in examples], -1),',

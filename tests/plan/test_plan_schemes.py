@@ -80,6 +80,29 @@ def test_nothing_leaves_its_group(dispatch: str, size: int, per_node: int) -> No
     assert whole.digest != plan_step(LAYOUT, inside).digest
 
 
+def test_a_rank_without_an_example_is_given_one_of_its_group() -> None:
+    """The shortest ones are in the other group."""
+    texts = batch_layout(range(8), [1, 2, 3, 4, 50, 60, 70, 80], [2] * 4)
+    llm = np.array([0, 0, 0, 0, 2, 2, 2, 2])
+    nothing = {m: np.zeros(0, np.int64) for m in ENCODERS}
+    for size, filled in ((2, [1, 0, 0, 0, 3, 2, 2, 2]), (0, [1, 3, 0, 0, 2, 2, 2, 2])):
+        plan = build_plan(texts, nothing, llm, replace(spec(), fills=True, group_size=size))
+        assert plan.llm.target_rank[np.argsort(plan.llm.order)].tolist() == filled
+
+
+def test_nodewise_spares_features_where_media_are_read() -> None:
+    """With `load` nothing else moves between ranks."""
+    sent = []
+    for nodewise in (True, False):
+        phases = every_phase("greedy") | {
+            m: PhasePolicy("greedy", nodewise=nodewise) for m in ENCODERS}
+        planned = replace(spec(dispatch="load", **phases), row_bytes=dict.fromkeys(ENCODERS, 0))
+        plan = plan_step(LAYOUT, planned)
+        sent.append([plan.stats[m]["internode_bytes"] for m in ENCODERS])
+        assert all(excess(plan, phase) < 1.02 for phase in PHASES)
+    assert (np.array(sent[0]) < 0.9 * np.array(sent[1])).all()
+
+
 def test_min_gain_leaves_a_step_as_sampled() -> None:
     gain = plan_step(LAYOUT, spec(**every_phase("least_move"))).predicted_gain
     for least, rearranges in ((gain - 1e-6, True), (gain + 1e-6, False)):
