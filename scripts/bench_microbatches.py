@@ -7,7 +7,7 @@ Columns, means over the seeds: the sum over microbatches and phases of the slowe
 cost, over that of the mean rank (worst seed in brackets): as it was sampled; of microbatches that
 are alike; as orchmllm plans it; and so with max_rank_tokens = the most LLM positions that a rank
 has in microbatches that are alike. positions: the most LLM positions of a rank, over those with
-microbatches that are alike. ms: CPU time of dividing the step. A case that ends in -32k has a fifth
+microbatches that are alike. ms: CPU time of planning the step. A case that ends in -32k has a fifth
 of its texts lognormal (median 1,800, sigma 1.2) up to 32,000 tokens. --no-plans: the time alone,
 for steps that take long to plan.
 
