@@ -244,13 +244,17 @@ def _found(
 def _slots(cost: np.ndarray, sizes: np.ndarray, caps: np.ndarray, num_slots: int
            ) -> np.ndarray | None:
     """(n,) slot of each example, those of the largest cost first; None where no packing is found.
-    The most expensive examples are packed first, and where that fails those that are the largest
-    for their cap. cost: (n,), sizes: (n, c), caps: (c,)."""
+    The most expensive examples are packed first; where that fails those that are the largest for
+    their cap; and where that fails these into the first slot that has room. cost: (n,), sizes:
+    (n, c), caps: (c,)."""
     share = np.zeros(len(cost)) if not len(caps) else (sizes / caps).max(axis=1)
-    for first in (cost, (2**30 * share).astype(np.int64)):
-        slot = core().fill_slots(first, sizes.ravel(), caps, num_slots)
-        if slot is not None:
+    largest, as_given = np.argsort(-share, kind="stable"), np.arange(len(cost))
+    for order, first in ((as_given, cost), (as_given, (2**30 * share).astype(np.int64)),
+                         (largest, np.zeros_like(cost))):
+        packed = core().fill_slots(first, sizes[order].ravel(), caps, num_slots)
+        if packed is not None:
             held, place = np.zeros((2, num_slots), np.int64)
+            slot = at_least(packed[np.argsort(order)], cost, num_slots, 1)
             np.add.at(held, slot, cost)
             place[np.argsort(-held, kind="stable")] = np.arange(num_slots)
             return place[slot]
