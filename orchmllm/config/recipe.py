@@ -23,7 +23,6 @@ from orchmllm.config.schema import MAX_INT, Conflict, did_you_mean, key, section
 from orchmllm.config.train import TRAIN_PARTS, TrainConfig
 from orchmllm.plan.assign import PHASES
 from orchmllm.plan.balance import POLICIES
-from orchmllm.plan.layout import ENCODERS
 
 __all__ = ["TRAIN_PARTS", "DataConfig", "FsdpConfig", "Recipe", "RecipeError", "RemoteConfig",
            "RemoteRoot", "SourceConfig", "TrainConfig", "explain", "load_recipe", "read_recipe",
@@ -31,10 +30,7 @@ __all__ = ["TRAIN_PARTS", "DataConfig", "FsdpConfig", "Recipe", "RecipeError", "
 
 TRACKERS = ("tensorboard", "wandb")  # names of packages
 # Keys that keep their default with a whole model of transformers, and what else they may be.
-OF_PARTS_ALONE = (
-    ("balance.group",), ("balance.dispatch", "load"),
-    *((f"balance.{phase}.nodewise",) for phase in ENCODERS),  # no media move that it could spare
-    ("data.streaming",), ("data.tokenizer",), ("data.batching",))
+OF_PARTS_ALONE = (("balance.dispatch", "load"),)
 
 
 @dataclass(frozen=True)
@@ -173,7 +169,7 @@ class Recipe:
         if self.profile.window and self.profile.window[0] >= self.train.num_steps:
             yield Conflict(("profile.steps", "train.num_steps"), "begins after the last step of "
                            f"the run ({self.train.num_steps - 1})")
-        longest = (self.balance.num_programs * self.train.accumulation_steps
+        longest = (self.balance.num_programs * self.train.least_microbatches
                    * self.balance.nodewise_limit_s)
         if longest >= self.launch.stall_timeout_s:
             yield Conflict(

@@ -93,9 +93,8 @@ class Answer:
             if parameter.kind == parameter.VAR_KEYWORD:
                 given |= given.pop(name, {})
         for name, value in given.items():
-            if value is None or any(
-                    _is(value, v) if isinstance(value, Tensor) and isinstance(v, Tensor)
-                    else value is v for v in of_layout):
+            if any(_is(value, v) if isinstance(value, Tensor) and isinstance(v, Tensor)
+                   else value is v for v in of_layout):
                 continue
             parameter = signature.parameters.get(name)
             default = parameter.default if parameter is not None else None

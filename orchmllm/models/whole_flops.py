@@ -216,4 +216,5 @@ def plan_whole(job: Job) -> PlanSpec:
         row_bytes=dict.fromkeys(ENCODERS, 0),  # media are read where they are encoded
         feature_bytes=feature_width(model.folder) * DTYPE_BYTES[recipe.fsdp.forward_dtype],
         ranks_per_node=job.ranks_per_node, fills=True,
-        balance=replace(recipe.balance, dispatch="load"))
+        balance=replace(recipe.balance, dispatch="load"),
+        group_size=job.shard_size if recipe.balance.group == "shard" else 0)
