@@ -30,7 +30,8 @@ __all__ = ["TRAIN_PARTS", "DataConfig", "FsdpConfig", "Recipe", "RecipeError", "
 
 TRACKERS = ("tensorboard", "wandb")  # names of packages
 # Keys that keep their default with a whole model of transformers, and what else they may be.
-OF_PARTS_ALONE = (("balance.dispatch", "load"),)
+OF_PARTS_ALONE = (
+    ("balance.dispatch", "load"),)
 
 
 @dataclass(frozen=True)
