@@ -92,8 +92,9 @@ class BalanceConfig(BalancePolicy):
             yield Conflict(("measure_every",), "no step would be balanced: set it to 2 or more, or "
                            "set balance.enabled to false")
         if self.dispatch == "load" and self.llm.nodewise:
-            yield Conflict(("llm.nodewise", "dispatch"), "every rank reads the texts that it takes, so "
-                           "nothing moves that it could spare: set it to false")
+            yield Conflict(
+                ("llm.nodewise", "dispatch"), "every rank reads the texts that it takes, so "
+                "nothing moves that it could spare: set it to false")
         if self.nodewise_solver == "search":
             return
         if not self.num_programs:
