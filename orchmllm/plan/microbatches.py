@@ -13,8 +13,8 @@ Divisions of a step into microbatches that are tried:
 Those whose bound is below the shortest plan so far are planned; the shortest plan is the result.
 
 Caps of a rank and microbatch, in positions of a phase: max_rank_tokens is hard. `PlanSpec.room`,
-what the memory of a rank was predicted to hold, is kept where a plan is found; one item that is
-longer raises it. Without either, divisions that are not alike are planned with a cap of the LLM's
+what the memory of a rank was predicted to hold, is kept where a plan is found; one example that
+has more raises it. Without either, divisions that are not alike are planned with a cap of the LLM's
 positions: the longest example, or USUAL times an even share, which is what a rank of microbatches
 that are alike holds.
 
@@ -69,8 +69,8 @@ def plan_microbatches(
                 return [_planned(layout, division, k, planner) for k in range(count)]
             except CapError as e:
                 error = e
-    assert error is not None
-    raise error
+    raise error or CapError("no division of the step keeps below the caps of a rank: " + ", ".join(
+        f"{phase} {cap}" for phase, cap in with_caps(layout, spec).hard_caps.items()))
 
 
 def assert_invariants(layout: BatchLayout, plans: Plans, spec: PlanSpec) -> None:
@@ -135,7 +135,7 @@ def with_caps(layout: BatchLayout, spec: PlanSpec, num_microbatches: int = 1) ->
             continue
         lengths = layout.item_lengths(phase)
         cap = cap or int(USUAL * lengths.sum() / (layout.num_ranks * num_microbatches))
-        cap = max(cap, int(lengths.max(initial=0)), 1)
+        cap = max(cap, int(_positions(layout, phase).max(initial=0)), 1)
         balance = replace(balance, **{phase: replace(policy, max_rank_tokens=cap)})
     return spec if balance is spec.balance else replace(spec, balance=balance)
 

@@ -17,7 +17,8 @@ from orchmllm.plan.assign import PHASES, PhasePolicy, PlanSpec, example_costs
 from orchmllm.plan.balance import assign_microbatches as alike
 from orchmllm.plan.balance import core
 from orchmllm.plan.cost import CostModel
-from orchmllm.plan.layout import BatchLayout
+from orchmllm.plan.geometry import SegmentLengths
+from orchmllm.plan.layout import VISION, BatchLayout
 from orchmllm.plan.microbatches import (
     MOST_PLANNED,
     assert_invariants,
@@ -218,6 +219,12 @@ def test_auto_follows_the_step(enabled: bool) -> None:
     off = replace(BALANCED, balance=replace(BALANCED.balance, enabled=enabled))
     for spec_ in (capped(430, off), replace(off, room={"llm": 430})):
         assert [len(plan_microbatches(layout, spec_, 0)) for layout in texts] == [1, 3]
+    parts = [(VISION, SegmentLengths(n, n, 1, (1, 1, n))) for n in (300, 300)]
+    images = BatchLayout.concat([BatchLayout.from_segments(i, 1, parts) for i in range(3)], [3])
+    assert len(plan_microbatches(images, replace(off, room={"vision": 430}), 0)) == 3
+    if enabled:
+        with pytest.raises(ValueError, match="keeps below the caps of a rank: vision 430, llm 430"):
+            plan_microbatches(images, capped(430, off, vision=430), 0)
     long = batch_layout(range(2), [100, 700], [1, 1])
     assert len(plan_microbatches(long, replace(off, room={"llm": 430}), 0)) == 1
     with pytest.raises(ValueError, match="max_rank_tokens = 430 is below the 700"):

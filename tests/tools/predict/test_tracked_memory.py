@@ -155,10 +155,10 @@ def test_microbatches_that_memory_asks_for_fit_it(name):
     step = of_mix(recipe).draw(ranks, recipe.train.batch_size, 0)
     loads = loads_of(plan_step(step, spec), pad)
     budget = MISSED * memory.peak(scaled(loads, 0.4), choice)
-    counted, room = with_count(recipe, [step], spec, memory, budget)
+    counted, spec, _ = with_count(recipe, [step], spec, memory, budget)
     count = counted.train.accumulation_steps
     assert 1 < count < 8
-    plans = [plan for _, plan in plan_microbatches(step, replace(spec, room=room), count)]
+    plans = [plan for _, plan in plan_microbatches(step, spec, count)]
     peaks = [memory.peaks(loads_of(plan, pad), choice) for plan in plans]
     assert max(float(np.max(v)) for peak in peaks for v in peak.values()) <= budget
     moves = memory.state_bytes()["optimizer"]
