@@ -95,8 +95,9 @@ class Trainer:
         for source in sources:
             self._log(source.describe())
         self.model = build(recipe, self.device, self.memory.choice, sources, on_cpu,
-                           spec.ranks_per_node, group, self._log)
-        self._feed = partial(WholeFeed, join=self.model.join) if spec.fills else SegmentFeed
+                           spec.ranks_per_node, group, self._log,
+                           self.dataset.arithmetic() if spec.fills else ())
+        self._feed = partial(WholeFeed, model=self.model) if spec.fills else SegmentFeed
         self.timer = StepTimer(self.model.clock, self.device)
         train, self.parts = recipe.train, learning_parts(self.model)
         self.optimizer = make_optimizer(self.model, train)

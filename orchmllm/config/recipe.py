@@ -32,7 +32,7 @@ __all__ = ["TRAIN_PARTS", "DataConfig", "FsdpConfig", "Recipe", "RecipeError", "
 TRACKERS = ("tensorboard", "wandb")  # names of packages
 # Keys that keep their default with a whole model of transformers, and what else they may be.
 OF_PARTS_ALONE = (
-    ("balance.group",), ("balance.dispatch", "load"),
+    ("balance.group",),
     *((f"balance.{phase}.nodewise",) for phase in ENCODERS),  # no media move that it could spare
     ("data.preprocess",), ("data.streaming",), ("data.tokenizer",), ("data.batching",),
     ("train.sample_every",), ("fsdp.compile",))
