@@ -18,7 +18,7 @@ from orchmllm.config.recipe import Recipe
 from orchmllm.data.dataset import ConversationDataset
 from orchmllm.data.loading.preprocess_handshake import servers_of
 from orchmllm.data.loading.step_loader import SegmentFeed, StepLoader
-from orchmllm.data.loading.whole_examples import WholeFeed
+from orchmllm.data.loading.whole_examples import feed_of
 from orchmllm.data.sampler import GlobalSampler, make_sampler
 from orchmllm.hf.sources import find_sources
 from orchmllm.launch import World, device_of, gpu_of
@@ -95,9 +95,9 @@ class Trainer:
         for source in sources:
             self._log(source.describe())
         self.model = build(recipe, self.device, self.memory.choice, sources, on_cpu,
-                           spec.ranks_per_node, group, self._log,
-                           self.dataset.arithmetic() if spec.fills else ())
-        self._feed = partial(WholeFeed, model=self.model) if spec.fills else SegmentFeed
+                           spec.ranks_per_node, group, self._log)
+        self._feed = feed_of(self.model, self.dataset, on_cpu, self._log) if spec.fills else (
+            SegmentFeed)
         self.timer = StepTimer(self.model.clock, self.device)
         train, self.parts = recipe.train, learning_parts(self.model)
         self.optimizer = make_optimizer(self.model, train)

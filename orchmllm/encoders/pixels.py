@@ -64,8 +64,8 @@ def proven(
 ) -> Pixels:
     """Pixels with which every sample is bit-equal to what the processor makes; the samples have
     every entry of `table` (3, 256). samples: (tensors of a medium with bytes, those that the
-    processor makes); after the first four they are taken until all entries were seen. describe: what the encoder takes of such tensors. Raises ValueError saying
-    why there are none."""
+    processor makes); after the first four they are taken until all entries were seen. describe:
+    what the encoder takes of such tensors. Raises ValueError saying why there are none."""
     found: list[Pixels] | None = None
     seen = torch.zeros(CHANNELS * _VALUES, dtype=torch.bool)
     for number, sample in enumerate(samples):

@@ -217,7 +217,7 @@ class PlannedEncoders:
 
         for (name, there, _), run in groupby(range(len(names)), kind):
             value = torch.cat([column[at] for at in run])
-            if there == torch.uint8 and name in self.pixels:
+            if there == torch.uint8 and name in self.pixels:  # else the processor makes bytes
                 value = self.pixels[name].restored(value, dtype)
             yield value.to(dtype) if value.is_floating_point() else value
 

@@ -3,7 +3,7 @@ transformers."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -13,8 +13,6 @@ import torch.distributed as dist
 from orchmllm.comm.agree import RemoteError, describe, raise_first
 from orchmllm.comm.exchange import RowGather, gather_texts
 from orchmllm.config.recipe import Recipe
-from orchmllm.data.media.raw import Arithmetic
-from orchmllm.encoders.pixels import Pixels
 from orchmllm.encoders.planned import PlannedEncoders
 from orchmllm.hf.sources import WeightSource
 from orchmllm.models.hf import WholeModel
@@ -28,11 +26,9 @@ def build(
     recipe: Recipe, device: torch.device, checkpointing: Mapping[str, str],
     sources: Sequence[WeightSource], gather: RowGather, ranks_per_node: int,
     group: dist.ProcessGroup | None, log: Callable[[str], None],
-    arithmetic: Iterable[Arithmetic] = (),
 ) -> MultimodalModel | WholeModel:
     """The model. Collective; gather: of all ranks. group: for what moves in a forward (default: the
-    default group). arithmetic: of the images of a model of transformers, which travel as bytes
-    where it is exact. The rest as in orchmllm.sharding.fsdp.build_model."""
+    default group). The rest as in orchmllm.sharding.fsdp.build_model."""
     if not recipe.model.folder:
         return build_model(recipe.model, recipe.fsdp, device, recipe.run.seed, checkpointing,
                            sources, ranks_per_node=ranks_per_node, group=group)
@@ -49,26 +45,7 @@ def build(
     if recipe.model.lora.rank:
         log(describe_learning(model))
     model.encoders = PlannedEncoders(model.hf, group)
-    model.encoders.pixels = _proven(model.encoders, arithmetic, gather, log)
     return model
-
-
-def _proven(encoders: PlannedEncoders, arithmetic: Iterable[Arithmetic], gather: RowGather,
-            log: Callable[[str], None]) -> dict[str, Pixels]:
-    """By argument, what is given as bytes on all ranks. Says of the others why they are not."""
-    found = {}
-    for one in arithmetic:
-        why, pixels = "", None
-        try:
-            pixels = encoders.prove(one.table, one.copies, one.samples)
-        except ValueError as error:
-            why = str(error)
-        if gather(np.array([pixels is not None], np.int64)).all():
-            found[one.name] = pixels
-        else:
-            log(f"{one.name} travel as float32, which is four times the bytes: "
-                f"{why or 'another rank cannot make them of bytes'}")
-    return found
 
 
 def agreed(gather: RowGather, error: Exception | None) -> None:

@@ -11,7 +11,7 @@ hold them, joined to one packed row and the media that its encoders take. By dis
 from __future__ import annotations
 
 import pickle
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache, partial
 from typing import Any
@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from orchmllm.batch import UNCOUNTED, FailedSegment, Microbatch, ProcessedExample, Step
+from orchmllm.comm.exchange import RowGather
 from orchmllm.comm.exchange_bytes import Postponed, exchange_bytes
 from orchmllm.comm.pieces import Media, Piece
 from orchmllm.data.lengths import MeasuredExample
@@ -122,3 +123,20 @@ class WholeFeed(SegmentFeed):
                                    partial(self._blank, phase))
         return Media.here([self._model.encoders.described(phase, tensors) for tensors in media]
                           or [self._blank(phase)])
+
+
+def feed_of(model: Any, dataset: Any, gather: RowGather, log: Callable[[str], None]
+            ) -> Callable[..., WholeFeed]:
+    """The feed of a model, in which images are bytes until they are encoded where that is exact on
+    all ranks; says of what it is not. Collective; gather: of all ranks."""
+    for name, table, copies, samples in dataset.arithmetic():
+        why, pixels = "another rank cannot make them of bytes", None
+        try:
+            pixels = model.encoders.prove(table, copies, samples)
+        except ValueError as error:
+            why = str(error)
+        if gather(np.array([pixels is not None], np.int64)).all():
+            model.encoders.pixels[name] = pixels
+        else:
+            log(f"{name} travel as float32, which is four times the bytes: {why}")
+    return partial(WholeFeed, model=model)
