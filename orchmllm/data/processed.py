@@ -23,10 +23,11 @@ from torch import Tensor
 from orchmllm.batch import IGNORE_INDEX, ProcessedExample
 from orchmllm.config.recipe import DataConfig
 from orchmllm.data.dataset import ConversationDataset
-from orchmllm.data.formats.conversation import Conversation, media_of
+from orchmllm.data.formats.conversation import Conversation
 from orchmllm.data.formats.open import sources_of
+from orchmllm.data.leaving import row_of_medium
 from orchmllm.data.lengths import LengthReader, MeasuredExample
-from orchmllm.data.media.decode import OnError, decode_samples, fail, stored_bytes, upright_image
+from orchmllm.data.media.decode import OnError, decode_samples, fail, upright_image
 from orchmllm.data.media.headers import audio_header, image_header
 from orchmllm.data.media.kinds import VIDEO
 from orchmllm.data.media.medium import MediaError, Medium, RowError, Sampled
@@ -157,8 +158,8 @@ class ProcessedRows(ConversationDataset):
             example = self._filler(row, here, raw)
         if here is not None:
             example = _parted(example, here, raw)
-            example.parts.update({s: self._leaving(row._replace(problem=problem), s, on_error)
-                                  for s in encoded})
+            example.parts.update({s: row_of_medium(
+                row._replace(problem=problem), s, self.processor, on_error) for s in encoded})
         return example if text else replace(example, input_ids=None, labels=None)
 
     def arithmetic(self) -> Iterator[Arithmetic]:
@@ -170,30 +171,6 @@ class ProcessedRows(ConversationDataset):
         where others do."""
         size = Size(224, 224) if modality == VISION else Size(0, self.processor.audio.sample_rate)
         return self.processor.parts([blank(size)])[0]
-
-    def _leaving(self, row: MeasuredExample, segment: int, on_error: OnError) -> MeasuredExample:
-        """With what is stored of this medium, and nothing of the others. What cannot be read is
-        told of here, and is blank there."""
-        if row.problem is not None:
-            return row._replace(media=[], turns=())
-        items = [*chain.from_iterable(items_of(row.turns, self.processor.videos))]
-        at = int((row.layout.modality[:segment] != TEXT).sum())
-        media, first = media_of(row.turns), sum(map(len, items[:at]))
-        mine = media[first: first + len(items[at])]
-        data: list[bytes | None] = [None] * len(media)
-        try:
-            shown = pictures(mine, self.processor)
-            data[first: first + len(mine)] = [
-                stored_bytes(medium, shown.get(medium)).numpy().tobytes() for medium in mine]
-        except MediaError as error:
-            error.modality = mine[0].modality
-            fail(segment, error, on_error)
-            return row._replace(media=[], turns=(), problem=error)
-        alone = iter([medium._replace(path="", offset=0, size=-1, data=d, frame=None, part=None)
-                      for medium, d in zip(media, data, strict=True)])
-        return row._replace(media=[], turns=tuple(turn._replace(parts=tuple(
-            part if isinstance(part, str) else next(alone) for part in turn.parts))
-            for turn in row.turns))
 
     def _row(self, i: int, text: bool = True) -> MeasuredExample:
         row = super()._row(i, text=False)

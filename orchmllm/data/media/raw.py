@@ -53,6 +53,26 @@ def with_bytes(tensors: Mapping[str, Tensor], names: Mapping[str, int]) -> dict[
             for name, value in tensors.items()}
 
 
+def of_images(processor: Any, options: Mapping[str, Any], name: str,
+              parts: Callable[..., list[dict[str, Tensor]]]) -> Arithmetic:
+    """processor: for images; options: of its call. name: of the argument that holds them. parts: of
+    (images of an example, **options), the tensors of each."""
+    scale, rescales, mean, std, normalises = (options.get(key, getattr(processor, key)) for key in (
+        "rescale_factor", "do_rescale", "image_mean", "image_std", "do_normalize"))
+    copies = getattr(processor, "temporal_patch_size", 1)
+
+    def made(image: np.ndarray) -> np.ndarray:
+        image = processor.rescale(image, scale) if rescales else image
+        return processor.normalize(image, mean, std) if normalises else image
+
+    def samples() -> Iterator[tuple[dict[str, Tensor], dict[str, Tensor]]]:
+        for images in sample_images():
+            for bare, full in zip(parts(images, **AS_BYTES), parts(images), strict=True):
+                yield with_bytes(bare, {name: copies}), full
+
+    return Arithmetic(name, table_of(made), copies, samples())
+
+
 def sample_images() -> Iterator[list[Image.Image]]:
     """Images of several examples: four that differ (noise of several sizes, black), and then every
     byte in every channel on areas that stay after resizing."""

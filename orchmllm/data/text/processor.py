@@ -22,7 +22,7 @@ from orchmllm.data.formats.conversation import Turn, media_of
 from orchmllm.data.formats.scanned import digest
 from orchmllm.data.media.kinds import VIDEO
 from orchmllm.data.media.medium import Medium, RowError
-from orchmllm.data.media.raw import AS_BYTES, Arithmetic, sample_images, table_of, with_bytes
+from orchmllm.data.media.raw import Arithmetic, of_images
 from orchmllm.data.media.shapes import (
     Content,
     Shapes,
@@ -193,31 +193,10 @@ class Processor:
         return KINDS[kind_of(media[0])].parts(
             out, np.array([grids[0] for grids in expanded.grids]))
 
-    @property
-    def copies(self) -> int:
-        """How often a row of an image's values has its frame."""
-        return getattr(self._processor.image_processor, "temporal_patch_size", 1)
-
     def arithmetic(self) -> Iterator[Arithmetic]:
         """Of the pixels of images, and of those of videos."""
-        one = getattr(self._processor, "image_processor", None)
-        if one is None:
-            return
-        scale, rescales, mean, std, normalises = (self.options.get(name, getattr(one, name)) for (
-            name) in ("rescale_factor", "do_rescale", "image_mean", "image_std", "do_normalize"))
-
-        def made(image: np.ndarray) -> np.ndarray:
-            image = one.rescale(image, scale) if rescales else image
-            return one.normalize(image, mean, std) if normalises else image
-
-        def samples() -> Iterator[tuple[dict[str, Tensor], dict[str, Tensor]]]:
-            for images in sample_images():
-                bare, full = self.parts(images, **AS_BYTES), self.parts(images)
-                yield from zip([with_bytes(tensors, {content: self.copies}) for tensors in bare],
-                               full, strict=True)
-
-        content = KINDS[VISION].content
-        yield Arithmetic(content, table_of(made), self.copies, samples())
+        if images := getattr(self._processor, "image_processor", None):
+            yield of_images(images, self.options, KINDS[VISION].content, self.parts)
         if self.videos is not None and self.videos.processor is not None:
             yield self.videos.arithmetic()
 
