@@ -17,13 +17,12 @@ from orchmllm.config.job import resolve
 from orchmllm.config.recipe import Recipe
 from orchmllm.data.dataset import ConversationDataset
 from orchmllm.data.loading.preprocess_handshake import servers_of
-from orchmllm.data.loading.step_loader import SegmentFeed, StepLoader
-from orchmllm.data.loading.whole_examples import feed_of
+from orchmllm.data.loading.step_loader import StepLoader
 from orchmllm.data.sampler import GlobalSampler, make_sampler
 from orchmllm.hf.sources import find_sources
 from orchmllm.launch import World, device_of, gpu_of
-from orchmllm.models.attention import describe_attention
 from orchmllm.models.flops import mfu, peak_flops, plan_spec, step_flops
+from orchmllm.models.spec import spec_of
 from orchmllm.runtime.build import build_dataset, build_orchestrator
 from orchmllm.runtime.display import RunDisplay
 from orchmllm.runtime.health import HangWatchdog
@@ -36,7 +35,6 @@ from orchmllm.runtime.run_checkpoints import RunCheckpoints
 from orchmllm.runtime.run_state import Incidents, MediaCount, Progress
 from orchmllm.runtime.samples import Samples
 from orchmllm.runtime.stop import FOLDER_TAKEN, Stopped, StopSignal
-from orchmllm.sharding.build import build
 from orchmllm.sharding.fsdp import compute_dtype, evaluating, state_tensors
 from orchmllm.sharding.longest import LongExamples
 from orchmllm.sharding.optimizer import (
@@ -90,14 +88,14 @@ class Trainer:
             self.checkpointer.kept_batch, gather=self._gather, known=self.checkpointer.memory,
             log=self._log)
         self.orchestrator.refuses = self.memory.refuses
-        self.attention = describe_attention(recipe.model, self.device.type, compute_dtype(
+        kind = spec_of(recipe.model)
+        self.attention = kind.attention(recipe.model, self.device.type, compute_dtype(
             recipe.fsdp))  # chosen before the first step; a kernel that fails is found here
         for source in sources:
             self._log(source.describe())
-        self.model = build(recipe, self.device, self.memory.choice, sources, on_cpu,
-                           spec.ranks_per_node, group, self._log)
-        self._feed = feed_of(self.model, self.dataset, on_cpu, self._log) if spec.fills else (
-            SegmentFeed)
+        self.model = kind.build(recipe, self.device, self.memory.choice, sources, on_cpu,
+                                spec.ranks_per_node, group, self._log)
+        self._feed = kind.feed(self.model, self.dataset, on_cpu, self._log)
         self.timer = StepTimer(self.model.clock, self.device)
         train, self.parts = recipe.train, learning_parts(self.model)
         self.optimizer = make_optimizer(self.model, train)

@@ -234,12 +234,8 @@ class StreamDataset(ConversationDataset):
 
 
 def open_dataset(data: DataConfig, model: ModelConfig, *, seed: int) -> ConversationDataset:
-    """The dataset of a recipe's data section for its model: map-style or, with data.streaming, a
-    stream whose order `seed` decides. Raises ValueError."""
-    if model.folder:
-        from orchmllm.data.processed import ProcessedRows  # with transformers
-
-        return ProcessedRows(model.folder, data)
+    """The dataset of a recipe's data section for a model of this project's own parts:
+    map-style or, with data.streaming, a stream whose order `seed` decides. Raises ValueError."""
     configs = sources_of(data)
     keys = dict(tokenizer=open_tokenizer(data), vision=model.vision.geometry,
                 audio=model.audio.geometry, max_example_tokens=data.max_example_tokens,

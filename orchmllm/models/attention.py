@@ -82,10 +82,6 @@ def attention_backend(device_type: str, dtype: torch.dtype, head_dim: int) -> At
 
 def describe_attention(model: ModelConfig, device_type: str, dtype: torch.dtype) -> str:
     """One line for the log: what computes attention in which phases, and why."""
-    if model.folder:
-        from orchmllm.models import hf  # which packs with what is here
-
-        return hf.describe_attention(model.folder, device_type, dtype)
     phases: dict[str, list[str]] = {}
     for phase in PHASES:
         config = getattr(model, phase)

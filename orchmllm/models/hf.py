@@ -27,6 +27,7 @@ from orchmllm.batch import (
     SequenceLengths,
     joined,
 )
+from orchmllm.config.model import ModelConfig
 from orchmllm.models import packing
 from orchmllm.models.attention import attention_backend
 from orchmllm.models.families import model_class, part_of, read_config
@@ -183,9 +184,9 @@ def meta_model(folder: str) -> WholeModel:
         return WholeModel(model_class(config)._from_config(config), torch.float32)
 
 
-def describe_attention(folder: str, device_type: str, dtype: torch.dtype) -> str:
+def describe_attention(model: ModelConfig, device_type: str, dtype: torch.dtype) -> str:
     """One line for the log: what computes attention, and why."""
-    text = meta_model(folder).hf.config.get_text_config(decoder=True)
+    text = meta_model(model.folder).hf.config.get_text_config(decoder=True)
     size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     return ("attention: llm, where it is causal: "
             f"{attention_backend(device_type, dtype, size).description}, with windows or images: "

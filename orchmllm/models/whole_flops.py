@@ -169,7 +169,7 @@ def feature_width(folder: str) -> int:
     return config.get_text_config(decoder=True).hidden_size * (1 + len(deep))
 
 
-def whole_work(model: ModelConfig, phase: str, lengths: Lengths, checkpointing: str) -> Work:
+def whole_work(phase: str, model: ModelConfig, lengths: Lengths, checkpointing: str) -> Work:
     """See orchmllm.models.flops.phase_work."""
     flops = part_flops(model.folder).get(phase, PartFlops(0, 0, 0))
     learns, causal = model.learns(phase), phase == "llm"

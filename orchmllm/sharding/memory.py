@@ -23,6 +23,7 @@ from orchmllm.config.model import ModelConfig
 from orchmllm.config.recipe import CheckpointConfig, FsdpConfig
 from orchmllm.config.train import OPTIMIZER_STATE
 from orchmllm.models.flops import Lengths, item_rank, padded_lengths, phase_lengths, phase_work
+from orchmllm.models.spec import spec_of
 from orchmllm.plan.assign import PHASES
 from orchmllm.plan.layout import ENCODERS
 from orchmllm.plan.step import StepPlan
@@ -215,7 +216,7 @@ class MemoryModel:
         logits with its rows of the input and the gradients that are made at once."""
         config, e = self.model.llm, self.element
         f, llm, chunk = max(4, e), loads.phases["llm"], self.fsdp.loss_chunk_rows
-        tokens = llm.rows if self.model.folder else llm.tokens  # a whole model's: of targets alone
+        tokens = getattr(llm, spec_of(self.model).logits)
         plain = 3.0 * f * config.vocab_size * tokens
         if not chunk:
             return plain

@@ -26,9 +26,9 @@ from orchmllm.config.recipe import DataConfig, FsdpConfig, Recipe, RunConfig, Tr
 from orchmllm.data.dataset import ConversationDataset
 from orchmllm.data.loading.step_loader import StepLoader
 from orchmllm.data.sampler import GlobalSampler
-from orchmllm.data.stream import open_dataset
 from orchmllm.encoders import planned
 from orchmllm.encoders.results import Features
+from orchmllm.hf.whole_model import open_dataset
 from orchmllm.models.families import part_of
 from orchmllm.trainer import Trainer
 from tests.lib import whole_models as models

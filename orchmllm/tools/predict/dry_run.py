@@ -25,6 +25,7 @@ from orchmllm.config.model import ModelConfig
 from orchmllm.config.recipe import Recipe
 from orchmllm.models.flops import padded_phases, plan_spec, step_flops
 from orchmllm.models.names import named
+from orchmllm.models.spec import spec_of
 from orchmllm.plan.assign import PHASES, PhasePolicy, PlanSpec
 from orchmllm.plan.layout import ENCODERS, BatchLayout
 from orchmllm.plan.microbatches import cut_step
@@ -98,7 +99,8 @@ def dry_run(recipe: Recipe, num_ranks: int, hardware: Hardware, steps: int = 20,
         "without": sorted(without), "folder": recipe.model.folder,
         "balanced": recipe.balance.enabled,
         "checkpointing": choice, "memory_budget_bytes": room.budget, "allowed_by": room.why,
-        "parameters": parameters(recipe.model), "state_bytes": memory.state_bytes(),
+        "parameters": spec_of(recipe.model).parameters(recipe.model),
+        "state_bytes": memory.state_bytes(),
         "save_bytes": memory.save_bytes(recipe.checkpoint),
         "writers_per_node": min(job.ranks_per_node, job.shard_size),
     }
@@ -131,11 +133,8 @@ def _checkpointing(recipe: Recipe, plans: Sequence[StepPlan], room: Room, hardwa
 
 
 def parameters(model: ModelConfig) -> dict[str, int]:
-    """Part of the model -> its parameters, connectors apart from the rest of their encoder."""
-    if model.folder:
-        from orchmllm.tools.predict import whole  # with torch
-
-        return whole.parameters(model.folder)
+    """Part of a model of this project's parts -> its parameters, connectors apart from the rest of
+    their encoder."""
     counts = {}
     for phase in PHASES:
         own = {u.role: u.copies * u.size for u in units(model) if u.phase == phase}

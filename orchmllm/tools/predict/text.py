@@ -6,6 +6,7 @@ from textwrap import wrap
 
 from orchmllm.config.parse import Loaded
 from orchmllm.config.recipe import Recipe
+from orchmllm.models.spec import spec_of
 from orchmllm.plan.assign import PHASES
 from orchmllm.plan.layout import ENCODERS
 
@@ -13,8 +14,8 @@ from orchmllm.plan.layout import ENCODERS
 def unnamed_encoders(loaded: Loaded[Recipe]) -> frozenset[str]:
     """Encoders without a single key in a recipe that describes other parts of its model: it has no
     data for them, and they stay as small as the defaults are."""
-    if loaded.recipe.model.folder:
-        return frozenset({"audio"})
+    if undrawn := spec_of(loaded.recipe.model).undrawn:
+        return undrawn
     named = {path.split(".")[1] for path in loaded.places if path.startswith("model.")}
     return frozenset(p for p in ENCODERS if named and p not in named)
 
