@@ -77,9 +77,6 @@ class Trainer:
             job, on_cpu, self.dataset, lambda: self.optimizer, lambda: state_tensors(
                 self.model, self.optimizer, fixed=not recipe.model.lora.rank), self._log, weights)
         group = exchange_group(self.device, recipe.launch.timeout_s)
-        self.orchestrator, self._validation = (
-            build_orchestrator(recipe, one, world.world_size, self.device, group)
-            for one in (spec, replace(spec, balance=replace(spec.balance, measure_every=0))))
         gpu, device_bytes = gpu_of(self.device)
         self._peak_flops = peak_flops(gpu)
         self.long = LongExamples(job, spec, self.dataset, device_bytes, self._log, world.rank == 0)
@@ -87,6 +84,10 @@ class Trainer:
             recipe, self.dataset, self.train_rows, spec, world.world_size, device_bytes,
             self.checkpointer.kept_batch, gather=self._gather, known=self.checkpointer.memory,
             log=self._log)
+        spec = self.memory.spec
+        self.orchestrator, self._validation = (
+            build_orchestrator(recipe, one, world.world_size, self.device, group)
+            for one in (spec, replace(spec, balance=replace(spec.balance, measure_every=0))))
         self.orchestrator.refuses = self.memory.refuses
         kind = spec_of(recipe.model)
         self.attention = kind.attention(recipe.model, self.device.type, compute_dtype(
@@ -104,7 +105,7 @@ class Trainer:
         self.profiler = StepProfiler(recipe, world.rank, self._log, self.memory.exhausted)
         self.incidents = Incidents(recipe, writes=world.rank == 0, log=self._log)
         self.samples = Samples(recipe, self.dataset, self.validation_rows, spec, self.device,
-                               self._log) if train.sample_every else None
+                               group, self._log) if train.sample_every else None
 
     def loader(self) -> StepLoader:
         """The recipe's training steps that are still to come."""
@@ -281,6 +282,7 @@ class Trainer:
         data, count = self.recipe.data, self.recipe.train.batch_size * self.world.world_size
         sampler = GlobalSampler(self.validation_rows, count, shuffle=False)
         loader = StepLoader(self.dataset, sampler, self._validation, num_steps=len(sampler),
+                            accumulation_steps=min(self.recipe.train.accumulation_steps, 1),
                             prefetch=data.prefetch, num_workers=data.num_workers,
                             servers=self.servers, feed=self._feed)
         media = MediaCount()  # of this pass alone

@@ -9,7 +9,6 @@ import importlib.util
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -23,19 +22,12 @@ from orchmllm.config.schema import MAX_INT, Conflict, did_you_mean, key, section
 from orchmllm.config.train import TRAIN_PARTS, TrainConfig
 from orchmllm.plan.assign import PHASES
 from orchmllm.plan.balance import POLICIES
-from orchmllm.plan.layout import ENCODERS
 
 __all__ = ["TRAIN_PARTS", "DataConfig", "FsdpConfig", "Recipe", "RecipeError", "RemoteConfig",
            "RemoteRoot", "SourceConfig", "TrainConfig", "explain", "load_recipe", "read_recipe",
            "to_yaml"]
 
 TRACKERS = ("tensorboard", "wandb")  # names of packages
-# Keys that keep their default with a whole model of transformers, and what else they may be.
-OF_PARTS_ALONE = (
-    ("balance.group",),
-    *((f"balance.{phase}.nodewise",) for phase in ENCODERS),  # no media move that it could spare
-    ("data.preprocess",), ("data.streaming",), ("data.tokenizer",), ("data.batching",),
-    ("train.sample_every",), ("fsdp.compile",))
 
 
 @dataclass(frozen=True)
@@ -174,7 +166,7 @@ class Recipe:
         if self.profile.window and self.profile.window[0] >= self.train.num_steps:
             yield Conflict(("profile.steps", "train.num_steps"), "begins after the last step of "
                            f"the run ({self.train.num_steps - 1})")
-        longest = (self.balance.num_programs * self.train.accumulation_steps
+        longest = (self.balance.num_programs * self.train.least_microbatches
                    * self.balance.nodewise_limit_s)
         if longest >= self.launch.stall_timeout_s:
             yield Conflict(
@@ -220,12 +212,10 @@ class Recipe:
         if not self.model.folder:
             return
         key_ = "model.pretrained" if self.model.pretrained else "model.config"
-        for name, *others in OF_PARTS_ALONE:
-            value, default = attrgetter(name)(self), attrgetter(name)(Recipe())
-            if value not in (default, *others):
-                choices = " or ".join(map(repr, (default, *others)))
-                yield Conflict((name, key_), f"is not available with {key_}: " + (
-                    f"set it to {choices}" if others else "leave it out"))
+        if self.data.preprocess:
+            yield Conflict(("data.preprocess", key_), "servers send what this project's own parts "
+                           "read, and not yet what a processor of transformers makes: leave it "
+                           "out, and set data.num_workers")
 
     def _of_train(self) -> Iterator[Conflict]:
         """Keys of train.* that do not fit those of other sections."""

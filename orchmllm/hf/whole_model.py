@@ -18,7 +18,7 @@ from orchmllm.models.families import read_config
 from orchmllm.plan.layout import ENCODERS
 
 if TYPE_CHECKING:
-    from orchmllm.data.processed import ProcessedRows
+    from orchmllm.data.dataset import ConversationDataset
     from orchmllm.data.text.tokenizer import ChatTokenizer
 
 
@@ -61,20 +61,21 @@ def check(recipe: Recipe) -> None:
                                  "has no such part: leave it out")
 
 
-def open_dataset(data: DataConfig, model: ModelConfig, *, seed: int) -> ProcessedRows:
-    """The rows of a recipe's data section. seed: of an order that these rows do not have. Raises
-    ValueError naming what cannot be read."""
+def open_dataset(data: DataConfig, model: ModelConfig, *, seed: int) -> ConversationDataset:
+    """See orchmllm.data.stream.with_reader. Raises ValueError naming what cannot be read."""
     read_config(Path(model.folder))  # other versions of transformers lack what reads rows
-    from orchmllm.data.processed import ProcessedRows
+    from orchmllm.data.processed import ProcessedReader, open_processor
+    from orchmllm.data.stream import with_reader
 
-    return ProcessedRows(model.folder, data)
+    reader = ProcessedReader(open_processor(model.folder, data), data.max_example_tokens)
+    return with_reader(data, reader, seed=seed)
 
 
 def tokenizer(data: DataConfig, model: ModelConfig) -> ChatTokenizer:
-    """That of the model's processor, whatever the data. Raises ValueError."""
-    from orchmllm.data.text.processor import Processor  # with transformers
+    """That of the model's processor. Raises ValueError, also where `data` names another one."""
+    from orchmllm.data.processed import open_processor  # with transformers
 
-    return Processor(model.folder).tokenizer
+    return open_processor(model.folder, data).tokenizer
 
 
 def vocabulary(model: ModelConfig) -> tuple[int, str]:

@@ -58,10 +58,12 @@ class ModelSpec:
     memory = Member("sharding.memory:MemoryModel.of", "sharding.whole_memory:WholeMemory.of")
     attention = Member("models.attention:describe_attention", "models.hf:describe_attention")
     # To train: (data, model, seed=); (what build returned, dataset, gather of all ranks, log); for
-    # build see orchmllm.sharding.build.
+    # build see orchmllm.sharding.build, for asked, who answers held-out examples,
+    # orchmllm.runtime.samples.
     dataset = Member("data.stream:open_dataset", "hf.whole_model:open_dataset")
     feed = Member("data.loading.step_loader:feed_of", "data.loading.whole_examples:feed_of")
     build = Member("sharding.build:build_parts", "sharding.build:build_whole")
+    asked = Member("runtime.samples:AskedParts", "runtime.whole_samples:AskedWhole")
     # For tools: (recipe) -> its sources, and what measures their rows; (model, encoder phase) ->
     # what says how long a medium is; (model) -> parameters by part; for export see
     # orchmllm.tools.export.export.write_parts; (arguments of the command, log) -> an answer.

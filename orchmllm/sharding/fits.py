@@ -102,7 +102,7 @@ def _smaller(recipe: Recipe, memory: MemoryModel, loads: Loads, choice: dict[str
 def _in_microbatches(recipe: Recipe, memory: MemoryModel, loads: Loads, choice: dict[str, str],
                      budget_bytes: float, kept: int) -> tuple[str, str]:
     """The same of a resumed run, which keeps its examples a step: more microbatches, or ""."""
-    batch, count = recipe.train.batch_size, recipe.train.accumulation_steps
+    batch, count = recipe.train.batch_size, recipe.train.least_microbatches
     fits = (n for n in range(count + 1, batch * count + 1) if replace(memory, microbatches=n).peak(
         scaled(loads, -(-batch * count // n) / batch), choice) <= budget_bytes)
     more = next(fits, 0)

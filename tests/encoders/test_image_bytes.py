@@ -13,11 +13,11 @@ import transformers
 from orchmllm.comm.pieces import Media
 from orchmllm.config.model import ModelConfig
 from orchmllm.config.recipe import DataConfig
+from orchmllm.data.dataset import ConversationDataset
 from orchmllm.data.loading.workers import Workers
 from orchmllm.data.media.raw import as_bytes, table_of
-from orchmllm.data.processed import ProcessedRows
-from orchmllm.data.stream import open_dataset
 from orchmllm.encoders.planned import PlannedEncoders
+from orchmllm.hf.whole_model import open_dataset
 from orchmllm.plan.layout import TEXT
 from tests.data.test_processed import write_rows
 from tests.lib.processors import FAMILIES
@@ -30,15 +30,15 @@ PROVEN = ("aya_vision", "gemma3", "gemma3_pan_and_scan", "glm4v", "internvl", "l
 FAST = ("qwen2_5_vl", "llava_onevision")
 
 
-def opened(folder, name: str, sizes: list) -> tuple[PlannedEncoders, ProcessedRows]:
+def opened(folder, name: str, sizes: list) -> tuple[PlannedEncoders, ConversationDataset]:
     FAMILIES[name](transformers)  # imports a processor that would need torchvision
     model = write_model(name.removesuffix("_pan_and_scan"), folder)
     write_rows(folder, name, sizes)
-    return PlannedEncoders(model), open_dataset(
-        DataConfig(path=str(folder / "data.jsonl")), ModelConfig(pretrained=str(folder)), seed=0)
+    rows = DataConfig(path=str(folder / "data.jsonl"))
+    return PlannedEncoders(model), open_dataset(rows, ModelConfig(pretrained=str(folder)), seed=0)
 
 
-def of_media(rows: ProcessedRows, i: int, **options) -> list[dict]:
+def of_media(rows: ConversationDataset, i: int, **options) -> list[dict]:
     segments = np.flatnonzero(rows.layout(i).modality != TEXT).tolist()
     return [*rows.load(i, segments=segments, **options).parts.values()]
 
@@ -50,7 +50,7 @@ def test_an_encoder_gets_bit_by_bit_what_the_processor_makes(tmp_path, name):
     otherwise, nothing is proven."""
     sizes = [[(224, 224)], [(40, 60), (33, 90), (120, 40)]]
     encoders, rows = opened(tmp_path, name, sizes)
-    for argument, table, copies, samples in rows.arithmetic():
+    for argument, table, copies, samples in rows.reader.arithmetic():
         encoders.pixels[argument] = encoders.prove(table, copies, samples)
         assert encoders.raw[argument] == copies
     for i in range(len(sizes)):
@@ -68,7 +68,7 @@ def test_an_encoder_gets_bit_by_bit_what_the_processor_makes(tmp_path, name):
             assert all(a is b is None or torch.equal(a, b)
                        for a, b in zip(others, made[1:], strict=True))
     for channel, byte in ((0, 0), (1, 131), (2, 255)):
-        _, table, copies, samples = next(rows.arithmetic())
+        _, table, copies, samples = next(rows.reader.arithmetic())
         bits = table.clone().view(torch.int32)
         bits[channel, byte] ^= 1
         with pytest.raises(ValueError, match="more than to rescale and to normalise"):
@@ -78,7 +78,7 @@ def test_an_encoder_gets_bit_by_bit_what_the_processor_makes(tmp_path, name):
 def test_an_image_of_256_patches_is_as_many_bytes_as_it_has_values(tmp_path):
     """Between a worker and its rank, and between ranks; 1,204,224 as the processor makes it."""
     encoders, rows = opened(tmp_path, "qwen2_5_vl", [[(224, 224)]])
-    argument, table, copies, samples = next(rows.arithmetic())
+    argument, table, copies, samples = next(rows.reader.arithmetic())
     encoders.pixels[argument] = encoders.prove(table, copies, samples)
     values = 256 * 14**2 * 3
     segment = int(np.flatnonzero(rows.layout(0).modality != TEXT)[0])
@@ -100,7 +100,7 @@ def test_an_image_of_256_patches_is_as_many_bytes_as_it_has_values(tmp_path):
 def test_an_image_that_the_encoder_would_not_see_travels_as_float32(tmp_path):
     """A slot of zeros holds no image for this family, and black would be one."""
     encoders, rows = opened(tmp_path, "idefics3", [[(40, 60)]])
-    _, table, copies, samples = next(rows.arithmetic())
+    _, table, copies, samples = next(rows.reader.arithmetic())
     with pytest.raises(ValueError, match="takes other parts of an image"):
         encoders.prove(table, copies, samples)
 

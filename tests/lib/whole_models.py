@@ -108,7 +108,7 @@ def grids(media: dict[str, Tensor], count: int) -> list[tuple[int, int, int]]:
 
 
 def parts_of(example: ProcessedExample, segments: Sequence[int]) -> ProcessedExample:
-    """What ProcessedRows.load returns for these segments."""
+    """What ProcessedReader.load returns for these segments."""
     cut, arguments = {}, {}
     for modality, kind in KINDS.items():
         media = np.flatnonzero(example.lengths.modality == modality).tolist()
@@ -185,6 +185,10 @@ class WholeDataset:
 
     def layout(self, i: int) -> BatchLayout:
         return self.load(i).lengths
+
+    @property
+    def reader(self) -> WholeDataset:
+        return self
 
     def arithmetic(self) -> tuple:
         return ()  # its tensors are made without a processor

@@ -39,13 +39,13 @@ class WholeFeed(SegmentFeed):
     """model: an orchmllm.models.hf.WholeModel with encoders. A rank for which a step has too few
     examples gets a row of one token, of which it learns nothing: the model needs a row; one that
     encodes nothing where others do encodes a blank medium. Other arguments: see SegmentFeed, whose
-    dataset's `load` returns ProcessedExamples here, and which has `blank`."""
+    dataset's reader is an orchmllm.data.processed.ProcessedReader."""
 
     def __init__(self, *args: Any, model: Any, **keys: Any) -> None:
         super().__init__(*args, **keys)
         self._model, self.options = model, {"raw": model.encoders.raw}
         self._blank = cache(lambda phase: model.encoders.described(
-            phase, self.dataset.blank(ENCODERS[phase])))
+            phase, self.dataset.reader.blank(ENCODERS[phase])))
 
     def load(self, step: Step) -> tuple[int, int]:
         requests, postponed = self._requested.popleft(), Postponed()
@@ -129,7 +129,7 @@ def feed_of(model: Any, dataset: Any, gather: RowGather, log: Callable[[str], No
             ) -> Callable[..., WholeFeed]:
     """The feed of a model, in which images are bytes until they are encoded where that is exact on
     all ranks; says of what it is not. Collective; gather: of all ranks."""
-    for name, table, copies, samples in dataset.arithmetic():
+    for name, table, copies, samples in dataset.reader.arithmetic():
         why, pixels = "another rank cannot make them of bytes", None
         try:
             pixels = model.encoders.prove(table, copies, samples)

@@ -33,6 +33,7 @@ def dry_run_text(r: dict) -> str:
              f"GPU assumed: {gpu_text(r['hardware'])}",
              *wrap(f"Lengths: {r['lengths']}.", 79, subsequent_indent="  "),
              "LLM only: the LLM phase alone is balanced."]
+    lines += wrap(f"{r['caps']}.", 79, subsequent_indent="  ") * bool(r["caps"])
     lines += [f"The recipe has no model.{p}: a small encoder is built that has nothing to do."
               for p in r["without"] if not r["folder"]]
     if not r["balanced"]:
