@@ -5,6 +5,7 @@ example, and a run that goes on in the middle trains the same rows."""
 from __future__ import annotations
 
 from contextlib import nullcontext
+from functools import cached_property
 from pathlib import Path
 from unittest import mock
 
@@ -40,7 +41,14 @@ KEYS = {
     "bytes": ["balance.dispatch=bytes", "data.num_workers=1"],
     "tensors, float32": ["balance.dispatch=tensors"],  # images are not proven to be bytes
     "bytes, float32": ["balance.dispatch=bytes"],
-    "balance.nodewise": ["balance.vision.nodewise=true", "balance.audio.nodewise=true"],
+    **{f"balance.nodewise.{dispatch}": [
+        "balance.vision.nodewise=true", "balance.audio.nodewise=true",
+        f"balance.dispatch={dispatch}"] for dispatch in ("tensors", "load")},
+    "train.sample_every": ["train.sample_every=2", "data.num_validation=3", "train.num_samples=3",
+                           "train.sample_tokens=4"],
+    "fsdp.compile": ["fsdp.compile=true"],
+    "fsdp.loss_chunk_rows": ["fsdp.loss_chunk_rows=3"],
+    "model.config": ["model.pretrained=", "model.config={folder}"],
 }
 NAMES = ("qwen2_5_vl", "qwen3_vl", "internvl", "gemma3", "llava_onevision", "qwen2_5_omni")
 SHARDS = {1: 1, 2: 1, 3: 1, 4: 2}  # by the number of ranks
@@ -71,11 +79,29 @@ class Family:
             (folder / f"part-{k}.jsonl").write_text("".join(
                 some[3 * k: 3 * k + 3] + none[6 * k: 6 * k + 6]))
         (folder / "recipe.yaml").write_text(RECIPE.format(folder=folder, steps=STEPS))
-        stock, rows = models.stock_of(folder), open_dataset(DataConfig(
+        self.dataset = rows = open_dataset(DataConfig(
             path=f"{folder}/part-*.jsonl", index_dir=str(folder / "none")),
             ModelConfig(pretrained=str(folder)), seed=0)
-        self.rows = {rows.name(i): reference(stock, rows, [i]) for i in range(ROWS)}
         build_index(rows.sources[0], rows.reader, folder / "index", num_workers=1)
+
+    @cached_property
+    def rows(self) -> dict[str, tuple]:
+        """What stock transformers makes of each row."""
+        return self._by_stock(models.stock_of(self.folder))
+
+    @cached_property
+    def drawn_rows(self) -> dict[str, tuple]:
+        """The same with the weights that one rank draws for model.config."""
+        stock, run = models.stock_of(self.folder), self.recipe(
+            "model.config", 1, f"run.dir={self.folder}/drawn")
+        drawn = run_ranks(weights, 1, run, self.name)[0]
+        with torch.no_grad():
+            for n, p in stock.named_parameters():
+                p.copy_(torch.from_numpy(drawn[n]))
+        return self._by_stock(stock)
+
+    def _by_stock(self, stock: torch.nn.Module) -> dict[str, tuple]:
+        return {self.dataset.name(i): reference(stock, self.dataset, [i]) for i in range(ROWS)}
 
     def recipe(self, key: str, ranks: int, *more: str) -> Recipe:
         said = [text.format(folder=self.folder, shard=SHARDS[ranks]) for text in KEYS[key]]
@@ -95,6 +121,17 @@ def trainer_of(key: str, run: Recipe, world, **keys) -> Trainer:
         return Trainer(run, world, **keys)
 
 
+def weights(world, run: Recipe, name: str) -> dict[str, np.ndarray]:
+    """All of a model that was built."""
+    FAMILIES[name](transformers)
+    trainer = Trainer(run, world)
+    try:
+        return {n: p.detach().full_tensor().numpy()
+                for n, p in trainer.model.hf.named_parameters()}
+    finally:
+        trainer.close()
+
+
 def steps(world, runs: dict[str, Recipe], name: str) -> dict[str, list[tuple]]:
     """Of each step of each run: the names of its rows, its loss, targets and gradients, and of each
     phase the media that each rank encodes and that its text has; of rank 0."""
@@ -106,6 +143,7 @@ def steps(world, runs: dict[str, Recipe], name: str) -> dict[str, list[tuple]]:
             media = {"pixel_values", *[VIDEOS] * ("qwen" in name and "omni" not in name)}
             assert trainer.model.encoders.raw.keys() == (set() if "float32" in key else media)
             for step in trainer.loader():
+                trainer._sample()
                 loss, grads = summed(trainer, step), gradients(trainer)
                 plan = step.micro[0].plan
                 held = [np.stack([plan.encode[phase].target_sizes, np.bincount(
@@ -129,7 +167,8 @@ def test_gradients_are_those_of_stock_transformers(ranks, family):
         assert len(found) == STEPS, key
         worst = 0.0
         for names, loss, targets, grads, media in found:
-            losses, wanted, counts = zip(*map(family.rows.get, names), strict=True)
+            of_row = family.drawn_rows if key == "model.config" else family.rows
+            losses, wanted, counts = zip(*map(of_row.get, names), strict=True)
             assert targets == sum(counts), key
             assert loss == pytest.approx(sum(losses), rel=exact), key
             worst = max(worst, models.difference(
