@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property, lru_cache
 from pathlib import Path
 from types import MappingProxyType
@@ -22,7 +22,18 @@ from orchmllm.data.formats.conversation import Turn, media_of
 from orchmllm.data.formats.scanned import digest
 from orchmllm.data.media.kinds import VIDEO
 from orchmllm.data.media.medium import Medium, RowError
-from orchmllm.data.media.shapes import Shapes, Size, Some, adapted, blank, kind_of, of_clips, sized
+from orchmllm.data.media.raw import Arithmetic, of_images
+from orchmllm.data.media.shapes import (
+    Content,
+    Shapes,
+    Size,
+    Some,
+    adapted,
+    blank,
+    kind_of,
+    of_clips,
+    sized,
+)
 from orchmllm.data.media.video_processor import PROCESSORS, Videos, with_videos
 from orchmllm.data.segments import KINDS
 from orchmllm.data.text.clips import Clips
@@ -155,23 +166,39 @@ class Processor:
                 return tokens
             spans, sizes = before(spans, fit), sizes[:fit]
 
-    def load(self, spans: Sequence[Span], media: list, limit: int
+    def load(self, spans: Sequence[Span], media: list, limit: int,
+             options: Mapping[str, Any] = MappingProxyType({})
              ) -> tuple[Tokens, dict[str, Tensor]]:
         """(The sequence of a rendered conversation and its media, the processor's other tensors by
         argument name). media: images of Pillow, as arrays small ones can be read with another side
         for the channels; clips (n,) float32; or as `sized` makes them, whose content is not wanted.
         The tensor of videos is on the meta device: see Videos.pixels. limit: see `tokens`; no
-        medium crosses it. Raises RowError."""
+        medium crosses it. options: of the call for images. Raises RowError."""
         text = "".join(self._marks[span.modality] if isinstance(span, Medium) else span.text
                        for span in spans)
         has_pixels = any(isinstance(medium, Image.Image) for medium in media)
-        out, expanded = self._run(self._some if has_pixels else self._shapes, text, media, "pt")
+        out, expanded = self._run(self._some if has_pixels else self._shapes, text, media, "pt",
+                                  options)
         tokens, _ = self._tokens(spans, expanded, limit)
         ids = out.pop("input_ids")
         if ids[0, : len(tokens.ids)].tolist() != tokens.ids.tolist():
             raise RowError("the processor makes other tokens of its media than of their sizes")
         return tokens, {name: value[:, : len(tokens.ids)] if name.endswith("type_ids") else value
                         for name, value in out.items()}
+
+    def parts(self, media: Sequence[Image.Image | np.ndarray], **options: Any
+              ) -> list[dict[str, Tensor]]:
+        """The tensors of each of these media, images or clips, in an example of their own."""
+        out, expanded = self._run(self._processor, self._written(media), [*media], "pt", options)
+        return KINDS[kind_of(media[0])].parts(
+            out, np.array([grids[0] for grids in expanded.grids]))
+
+    def arithmetic(self) -> Iterator[Arithmetic]:
+        """Of the pixels of images, and of those of videos."""
+        if images := getattr(self._processor, "image_processor", None):
+            yield of_images(images, self.options, KINDS[VISION].content, self.parts)
+        if self.videos is not None and self.videos.processor is not None:
+            yield self.videos.arithmetic()
 
     def arguments_like(self, ids: Tensor, sizes: Sequence[Size], **options: Any
                        ) -> dict[str, Tensor]:
@@ -184,7 +211,7 @@ class Processor:
                     for kind, token in self.token_ids.items())
         return {name: types if name.endswith("type_ids") else value for name, value in out.items()}
 
-    def _written(self, sizes: Sequence[Size]) -> str:
+    def _written(self, sizes: Sequence[Content]) -> str:
         return "\n".join(self._marks[kind_of(size)] for size in sizes)
 
     def _expanded(self, sizes: tuple[Size, ...]) -> Expanded:
