@@ -19,6 +19,8 @@ def asked(reader: LengthReader, turns: Sequence[Turn]
     rows, too. Raises ValueError for what cannot be read."""
     [row] = reader.plan(lambda _: (*turns, Turn("assistant", ("a",), True)), [0])
     try:
+        if row.problem is not None:
+            raise row.problem
         return reader.load(row, lambda: "the question"), row
     except MediaError as error:
         raise ValueError(str(error)) from error
