@@ -33,7 +33,9 @@ KEYS = {
     "data.batching": ["data.batching=capped", "data.max_batch_tokens=150",
                       "data.max_batch_images=2"],
     "balance.group": ["balance.group=shard", "fsdp.shard_size={shard}"],
-    "balance.nodewise": ["balance.vision.nodewise=true", "balance.audio.nodewise=true"],
+    **{f"balance.nodewise.{dispatch}": [
+        "balance.vision.nodewise=true", "balance.audio.nodewise=true",
+        f"balance.dispatch={dispatch}"] for dispatch in ("tensors", "load")},
     "train.sample_every": ["train.sample_every=2", "data.num_validation=3", "train.num_samples=3",
                            "train.sample_tokens=4"],
     "fsdp.compile": ["fsdp.compile=true"],
