@@ -28,7 +28,8 @@ from tests.lib.ranks import run_ranks
 from tests.lib.whole_folders import write_model, write_rows
 from tests.sharding.test_planned_phases import gradients, reference, summed
 
-pytestmark = [pytest.mark.dist, pytest.mark.whole, pytest.mark.slow]
+pytestmark = [pytest.mark.dist, pytest.mark.whole, pytest.mark.slow,
+              pytest.mark.timeout(3600)]  # the code generator takes 20 CPU seconds a graph and rank
 # What a recipe says of each key. {folder}: of the model; {shard}: ranks of a shard.
 KEYS = {
     "data.tokenizer": ["data.tokenizer={folder}"],
@@ -163,7 +164,7 @@ def test_gradients_are_those_of_stock_transformers(ranks, family):
     exact, without = models.LOOSE.get(family.name, models.EXACT), np.zeros(2, bool)
     runs = {key: family.recipe(key, ranks, f"run.dir={family.folder}/{key}{ranks}")
             for key in KEYS}
-    for key, found in run_ranks(steps, ranks, runs, family.name)[0].items():
+    for key, found in run_ranks(steps, ranks, runs, family.name, timeout_s=1700.0)[0].items():
         assert len(found) == STEPS, key
         worst = 0.0
         for names, loss, targets, grads, media in found:
@@ -208,7 +209,7 @@ def test_a_run_goes_on_in_the_middle(family, tmp_path):
             f"run.dir={tmp_path}/{key}/{what}", *(text.format(key=key) for text in more))
             for key in KEYS}
 
-    whole = run_ranks(trained, 2, runs(2, "whole"), family.name)[0]
+    whole = run_ranks(trained, 2, runs(2, "whole"), family.name, timeout_s=1700.0)[0]
     rest = run_ranks(trained, 1, runs(1, "rest", f"run.resume={tmp_path}/{{key}}/whole/checkpoints/"
                                       "step_00000003"), family.name)[0]
     for key, steps_ in whole.items():
