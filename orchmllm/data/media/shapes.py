@@ -4,7 +4,8 @@ samples, or only those of some: which shapes their results have is decided by th
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from types import FunctionType
 from typing import Any, NamedTuple
 
@@ -134,8 +135,10 @@ def _step(name: str) -> FunctionType:
 
 class Some(Shapes):
     """Steps that read the pixels of an image, unless `sized` made it: of such an image they compute
-    the shape alone, as Shapes does."""
+    the shape alone, as Shapes does. copies_late: whether images stay Pillow's until they are
+    resized, which steps of a family that want an array refuse."""
 
+    copies_late = False
     resize = _with_other_resizing(_resized_or_made_up)
     center_crop, normalize = map(_step, ("center_crop", "normalize"))
 
@@ -149,7 +152,7 @@ class Some(Shapes):
 
     def process_image(self, image: Image.Image | np.ndarray, *args: Any, **options: Any
                       ) -> np.ndarray | _Picture:
-        if isinstance(image, Image.Image) and image.mode == "RGB":
+        if self.copies_late and isinstance(image, Image.Image) and image.mode == "RGB":
             return _Picture(image)
         of = Shapes if _is_made_up(image) else PilBackend
         return of.process_image(self, image, *args, **options)
@@ -162,6 +165,22 @@ def adapted(image_processor: PilBackend, steps: type[Shapes]) -> PilBackend:
     family = type(image_processor)
     out.__class__ = type(family.__name__, (family, steps), {})
     return out
+
+
+def reading(image_processor: PilBackend, options: Mapping[str, Any]) -> PilBackend:
+    """`adapted` with Some, in the way that was found to make the same of an image, bit by bit, as
+    the image processor itself, with these options of its call. Raises ValueError."""
+    noise = np.random.default_rng(0).integers(0, 256, (112, 168, 3), np.uint8)
+    image, out = Image.fromarray(noise), adapted(image_processor, Some)
+    wanted = image_processor([[image]], **options, return_tensors="np")
+    for out.copies_late in (True, False):
+        with suppress(TypeError if out.copies_late else ()):
+            found = out([[image]], **options, return_tensors="np")
+            if wanted.keys() == found.keys() and all(
+                    np.array_equal(value, found[name]) for name, value in wanted.items()):
+                return out
+    raise ValueError(f"{type(image_processor).__name__} makes something else of an image than its "
+                     "steps, one by one")
 
 
 class _Heard(WhisperFeatureExtractor):

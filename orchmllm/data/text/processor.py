@@ -31,7 +31,16 @@ from orchmllm.data.formats.conversation import Turn, media_of
 from orchmllm.data.formats.scanned import digest
 from orchmllm.data.media.kinds import VIDEO
 from orchmllm.data.media.medium import Medium, RowError
-from orchmllm.data.media.shapes import Shapes, Size, Some, adapted, blank, kind_of, of_clips, sized
+from orchmllm.data.media.shapes import (
+    Shapes,
+    Size,
+    adapted,
+    blank,
+    kind_of,
+    of_clips,
+    reading,
+    sized,
+)
 from orchmllm.data.media.video_processor import PROCESSORS, Videos, with_videos
 from orchmllm.data.segments import KINDS
 from orchmllm.data.text.clips import Clips
@@ -126,7 +135,6 @@ class Processor:
         if hasattr(processor, "image_processor"):
             images = processor.image_processor
             self._shapes.image_processor = adapted(images, Shapes)
-            self._some.image_processor = adapted(images, Some)
             self._have_grids = "image_grid_thw" in images.model_input_names
             self.patch = int(np.max(config.vision_config.patch_size))
             marks[VISION], tokens[VISION] = processor.image_token, int(config.image_token_id)
@@ -177,6 +185,8 @@ class Processor:
                               Turn("assistant", ("b",), True)])
         tensors = "np" if VISION in kinds else "pt"  # audioflamingo3's knows no other
         with _refused():
+            if VISION in kinds:
+                self._some.image_processor = reading(self._processor.image_processor, self.options)
             self._settings = self._shapes._merge_kwargs(
                 tokenizer_init_kwargs=self._ids_of.init_kwargs, images_kwargs=self.options,
                 audio_kwargs={"sampling_rate": self.audio.sample_rate} if self.audio else {},
