@@ -13,6 +13,7 @@
 #include "nodewise.hpp"
 #include "padded.hpp"
 #include "pipeline.hpp"
+#include "slots.hpp"
 
 namespace orchmllm::python {
 
@@ -83,7 +84,7 @@ Array assign_microbatches(const Array& share, i64 num_microbatches) {
   return step_of;
 }
 
-// (micro_of (n,) with the moves that shorten the step, its time); the tables are (n, phases) and
+// (micro_of (n,) with the moves that shorten the step, what it takes at least); the tables are (n, phases) and
 // (n, sizes), room is (sizes,).
 py::tuple shorten_step(const Array& cost, const Array& longest, const Array& size,
                        const Array& room, const Array& micro_of, i64 num_ranks,
@@ -99,7 +100,7 @@ py::tuple shorten_step(const Array& cost, const Array& longest, const Array& siz
   homes(micro_of, n, num_microbatches);
   Array out(micro_of.size());
   std::copy_n(micro_of.data(), n, out.mutable_data());
-  i64 time = 0;
+  double time = 0;
   {
     i64* moved = out.mutable_data();
     py::gil_scoped_release release;
@@ -109,6 +110,21 @@ py::tuple shorten_step(const Array& cost, const Array& longest, const Array& siz
     time = step.run();
   }
   return py::make_tuple(out, time);
+}
+
+// (n,) slot of each example, or nothing where some example finds none; size is (n, sizes).
+py::object fill_slots(const Array& cost, const Array& size, const Array& cap, i64 num_slots) {
+  check_count("num_slots", num_slots);
+  const View<i64> c = weights(cost, "cost"), s = weights(size, "size"), most = view(cap, "cap");
+  check_size("size", s.size, c.size * most.size);
+  Array slot_of(cost.size());
+  i64* out = slot_of.mutable_data();
+  bool found = false;
+  {
+    py::gil_scoped_release release;
+    found = orchmllm::fill_slots(c, s, most, num_slots, out);
+  }
+  return found ? py::object(slot_of) : py::none();
 }
 
 // (order (n,), sizes (num_ranks,)): items grouped by rank, in ascending order inside each.
@@ -309,6 +325,8 @@ PYBIND11_MODULE(_core, m) {
   m.def("shorten_step", &shorten_step, array("cost"), array("longest"), array("size"),
         array("room"), array("micro_of"), num_ranks, py::arg("num_microbatches"),
         py::arg("least"), py::arg("cut"));
+  m.def("fill_slots", &fill_slots, array("cost"), array("size"), array("cap"),
+        py::arg("num_slots"));
   m.def("group_by_rank", &group_by_rank, array("rank_of"), num_ranks);
   m.def("expand_order", &expand_order, array("order"), array("counts"));
   m.def("heaviest_holder", &heaviest_holder, array("example"), array("rank"), array("bytes"), home,

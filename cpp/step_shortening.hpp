@@ -1,6 +1,8 @@
 // Microbatches that wait for less than those that are alike.
 #pragma once
 
+#include <cmath>
+
 #include "microbatches.hpp"
 
 namespace orchmllm {
@@ -30,13 +32,13 @@ class StepShortening {
     count();
   }
 
-  // Makes the moves; how long the step then takes, times num_ranks.
-  i64 run() {
-    if (!waits()) return now_;
+  // Makes the moves; how long the step then takes at least.
+  double run() {
+    if (!waits()) return time();
     if (n_ > kMovable) choose_movable();
     const auto round = static_cast<i64>(movable_.size() * k_ * std::max(p_, std::size_t{1}));
     for (i64 spent = 0; spent < kBudget && best_move() && waits(); spent += round) {}
-    return now_;
+    return time();
   }
 
   // Another plan to start from: the examples in descending order of their longest item, cut into
@@ -79,6 +81,10 @@ class StepShortening {
   static constexpr std::size_t kMovable = 4096;
   static constexpr std::size_t kCuts = 256;
   static constexpr i64 kNever = std::numeric_limits<i64>::max();
+
+  double time() const {
+    return std::ldexp(static_cast<double>(now_), drop_) / static_cast<double>(d_);
+  }
 
   void count() {
     sum_.assign(k_ * p_, 0), held_.assign(k_ * q_, 0), count_.assign(k_, 0);
@@ -144,14 +150,13 @@ class StepShortening {
       largest = std::max(largest, longest[x]);
     }
     const auto phases = static_cast<i64>(p_);
-    int drop = 0;
-    while (static_cast<i128>(largest >> drop) * d_ * phases > i128{1} << 60) ++drop;
+    while (static_cast<i128>(largest >> drop_) * d_ * phases > i128{1} << 60) ++drop_;
     for (const i64 t : total) {
-      while ((t >> drop) > (i64{1} << 60) / phases) ++drop;
+      while ((t >> drop_) > (i64{1} << 60) / phases) ++drop_;
     }
     for (std::size_t x = 0; x < n_ * p_; ++x) {
-      cost_[x] = cost[x] >> drop;
-      roof_[x] = (longest[x] >> drop) * d_;
+      cost_[x] = cost[x] >> drop_;
+      roof_[x] = (longest[x] >> drop_) * d_;
     }
   }
 
@@ -263,6 +268,7 @@ class StepShortening {
   }
 
   std::size_t p_, q_, n_, k_;
+  int drop_ = 0;
   i64 d_, least_, now_ = 0;
   View<i64> size_, room_;
   std::vector<i64> cost_, roof_, sum_, held_, count_, fixed_, roofs_, time_;

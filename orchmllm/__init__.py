@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from orchmllm.loader.loader import BalancedDataLoader
     from orchmllm.loader.loss import StepInfo
     from orchmllm.loader.trainers import balance, balance_trainer
+    from orchmllm.plan.batches import plan_batches
     from orchmllm.plan.cost import CostModel
 
 _HOME = {
@@ -35,11 +36,12 @@ _HOME = {
     "check_equivalence": "orchmllm.loader.equivalence",
     "cost_of": "orchmllm.loader.costs",
     "lengths_of": "orchmllm.loader.lengths",
+    "plan_batches": "orchmllm.plan.batches",
 }
 __all__ = [
     "BalancedDataLoader", "CostModel", "Encoder", "Masked", "Packed", "Rows", "StepInfo", "balance",
     "balance_encoders", "balance_trainer", "check_equivalence", "cost_of",
-    "lengths_of",
+    "lengths_of", "plan_batches",
 ]
 
 

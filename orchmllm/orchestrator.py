@@ -37,7 +37,7 @@ from orchmllm.comm.exchange import RaggedGather, RowGather, exchange_rows, gathe
 from orchmllm.comm.ilp import SharedPrograms
 from orchmllm.plan.assign import NodeSolver, PlanSpec, digest_of_arrays
 from orchmllm.plan.layout import ENCODERS, NO_EXAMPLES, BatchLayout
-from orchmllm.plan.microbatches import cut_step
+from orchmllm.plan.microbatches import assert_invariants, plan_microbatches
 from orchmllm.plan.step import StepPlan, plan_step
 
 PROTOCOL_VERSION = 5
@@ -145,10 +145,11 @@ class Orchestrator:
     def _planned(self, layout: BatchLayout, num_microbatches: int, spec: PlanSpec,
                  *solve: NodeSolver) -> list[Microbatch]:
         """solve: in place of the planner's own."""
-        parts, spec = cut_step(layout, spec, num_microbatches)
-        plans = [self.planner(part, spec, *solve) for _, part in parts]
-        return [Microbatch(plan, plan.for_rank(self.rank), positions=at)
-                for (at, _), plan in zip(parts, plans, strict=True)]
+        plans = plan_microbatches(layout, spec, num_microbatches,
+                                  lambda part, inside: self.planner(part, inside, *solve))
+        if __debug__:
+            assert_invariants(layout, plans, spec)
+        return [Microbatch(plan, plan.for_rank(self.rank), positions=at) for at, plan in plans]
 
     def commit(
         self, step: int, plans: Sequence[StepPlan], *, error: Exception | None = None,

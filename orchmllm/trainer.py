@@ -17,13 +17,12 @@ from orchmllm.config.job import resolve
 from orchmllm.config.recipe import Recipe
 from orchmllm.data.dataset import ConversationDataset
 from orchmllm.data.loading.preprocess_handshake import servers_of
-from orchmllm.data.loading.step_loader import SegmentFeed, StepLoader
-from orchmllm.data.loading.whole_examples import WholeFeed
+from orchmllm.data.loading.step_loader import StepLoader
 from orchmllm.data.sampler import GlobalSampler, make_sampler
 from orchmllm.hf.sources import find_sources
 from orchmllm.launch import World, device_of, gpu_of
-from orchmllm.models.attention import describe_attention
 from orchmllm.models.flops import mfu, peak_flops, plan_spec, step_flops
+from orchmllm.models.spec import spec_of
 from orchmllm.runtime.build import build_dataset, build_orchestrator
 from orchmllm.runtime.display import RunDisplay
 from orchmllm.runtime.health import HangWatchdog
@@ -36,7 +35,6 @@ from orchmllm.runtime.run_checkpoints import RunCheckpoints
 from orchmllm.runtime.run_state import Incidents, MediaCount, Progress
 from orchmllm.runtime.samples import Samples
 from orchmllm.runtime.stop import FOLDER_TAKEN, Stopped, StopSignal
-from orchmllm.sharding.build import build
 from orchmllm.sharding.fsdp import compute_dtype, evaluating, state_tensors
 from orchmllm.sharding.longest import LongExamples
 from orchmllm.sharding.optimizer import (
@@ -79,9 +77,6 @@ class Trainer:
             job, on_cpu, self.dataset, lambda: self.optimizer, lambda: state_tensors(
                 self.model, self.optimizer, fixed=not recipe.model.lora.rank), self._log, weights)
         group = exchange_group(self.device, recipe.launch.timeout_s)
-        self.orchestrator, self._validation = (
-            build_orchestrator(recipe, one, world.world_size, self.device, group)
-            for one in (spec, replace(spec, balance=replace(spec.balance, measure_every=0))))
         gpu, device_bytes = gpu_of(self.device)
         self._peak_flops = peak_flops(gpu)
         self.long = LongExamples(job, spec, self.dataset, device_bytes, self._log, world.rank == 0)
@@ -89,14 +84,19 @@ class Trainer:
             recipe, self.dataset, self.train_rows, spec, world.world_size, device_bytes,
             self.checkpointer.kept_batch, gather=self._gather, known=self.checkpointer.memory,
             log=self._log)
+        spec = self.memory.spec
+        self.orchestrator, self._validation = (
+            build_orchestrator(recipe, one, world.world_size, self.device, group)
+            for one in (spec, replace(spec, balance=replace(spec.balance, measure_every=0))))
         self.orchestrator.refuses = self.memory.refuses
-        self.attention = describe_attention(recipe.model, self.device.type, compute_dtype(
+        kind = spec_of(recipe.model)
+        self.attention = kind.attention(recipe.model, self.device.type, compute_dtype(
             recipe.fsdp))  # chosen before the first step; a kernel that fails is found here
         for source in sources:
             self._log(source.describe())
-        self.model = build(recipe, self.device, self.memory.choice, sources, on_cpu,
-                           spec.ranks_per_node, group, self._log)
-        self._feed = partial(WholeFeed, join=self.model.join) if spec.fills else SegmentFeed
+        self.model = kind.build(recipe, self.device, self.memory.choice, sources, on_cpu,
+                                spec.ranks_per_node, group, self._log)
+        self._feed = kind.feed(self.model)
         self.timer = StepTimer(self.model.clock, self.device)
         train, self.parts = recipe.train, learning_parts(self.model)
         self.optimizer = make_optimizer(self.model, train)
@@ -105,7 +105,7 @@ class Trainer:
         self.profiler = StepProfiler(recipe, world.rank, self._log, self.memory.exhausted)
         self.incidents = Incidents(recipe, writes=world.rank == 0, log=self._log)
         self.samples = Samples(recipe, self.dataset, self.validation_rows, spec, self.device,
-                               self._log) if train.sample_every else None
+                               group, self._log) if train.sample_every else None
 
     def loader(self) -> StepLoader:
         """The recipe's training steps that are still to come."""
@@ -282,6 +282,7 @@ class Trainer:
         data, count = self.recipe.data, self.recipe.train.batch_size * self.world.world_size
         sampler = GlobalSampler(self.validation_rows, count, shuffle=False)
         loader = StepLoader(self.dataset, sampler, self._validation, num_steps=len(sampler),
+                            accumulation_steps=min(self.recipe.train.accumulation_steps, 1),
                             prefetch=data.prefetch, num_workers=data.num_workers,
                             servers=self.servers, feed=self._feed)
         media = MediaCount()  # of this pass alone

@@ -6,6 +6,9 @@
 Parts:
 - wait: time that a step waits for its data and plan, prefetching and not; the step sleeps.
 - model: the share of a step that 2 ranks wait, with a small model's forward and backward pass.
+- microbatches: what ranks wait for each other, by lengths: the sum over microbatches of the most
+  tokens of a rank, over that of the mean rank, with --microbatches and with one, balanced, under a
+  cap of tokens (the longest example), and as sampled. Median length 1,100, the longest 32,000.
 - plain: already balanced data: steps of BalancedDataLoader and torch's DataLoader in turn.
 - dispatch: load, bytes and an all-gather (everyone receives everything): time, bytes, memory.
 - media: the trainer's loader on JPEG and WAV files: load, bytes and tensors, without and with
@@ -112,6 +115,26 @@ def model(rank: int, args: argparse.Namespace) -> dict:
     dist.all_reduce(mine, dist.ReduceOp.MAX)
     return {"wait_ms": float(mine[0]), "step_ms": float(mine[1]),
             "percent": 100 * float(mine[0] / mine[1])}
+
+
+def microbatches(rank: int, args: argparse.Namespace) -> dict:
+    """By the loader: (slowest over mean rank, most tokens of a rank in a microbatch)."""
+    size, out = args.batch * args.ranks * args.microbatches * 10, {}
+    lengths = np.random.default_rng(0).lognormal(7, 1.2, size).astype(int).clip(8, 32_000).tolist()
+    cap = max(lengths)
+    for name, count, how in (("as sampled", args.microbatches, {"enabled": False}),
+                             ("one microbatch", 1, {}), ("balanced", args.microbatches, {}),
+                             ("capped", args.microbatches, {"max_tokens": cap})):
+        loader = BalancedDataLoader(
+            lengths, args.batch, shuffle=True, seed=1, collate_fn=sum, lengths=lengths,
+            accumulation_steps=count, num_targets=int, check_loss=False, **how)
+        mine = torch.tensor(list(loader), dtype=torch.float64)
+        ranks = [torch.zeros_like(mine) for _ in range(args.ranks)]
+        dist.all_gather(ranks, mine)
+        held = torch.stack(ranks)
+        out[name] = {"waiting": float(held.amax(0).sum() / held.mean(0).sum()),
+                     "most tokens": float(held.max())}
+    return out
 
 
 def plain(rank: int, args: argparse.Namespace) -> dict:
@@ -232,7 +255,8 @@ def everyone(data: Texts, args: argparse.Namespace, received: Received) -> None:
                  for e in wire.decode(r[: int(n)].numpy())][: args.batch])
 
 
-PARTS = {"wait": wait, "model": model, "plain": plain, "dispatch": dispatch, "media": media}
+PARTS = {"wait": wait, "model": model, "microbatches": microbatches, "plain": plain,
+         "dispatch": dispatch, "media": media}
 
 
 def run_rank(rank: int, part: str, args: argparse.Namespace, folder: str) -> None:
@@ -252,17 +276,20 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("part", nargs="?", choices=PARTS, help="default: all")
-    parser.add_argument("--ranks", type=int, help="default: 8 for wait, else 2")
-    parser.add_argument("--batch", type=int, default=60, help="examples per rank")
+    parser.add_argument("--ranks", type=int, help="default: 8 for wait, 4 for microbatches, 2")
+    parser.add_argument("--batch", type=int,
+                        help="examples per rank (and microbatch); default: 4 for microbatches, 60")
+    parser.add_argument("--microbatches", type=int, default=8)
     parser.add_argument("--steps", type=int, default=40, help="of wait; model and media: half")
     parser.add_argument("--sleep-ms", type=float, default=200, help="a step of part wait")
     parser.add_argument("--compute-ms", type=float, default=100, help="a step of part plain")
     parser.add_argument("--pairs", type=int, default=20)
     args = parser.parse_args()
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    chosen = args.ranks
+    chosen, batch = args.ranks, args.batch
     for part in [args.part] if args.part else PARTS:
-        args.ranks = chosen or (8 if part == "wait" else 2)
+        args.ranks = chosen or {"wait": 8, "microbatches": 4}.get(part, 2)
+        args.batch = batch or (4 if part == "microbatches" else 60)
         with tempfile.TemporaryDirectory() as folder:
             if part == "media":
                 args.folder = f"{folder}/corpus"

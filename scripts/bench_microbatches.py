@@ -27,8 +27,8 @@ from orchmllm.models.flops import plan_spec
 from orchmllm.plan.assign import PlanSpec, example_costs
 from orchmllm.plan.balance import assign_microbatches as alike
 from orchmllm.plan.layout import BatchLayout
-from orchmllm.plan.microbatches import assign_microbatches
-from orchmllm.plan.step import imbalance, plan_step
+from orchmllm.plan.microbatches import divisions, plan_microbatches
+from orchmllm.plan.step import StepPlan, imbalance, plan_step
 from orchmllm.tools.predict.workload import batch_layout, sample_headers
 
 RECIPES = Path(__file__).resolve().parent.parent / "recipes"
@@ -45,24 +45,25 @@ def drawn(case: str, recipe: Recipe, ranks: int, count: int, seed: int) -> Batch
     return batch_layout(headers, recipe.model, ranks)
 
 
-def waiting(layout: BatchLayout, micro: np.ndarray, spec: PlanSpec) -> tuple[float, int]:
+def waiting(plans: list[StepPlan], spec: PlanSpec) -> tuple[float, int]:
     """(slowest over mean of the planned step, most LLM positions of a rank)."""
-    plans = [plan_step(layout.select(micro == k), spec) for k in range(micro.max() + 1)]
     costs = [plan.planned_cost(phase) for plan in plans for phase in spec.phases]
     return imbalance(np.array(costs)), max(int(plan.positions("llm").max()) for plan in plans)
 
 
 def row(layout: BatchLayout, spec: PlanSpec, count: int) -> list[float]:
-    sampled, _ = waiting(layout, assign_microbatches(layout, spec.as_sampled, count)[0],
-                         spec.as_sampled)
-    before, held = waiting(layout, alike(example_costs(layout, spec), count), spec)
+    def planned(spec: PlanSpec) -> list[StepPlan]:
+        return [plan for _, plan in plan_microbatches(layout, spec, count)]
+
+    sampled, _ = waiting(planned(spec.as_sampled), spec)
+    micro = alike(example_costs(layout, spec), count)
+    before, held = waiting([plan_step(layout.select(micro == k), spec) for k in range(count)], spec)
     started = time.process_time()
-    chosen = assign_microbatches(layout, spec, count)
+    plans = planned(spec)
     cpu_s = time.process_time() - started
-    now, positions = waiting(layout, *chosen)
+    now, positions = waiting(plans, spec)
     llm = replace(spec.balance.llm, max_rank_tokens=held)
-    capped, _ = waiting(layout, *assign_microbatches(
-        layout, replace(spec, balance=replace(spec.balance, llm=llm)), count))
+    capped, _ = waiting(planned(replace(spec, balance=replace(spec.balance, llm=llm))), spec)
     return [sampled, before, now, capped, positions / held, 1e3 * cpu_s]
 
 
@@ -91,7 +92,7 @@ def main() -> None:
             times = []
             for layout in layouts:
                 started = time.process_time()
-                assign_microbatches(layout, spec, count)
+                divisions(layout, spec, count, hard=False)
                 times.append(1e3 * (time.process_time() - started))
             print(f"{case}: {np.median(times):.0f} ms, at most {max(times):.0f}")
             continue

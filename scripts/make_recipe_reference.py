@@ -87,7 +87,7 @@ def _yaml(value: object) -> str:
 def _allowed(limits: Key) -> str:
     if limits.choices:
         return ", ".join(f"`{c}`" if c else "empty" for c in limits.choices)
-    return limits.bounds
+    return limits.bounds + (f", or `auto` ({limits.auto})" if limits.auto is not None else "")
 
 
 def _rules(cls: type) -> list[str]:

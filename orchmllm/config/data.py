@@ -124,7 +124,8 @@ class DataConfig:
     sources: tuple[SourceConfig, ...] = key((), "Sources of examples, instead of data.path.",
                                             aliases=("datasets", "mixture"))
     tokenizer: str = key("", "A tokenizer.json, or a folder with one and its chat template; empty: "
-                         "the one beside the (first) data, else that of model.llm.pretrained.")
+                         "the one beside the (first) data, else that of model.llm.pretrained. A "
+                         "whole model of transformers uses its own; another one is refused.")
     num_validation: int = key(0, "Rows held out at the end of the sources.", at_least=0)
     streaming: bool = key(False, "Read the shards of the sources in order instead of sampling "
                           "rows.")
@@ -140,8 +141,9 @@ class DataConfig:
                         choices=("sample", "capped"))
     max_batch_tokens: int = key(0, "LLM tokens of a mini-batch with `capped`; a longer example is "
                                 "one of its own.", at_least=0)
-    max_batch_images: int = key(0, "Images of a mini-batch with `capped`; 0: no limit.",
-                                at_least=0)
+    max_batch_images: int = key(0, "Images of a mini-batch with `capped`, or tiles of them where a "
+                                "model cuts them; of a video each frame, or each two that become "
+                                "tokens together. 0: no limit.", at_least=0)
     max_example_tokens: int = key(0, "Text of an example is cut there, and an image or clip that "
                                   "would cross it is left out; 0: no limit.", at_least=0,
                                   aliases=("max_seq_length", "max_length"))

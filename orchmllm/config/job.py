@@ -25,9 +25,10 @@ class Job:
 
     @property
     def rank_batch(self) -> int:
-        """Examples that a rank gets at most in a microbatch."""
+        """Examples that a rank draws at most for a microbatch; with accumulation_steps=auto for a
+        step."""
         return -(-self.global_batch_size // (
-            self.num_ranks * self.recipe.train.accumulation_steps))
+            self.num_ranks * self.recipe.train.least_microbatches))
 
 
 def resolve(recipe: Recipe, num_ranks: int, ranks_per_node: int, *, kept: int = 0) -> Job:
@@ -39,7 +40,7 @@ def resolve(recipe: Recipe, num_ranks: int, ranks_per_node: int, *, kept: int = 
                ranks_per_node=recipe.balance.ranks_per_node or ranks_per_node,
                shard_size=recipe.fsdp.shard_size or num_ranks,
                global_batch_size=train.global_batch_size or kept or (
-                   train.batch_size * train.accumulation_steps * num_ranks))
+                   train.batch_size * train.least_microbatches * num_ranks))
 
 
 def default_world(recipe: Recipe, ranks_per_node: int) -> tuple[int, str]:
@@ -78,7 +79,7 @@ def check_world(job: Job) -> None:
     if kept and size > per_node and (size % per_node or per_node == 1):
         raise ValueError(f"fsdp.{kept[0]}_reshard is node, but shard groups of {size} ranks are "
                          f"not made of whole nodes of {per_node} ranks: use full or none")
-    batch, steps = recipe.train.global_batch_size, recipe.train.accumulation_steps
+    batch, steps = recipe.train.global_batch_size, recipe.train.least_microbatches
     if 0 < batch < ranks * steps:
         raise ValueError(
             f"train.global_batch_size is {batch}, less than one example for each of {ranks} "

@@ -199,13 +199,12 @@ class ModelConfig:
         """Whether the features of an encoder have a gradient: something that makes them learns."""
         return self.learns(phase) or self.learns("connector")
 
-    def require_parts(self) -> None:
-        """Raises ValueError for a whole model of transformers, in commands that know only the three
-        parts."""
+    def require_parts(self, why: str = "this command knows only models of this project's own "
+                      "parts: use orchmllm dry-run, plan job or compare") -> None:
+        """Raises ValueError for a whole model of transformers, with why only the three parts are
+        known."""
         if self.folder:
-            raise ValueError(f"{self.folder} is a whole model of transformers, and this command "
-                             "knows only models of this project's own parts: use orchmllm "
-                             "dry-run, plan job or compare")
+            raise ValueError(f"{self.folder} is a whole model of transformers, and {why}")
 
     def conflicts(self) -> Iterator[Conflict]:
         """pretrained and config exclude each other and what the parts say; some part learns; lora

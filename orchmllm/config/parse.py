@@ -68,6 +68,7 @@ def read(
         for key in reversed(path):
             value = Section({key: value}, {key: FROM_FILE})
         tree = _merged(tree, value)
+    tree = _without_words(tree, schema.leaves)
     try:
         recipe = schema.adapter.validate_python(tree)
     except ValidationError as e:
@@ -152,6 +153,22 @@ def _merged(old: Any, new: Any) -> Any:
         return new
     return Section({**old, **{k: _merged(old.get(k), v) for k, v in new.items()}},
                    {**old.lines, **new.lines})
+
+
+def _without_words(tree: Any, leaves: Mapping[str, Leaf]) -> Any:
+    """`tree` with the number that `auto` stands for, where a key takes both."""
+    for path, leaf in leaves.items():
+        *around, name = path.split(".")
+        inner, value = tree, leaf.key.auto
+        for key in around:
+            inner = inner.get(key) if isinstance(inner, Section) else None
+        if value is None or not isinstance(inner, Section) or inner.get(name) != "auto":
+            continue
+        value = Section({name: value}, {name: inner.lines[name]})
+        for key in reversed(around):
+            value = Section({key: value}, {})
+        tree = _merged(tree, value)
+    return tree
 
 
 def _without(tree: Any, path: Path) -> Any:

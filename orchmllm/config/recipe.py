@@ -23,7 +23,6 @@ from orchmllm.config.schema import MAX_INT, Conflict, did_you_mean, key, section
 from orchmllm.config.train import TRAIN_PARTS, TrainConfig
 from orchmllm.plan.assign import PHASES
 from orchmllm.plan.balance import POLICIES
-from orchmllm.plan.layout import ENCODERS
 
 __all__ = ["TRAIN_PARTS", "DataConfig", "FsdpConfig", "Recipe", "RecipeError", "RemoteConfig",
            "RemoteRoot", "SourceConfig", "TrainConfig", "explain", "load_recipe", "read_recipe",
@@ -32,10 +31,7 @@ __all__ = ["TRAIN_PARTS", "DataConfig", "FsdpConfig", "Recipe", "RecipeError", "
 TRACKERS = ("tensorboard", "wandb")  # names of packages
 # Keys that keep their default with a whole model of transformers, and what else they may be.
 OF_PARTS_ALONE = (
-    ("balance.group",), ("balance.dispatch", "load"),
-    *((f"balance.{phase}.nodewise",) for phase in ENCODERS),  # no media move that it could spare
-    ("data.preprocess",), ("data.streaming",), ("data.tokenizer",), ("data.batching",),
-    ("train.sample_every",), ("fsdp.compile",))
+    ("balance.dispatch", "load"),)
 
 
 @dataclass(frozen=True)
@@ -174,7 +170,7 @@ class Recipe:
         if self.profile.window and self.profile.window[0] >= self.train.num_steps:
             yield Conflict(("profile.steps", "train.num_steps"), "begins after the last step of "
                            f"the run ({self.train.num_steps - 1})")
-        longest = (self.balance.num_programs * self.train.accumulation_steps
+        longest = (self.balance.num_programs * self.train.least_microbatches
                    * self.balance.nodewise_limit_s)
         if longest >= self.launch.stall_timeout_s:
             yield Conflict(
@@ -220,6 +216,10 @@ class Recipe:
         if not self.model.folder:
             return
         key_ = "model.pretrained" if self.model.pretrained else "model.config"
+        if self.data.preprocess:
+            yield Conflict(("data.preprocess", key_), "servers send what this project's own parts "
+                           "read, and not yet what a processor of transformers makes: leave it "
+                           "out, and set data.num_workers")
         for name, *others in OF_PARTS_ALONE:
             value, default = attrgetter(name)(self), attrgetter(name)(Recipe())
             if value not in (default, *others):

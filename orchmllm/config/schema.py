@@ -32,12 +32,14 @@ BOUNDS = (("at_least", "ge", ">="), ("above", "gt", ">"), ("at_most", "le", "<="
 @dataclass(frozen=True)
 class Key:
     """doc: one or more sentences. bounds: as text, `>= 1`, `> 0 and < 1` or nothing. choices: the
-    only values. aliases: names other programs use for it, for "did you mean"."""
+    only values. aliases: names other programs use for it, for "did you mean". auto: what the word
+    `auto` stands for; None: nothing."""
 
     doc: str
     bounds: str = ""
     choices: tuple[str, ...] = ()
     aliases: tuple[str, ...] = ()
+    auto: int | None = None
 
 
 class Conflict(NamedTuple):

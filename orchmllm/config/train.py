@@ -17,10 +17,13 @@ class TrainConfig:
     """Steps, batches and the optimizer (AdamW)."""
 
     num_steps: int = key(100, "Optimizer steps.", at_least=1, aliases=("max_steps", "steps"))
-    batch_size: int = key(4, "Examples per rank and microbatch.", at_least=1,
+    batch_size: int = key(4, "Examples per rank and microbatch; with accumulation_steps=auto per "
+                          "rank and step.", at_least=1,
                           aliases=("micro_batch_size", "per_device_train_batch_size"))
-    accumulation_steps: int = key(1, "Microbatches per step.", at_least=1,
-                                  aliases=("gradient_accumulation_steps", "grad_accum"))
+    accumulation_steps: int = key(
+        1, "Microbatches per step. `auto`: as few in each step as the caps of a rank allow, which "
+        "are balance.*.max_rank_tokens and what its memory holds (fsdp.memory_gb).", at_least=0,
+        auto=0, aliases=("gradient_accumulation_steps", "grad_accum"))
     validate_every_steps: int = key(0, "Steps between validations on data.num_validation rows; 0: "
                                     "only before the first and after the last step.", at_least=0,
                                     aliases=("eval_steps", "val_interval"))
@@ -74,6 +77,11 @@ class TrainConfig:
         10, "With train.nonfinite=skip or rollback: so many steps in a row whose loss or gradient "
         "is not finite end the run with an error, without a further checkpoint; steps without "
         "targets do not count. 0: no limit.", at_least=0)
+
+    @property
+    def least_microbatches(self) -> int:
+        """Of a step: with accumulation_steps=auto some have more."""
+        return self.accumulation_steps or 1
 
     def lr_of(self, part: str) -> float:
         """Peak learning rate of one of TRAIN_PARTS."""

@@ -8,25 +8,24 @@ token (see orchmllm.data.lengths), reported by `load` through on_error as its se
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor
 
-from orchmllm.batch import IGNORE_INDEX, Example
+from orchmllm.batch import Example, ProcessedExample
 from orchmllm.config.recipe import SourceConfig
-from orchmllm.data.formats.conversation import Conversation, media_of
+from orchmllm.data.formats.conversation import Conversation
 from orchmllm.data.formats.open import DataSource, index_path, open_source
 from orchmllm.data.formats.scanned import sampled
 from orchmllm.data.index import LengthIndex, joined_layouts, open_index
 from orchmllm.data.lengths import LengthReader, MeasuredExample
-from orchmllm.data.media.decode import OnError, SegmentReader, fail
+from orchmllm.data.media.decode import OnError
 from orchmllm.data.media.medium import MediaError, Medium, printable
-from orchmllm.data.media.video import pictures
+from orchmllm.data.reader import RowReader
 from orchmllm.data.storage.remote import NOWHERE, Storage, fetch_ahead
-from orchmllm.data.text.tokenizer import ChatTokenizer
-from orchmllm.plan.geometry import AudioGeometry, VisionGeometry
 from orchmllm.plan.layout import TEXT, BatchLayout
 
 MEASURED_AT_ONCE = 64  # rows that are in memory with what they hold
@@ -36,10 +35,11 @@ CACHED_BYTES = 256 << 20  # of media that rows hold themselves
 class ConversationDataset:
     """Examples of `sources` one after the other; example i of a single source is its i-th row.
 
-    sources: a path, or the sources of a recipe. max_example_tokens: see LengthReader. index_dir:
-    where length indexes and scans of large files are kept (None: ~/.cache/orchmllm/index); an index
-    that fits is used. storage: what may be read of other machines. Raises ValueError if a source
-    cannot be opened; bad rows and media are reported when they are loaded.
+    sources: a path, or the sources of a recipe. index_dir: where length indexes and scans of large
+    files are kept (None: ~/.cache/orchmllm/index); an index that fits is used. storage: what may be
+    read of other machines. reader: what measures and loads a row: a ProcessedReader, or by default
+    a RowReader, which of_parts are the arguments of. Raises ValueError if a source cannot be
+    opened; bad rows and media are reported when they are loaded.
     """
 
     streaming = False
@@ -49,22 +49,19 @@ class ConversationDataset:
         self,
         sources: str | os.PathLike | Sequence[SourceConfig],
         *,
-        tokenizer: ChatTokenizer,
-        vision: VisionGeometry,
-        audio: AudioGeometry,
-        max_example_tokens: int = 0,
         index_dir: str | os.PathLike | None = None,
         storage: Storage = NOWHERE,
         reader: LengthReader | None = None,
+        **of_parts: Any,
     ):
         if isinstance(sources, str | os.PathLike):
             sources = [SourceConfig(path=os.fspath(sources))]
         folder, self.storage = index_path(index_dir), storage
         self.sources = [open_source(config, folder, storage, streaming=self.streaming)
                         for config in sources]
-        self.tokenizer, self.vision, self.audio = tokenizer, vision, audio
-        self.reader = reader or LengthReader(tokenizer, vision, audio, max_example_tokens)
-        self._rows = SegmentReader(vision, audio)
+        self.reader = reader or RowReader(**of_parts)
+        self.tokenizer, self.vision, self.audio = (
+            self.reader.tokenizer, self.reader.vision, self.reader.audio)
         self.indexes: list[LengthIndex | None] = [
             None if self.streaming else open_index(source, self.reader, folder)
             for source in self.sources]
@@ -84,13 +81,13 @@ class ConversationDataset:
         return source, int(i - self.bounds[source])
 
     def fingerprint(self) -> dict:
-        """What of the data decides which examples are drawn and what they hold: the tokenizer, and
+        """What of the data decides which examples are drawn and what they hold: the reader, and
         of each source its rows, their format, its share of what is drawn, and what `sampled` says
         of its files. Neither names nor times, which a copy changes. A source without files, a
         stream of the hub, is known by its name alone. Raises OSError for a file that is gone."""
         configs = [source.config for source in self.sources]
         total = sum(config.weight for config in configs) or 1.0
-        return {"tokenizer": self.tokenizer.digest, "sources": [
+        return {**self.reader.fingerprint, "sources": [
             {"rows": self._num_rows(source), "row_format": source.layout, **source.chosen,
              "share": round(config.weight / total, 9),
              **(sampled(source.store.files) if source.store.files
@@ -163,45 +160,12 @@ class ConversationDataset:
         source, row = self.where(i)
         return self.sources[source].conversation(row)
 
-    def load(
-        self,
-        i: int,
-        *,
-        text: bool = True,
-        segments: Collection[int] | None = None,
-        encoded: Collection[int] = (),
-        row: MeasuredExample | None = None,
-        on_error: OnError = None,
-    ) -> Example:
-        """Reads row i once and decodes it or parts of it.
-
-        text: False leaves token_ids and labels None. segments: positions in the segment list of
-        the media to decode; None for all. encoded: those of them that are not decoded: their bytes
-        as they are stored, (n,) uint8, in place of rows. row: what `kept` returned in the process
-        that planned it. A medium that fails raises MediaError with `segment` set; with `on_error`,
-        it is called with (segment, error) instead, and the rows are zeros (there are no bytes).
-        A stand-in reports its problem as segment 0 when its text is loaded.
-        Raises ValueError if `segments` names one that is not a medium of this example.
-        """
-        row = row or self._row(i, text)
-        layout = row.layout
-        known = np.flatnonzero(layout.modality != TEXT).tolist()
-        wanted = known if segments is None else sorted(segments)
-        if not set(known) >= set(wanted):
-            raise ValueError(f"example {i}: segments {wanted} asked for, but its media are {known}")
-        at, media = row.media_at, {}
-        frames = pictures([at[s] for s in wanted if s in at], self.vision)
-        for s in wanted:
-            medium = at.get(s) or MediaError(self.name(i), "the row has changed since its lengths "
-                                             "were read")
-            media[s] = self._rows(medium, int(layout.modality[s]), int(layout.rows[s]), s, on_error,
-                                  encoded=s in encoded, picture=frames.get(medium))
-        if not text:
-            return Example(i, None, None, media)
-        if row.problem is not None:
-            fail(0, row.problem, on_error)
-        tokens, labels = token_ids_and_labels(row)
-        return Example(i, torch.from_numpy(tokens), torch.from_numpy(labels), media)
+    def load(self, i: int, *, row: MeasuredExample | None = None, text: bool = True, **wanted: Any
+             ) -> Example | ProcessedExample:
+        """Reads row i once and decodes it or parts of it. row: what `kept` returned in the process
+        that planned it. text, wanted: see RowReader.load, or ProcessedReader.load."""
+        return self.reader.load(row or self._row(i, text), partial(self.name, i), text=text,
+                                **wanted)
 
     def kept(self, i: int) -> MeasuredExample | None:
         """What planning read of example i, if that is still there: for `load` in a process that
@@ -211,7 +175,7 @@ class ConversationDataset:
     def decode(self, modality: int, data: bytes, rows: int, *, segment: int,
                on_error: OnError) -> Tensor:
         """Rows of a medium that `load` returned encoded, zeros after on_error was called."""
-        return self._rows(Medium(modality, "", data=data), modality, rows, segment, on_error)
+        return self.reader.rows(Medium(modality, "", data=data), modality, rows, segment, on_error)
 
     def media_of(self, i: int) -> list[tuple[int, int, Medium]]:
         """(segment index, modality, medium) of example i's media in reading order; those after the
@@ -245,17 +209,18 @@ class ConversationDataset:
             return self.reader.stand_in(problem, i, layout)
         media: list[Medium] = []
         turns: Conversation = ()
+        sizes = index.sizes(number) if self.reader.has_sizes else ()
         count = layout.num_tokens[layout.modality == TEXT].sum()
         token_ids, supervised = np.zeros(count, np.int32), np.zeros(count, bool)
         try:
             turns = self.conversation(i)
-            media = media_of(turns)
-            if text:
+            media = self.reader.media(turns)
+            if text and not self.reader.has_sizes:  # else ids come with the media
                 token_ids, supervised = self.reader.text_like(layout, turns)
         except ValueError as error:
             problem = MediaError(self.name(i), "the row has changed since it was indexed (`data "
                                  f"lint` reads all rows again): {error}")
-        return MeasuredExample(layout, token_ids, supervised, media, problem, turns)
+        return MeasuredExample(layout, token_ids, supervised, media, problem, turns, sizes)
 
     def _keep(self, i: int, row: MeasuredExample) -> None:
         """A row's media may be its own bytes, so what is kept is bounded in bytes, too. Threads of
@@ -280,14 +245,3 @@ class ConversationDataset:
     def name(self, i: int) -> str:
         """Data file of example i and its row in it, from 1, in words."""
         return "{}, row {}".format(*self._place(i))
-
-
-def token_ids_and_labels(row: MeasuredExample) -> tuple[np.ndarray, np.ndarray]:
-    """(L,) int32 token ids of an example's whole sequence, 0 at media positions; (L,) int32 labels:
-    the token at t + 1 where that is learnt, else IGNORE_INDEX."""
-    is_text = np.repeat(row.layout.modality == TEXT, row.layout.num_tokens)
-    tokens = np.zeros(len(is_text), np.int32)
-    tokens[is_text] = row.token_ids
-    labels = np.full(len(tokens) + 1, IGNORE_INDEX, np.int32)  # of the position before each token
-    labels[:-1][is_text] = np.where(row.supervised, row.token_ids, IGNORE_INDEX)
-    return tokens, labels[1:]

@@ -58,14 +58,21 @@ class MeasuredExample(NamedTuple):
 class LengthReader:
     """tokenizer, vision, audio: as the model has them. max_example_tokens: LLM positions after
     which an example ends (0: no limit); a medium that would cross it is left out whole.
-    has_sizes: whether its examples have sizes."""
+    has_sizes: whether its examples have sizes. media: those of a conversation, one for each
+    segment."""
 
     has_sizes = False
+    media = staticmethod(media_of)
 
     def __init__(self, tokenizer: ChatTokenizer, vision: VisionGeometry, audio: AudioGeometry,
                  max_example_tokens: int = 0) -> None:
         self.tokenizer, self.vision, self.audio = tokenizer, vision, audio
         self.max_example_tokens = max_example_tokens
+
+    @property
+    def fingerprint(self) -> dict[str, str]:
+        """What decides, beside the rows, what examples hold."""
+        return {"tokenizer": self.tokenizer.digest}
 
     @property
     def identity(self) -> list:

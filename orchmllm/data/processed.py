@@ -9,10 +9,9 @@ that failed.
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
-from typing import Any
 
 import numpy as np
 import torch
@@ -20,9 +19,7 @@ from PIL import Image
 
 from orchmllm.batch import IGNORE_INDEX, ProcessedExample
 from orchmllm.config.recipe import DataConfig
-from orchmllm.data.dataset import ConversationDataset
 from orchmllm.data.formats.conversation import Conversation
-from orchmllm.data.formats.open import sources_of
 from orchmllm.data.lengths import LengthReader, MeasuredExample
 from orchmllm.data.media.decode import OnError, decode_samples, fail, upright_image
 from orchmllm.data.media.headers import audio_header, image_header
@@ -32,16 +29,21 @@ from orchmllm.data.media.shapes import Content, Size, blank, kind_of, sized
 from orchmllm.data.media.video import pictures
 from orchmllm.data.media.video_processor import items_of
 from orchmllm.data.segments import KINDS, VIDEOS, is_content
-from orchmllm.data.storage.remote import Storage
 from orchmllm.data.text.processor import Processor
 from orchmllm.data.text.spans import Tokens, before
+from orchmllm.data.text.tokenizer import ChatTokenizer
 from orchmllm.plan.geometry import AudioGeometry
 from orchmllm.plan.layout import TEXT, VISION, BatchLayout
 
 
 class ProcessedReader(LengthReader):
-    """Lengths of rows as the processor of a model has them. max_example_tokens: see
-    LengthReader."""
+    """Measures and loads rows as the processor of a model makes them; the tokenizer and the chat
+    template are the model's. max_example_tokens: see LengthReader.
+
+    Of a medium, num_tokens of a layout counts its features alone, and tokens that the processor
+    writes between them belong to the text after them. Of an image, grid is (t, h, w), t tiles of
+    h x w patches, rows and attn_len their product; of a clip, rows are the frames that are encoded,
+    padding of a window too."""
 
     has_sizes = True
 
@@ -52,6 +54,13 @@ class ProcessedReader(LengthReader):
     @property
     def identity(self) -> list:
         return ["processor", self.processor.digest, self.max_example_tokens]
+
+    @property
+    def fingerprint(self) -> dict[str, str]:
+        return {**super().fingerprint, "processor": self.processor.digest}
+
+    def media(self, turns: Conversation) -> list[Medium]:
+        return [item[0] for item in chain.from_iterable(items_of(turns, self.processor.videos))]
 
     def _texts(self, conversations: Sequence[Conversation]) -> Sequence[Conversation]:
         return conversations
@@ -87,60 +96,25 @@ class ProcessedReader(LengthReader):
                            "give all of them one size".format(*sizes[0], *sizes[-1]), first.name)
         return Size(*sizes[0], first.sampled)
 
-
-def layout_of(example_id: int, tokens: Tokens) -> BatchLayout:
-    """Raises RowError for an example that nothing is learnt of."""
-    targets = int(tokens.learnt[1:].sum())  # no position comes before the first token
-    if targets == 0:
-        raise RowError("nothing to learn: no text of an assistant (in the first "
-                       "data.max_example_tokens tokens, where that is set)")
-    return BatchLayout.from_segments(example_id, targets, tokens.segments)
-
-
-class ProcessedRows(ConversationDataset):
-    """The rows of a recipe's data section for a model of transformers.
-
-    folder, options: see Processor; the tokenizer and the chat template are the model's. Of a
-    medium, num_tokens of a layout counts its features alone, and tokens that the processor writes
-    between them belong to the text after them. Of an image, grid is (t, h, w), t tiles of h x w
-    patches, rows and attn_len their product; of a clip, rows are the frames that are encoded,
-    padding of a window too. Raises ValueError if the folder or a source cannot be used, or `data`
-    names another tokenizer.
-    """
-
-    def __init__(self, folder: str | os.PathLike, data: DataConfig,
-                 options: Mapping[str, Any] | None = None) -> None:
-        if data.tokenizer:
-            raise ValueError(f"data.tokenizer is {data.tokenizer!r}, but the model brings its own "
-                             "tokenizer: leave it out")
-        self.processor = Processor(folder, options)
-        super().__init__(
-            sources_of(data), tokenizer=self.processor.tokenizer, vision=None, audio=None,
-            index_dir=data.index_dir or None, storage=Storage(data.remote),
-            reader=ProcessedReader(self.processor, data.max_example_tokens))
-
-    def fingerprint(self) -> dict:
-        return {**super().fingerprint(), "processor": self.processor.digest}
-
-    def load(self, i: int, *, text: bool = True, segments: Collection[int] | None = None,
-             row: MeasuredExample | None = None, on_error: OnError = None) -> ProcessedExample:
-        """Example i with the lengths that `layout` gives, or parts of it.
+    def load(self, row: MeasuredExample, name: Callable[[], str], *, text: bool = True,
+             segments: Collection[int] | None = None, on_error: OnError = None
+             ) -> ProcessedExample:
+        """The example of a row with the lengths that were measured, or parts of it. name: tells
+        where the row is.
 
         text: False leaves ids and labels None. segments: None for the whole example; else the
         positions in the segment list of the media to decode, whose tensors are in `parts`, as the
-        processor makes them beside the others of the example. row: what `kept` returned in the
-        process that planned it. A medium that cannot be decoded raises MediaError with `segment`
-        set; with `on_error`, it is called with (segment, error) instead, the image is black or the
-        clip silent, and nothing is learnt. A row that cannot be used, or has changed since it was
-        measured, is told of as segment 0 (the first where its text is loaded) and has the planned
-        lengths."""
-        row = row or self._row(i)
+        processor makes them beside the others of the example. A medium that cannot be decoded
+        raises MediaError with `segment` set; with `on_error`, it is called with (segment, error)
+        instead, the image is black or the clip silent, and nothing is learnt. A row that cannot be
+        used, or has changed since it was measured, is told of as segment 0 (the first where its
+        text is loaded) and has the planned lengths."""
         problem, example = row.problem, None
         if problem is None:
             try:
                 example = self._example(row, segments, on_error)
             except RowError as error:
-                problem = MediaError(self.name(i), f"cannot be used as it was planned: {error}")
+                problem = MediaError(name(), f"cannot be used as it was planned: {error}")
         if problem is not None:
             if text or row.problem is None:
                 fail(0, problem, on_error)
@@ -148,15 +122,6 @@ class ProcessedRows(ConversationDataset):
         if segments is not None:
             example = _parted(example, segments)
         return example if text else replace(example, input_ids=None, labels=None)
-
-    def _row(self, i: int, text: bool = True) -> MeasuredExample:
-        row = super()._row(i, text=False)
-        source, number = self.where(i)
-        index = self.indexes[source]
-        if index is None:
-            return row
-        items = chain.from_iterable(items_of(row.turns, self.processor.videos))
-        return row._replace(media=[item[0] for item in items], sizes=index.sizes(number))
 
     def _example(self, row: MeasuredExample, wanted: Collection[int] | None, on_error: OnError
                  ) -> ProcessedExample:
@@ -172,7 +137,7 @@ class ProcessedRows(ConversationDataset):
         spans = before(row.spans or self.processor.rendered(row.turns), len(media))
         known = Tokens(row.token_ids, row.supervised, [], row.digest) if row.digest else None
         tokens, arguments = self.processor.load(
-            spans, media, self.reader.max_example_tokens, known)
+            spans, media, self.max_example_tokens, known)
         found = layout_of(int(layout.example_id[0]), tokens)
         if found.to_payload().tolist() != layout.to_payload().tolist():
             raise RowError("the processor makes other lengths of it")
@@ -250,6 +215,27 @@ class ProcessedRows(ConversationDataset):
         return [Size(*(layout.grid[run[0], 1:] * self.processor.patch).tolist(),
                      Sampled(0, tuple(range(count)), count))
                 for run, count in zip(runs, counts, strict=True)]
+
+
+def layout_of(example_id: int, tokens: Tokens) -> BatchLayout:
+    """Raises RowError for an example that nothing is learnt of."""
+    targets = int(tokens.learnt[1:].sum())  # no position comes before the first token
+    if targets == 0:
+        raise RowError("nothing to learn: no text of an assistant (in the first "
+                       "data.max_example_tokens tokens, where that is set)")
+    return BatchLayout.from_segments(example_id, targets, tokens.segments)
+
+
+def open_processor(folder: str | os.PathLike, data: DataConfig) -> Processor:
+    """The processor of a model. Raises ValueError if the folder cannot be used, or `data` names a
+    tokenizer with other tokens or another chat template than the folder has."""
+    processor = Processor(folder)
+    if data.tokenizer and ChatTokenizer(data.tokenizer).digest != ChatTokenizer(folder).digest:
+        raise ValueError(
+            f"data.tokenizer is {data.tokenizer!r}, which has other tokens or another chat "
+            f"template than the tokenizer of {folder}, with which the model was trained: leave it "
+            "out. Another chat template goes into that folder, as chat_template.jinja")
+    return processor
 
 
 def _parted(example: ProcessedExample, segments: Collection[int]) -> ProcessedExample:

@@ -22,6 +22,8 @@ from orchmllm.config.recipe import DataConfig, SourceConfig
 from orchmllm.data.dataset import ConversationDataset
 from orchmllm.data.formats.open import DataSource, open_tokenizer, sources_of
 from orchmllm.data.formats.rows import LaterRows, StoreUnit, StreamRow
+from orchmllm.data.lengths import LengthReader
+from orchmllm.data.reader import RowReader
 from orchmllm.data.sampler import Mixture
 from orchmllm.data.storage.remote import RemoteFile, Storage, fetch_ahead
 from orchmllm.plan.layout import ranges
@@ -234,17 +236,17 @@ class StreamDataset(ConversationDataset):
 
 
 def open_dataset(data: DataConfig, model: ModelConfig, *, seed: int) -> ConversationDataset:
-    """The dataset of a recipe's data section for its model: map-style or, with data.streaming, a
-    stream whose order `seed` decides. Raises ValueError."""
-    if model.folder:
-        from orchmllm.data.processed import ProcessedRows  # with transformers
+    """The dataset of a recipe's data section for a model of this project's own parts, see
+    with_reader. Raises ValueError."""
+    return with_reader(data, RowReader(open_tokenizer(data), model.vision.geometry,
+                                       model.audio.geometry, data.max_example_tokens), seed=seed)
 
-        return ProcessedRows(model.folder, data)
-    configs = sources_of(data)
-    keys = dict(tokenizer=open_tokenizer(data), vision=model.vision.geometry,
-                audio=model.audio.geometry, max_example_tokens=data.max_example_tokens,
-                index_dir=data.index_dir or None, storage=Storage(data.remote))
+
+def with_reader(data: DataConfig, reader: LengthReader, *, seed: int) -> ConversationDataset:
+    """The dataset of a recipe's data section: map-style or, with data.streaming, a stream whose
+    order `seed` decides. Raises ValueError."""
+    keys = dict(reader=reader, index_dir=data.index_dir or None, storage=Storage(data.remote))
     if data.streaming:
-        return StreamDataset(configs, num_shards=data.num_shards, seed=seed,
+        return StreamDataset(sources_of(data), num_shards=data.num_shards, seed=seed,
                              window=data.shuffle_window or WINDOW, **keys)
-    return ConversationDataset(configs, **keys)
+    return ConversationDataset(sources_of(data), **keys)

@@ -75,6 +75,8 @@ class Answer:
                 return f"with {name} changed in place"
             if not any(_is(t, value) for t in tensors):
                 return f"with another tensor than its argument {name}"
+        if self._encoder.run is not None:
+            return ""  # it computes what the forward makes of its inputs before the call
         if self._encoder.named:
             return self._other_option(args, kwargs)
         return self._other_argument(args, kwargs)
@@ -91,9 +93,8 @@ class Answer:
             if parameter.kind == parameter.VAR_KEYWORD:
                 given |= given.pop(name, {})
         for name, value in given.items():
-            if value is None or any(
-                    _is(value, v) if isinstance(value, Tensor) and isinstance(v, Tensor)
-                    else value is v for v in of_layout):
+            if any(_is(value, v) if isinstance(value, Tensor) and isinstance(v, Tensor)
+                   else value is v for v in of_layout):
                 continue
             parameter = signature.parameters.get(name)
             default = parameter.default if parameter is not None else None

@@ -21,8 +21,8 @@ from orchmllm.hf.folder import (
     read_float64,
     read_headers,
 )
-from orchmllm.models.families import read_config
 from orchmllm.models.names import PARTS, Named, named
+from orchmllm.models.spec import spec_of
 
 # Where a larger model's folder keeps an encoder; the first that has it counts.
 PREFIXES = {"vision": ("",), "audio": ("", "encoder.", "model.encoder.")}
@@ -68,8 +68,11 @@ def find_sources(model: ModelConfig) -> list[WeightSource]:
     """All that the recipe names. Raises PretrainedError listing every problem: a folder that is
     missing or holds pickles, a configuration that is not the recipe's, tensors that are missing or
     have another shape."""
-    if model.folder:
-        return _whole(model)
+    return spec_of(model).weights(model)
+
+
+def of_parts(model: ModelConfig) -> list[WeightSource]:
+    """Those that parts and connectors of this project start from; see find_sources."""
     sources, problems = [], []
     for part in (*PARTS, "connectors"):
         path = model.connectors if part == "connectors" else getattr(model, part).pretrained
@@ -101,34 +104,6 @@ def fingerprint(sources: Sequence[WeightSource]) -> int:
                 sample = f.get_slice(stored.key)[max(0, rows - count) // 2: (rows + count + 1) // 2]
             digest.update(sample.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
     return int.from_bytes(digest.digest(), "little")
-
-
-def _whole(model: ModelConfig) -> list[WeightSource]:
-    """A whole model of transformers, which transformers reads itself."""
-    path = Path(model.folder)
-    try:
-        config = read_config(path)
-        for part in ("vision", "audio"):
-            if getattr(model, part).frozen and not hasattr(config, f"{part}_config"):
-                raise ValueError(f"model.{part}.frozen has no effect with a {config.model_type}, "
-                                 "which has no such part: leave it out")
-        parts = [p for p in ("vision", "audio", "llm")
-                 if p == "llm" or hasattr(config, f"{p}_config")]
-        if not any(map(model.learns, (*parts, "connector"))):
-            raise ValueError(f"nothing would learn: a {config.model_type} has {', '.join(parts)} "
-                             "and connectors, and all of them are frozen: set one to false")
-        if not model.pretrained:
-            return []
-        if model.lora.rank:
-            from orchmllm.models.adapters import check_adapters  # with torch
-
-            check_adapters(model)
-        return [WeightSource("model", path, {  # buffers may be integers, which nobody reads
-            name: stored for name, stored in open_folder(path).tensors.items()
-            if stored.dtype in ELEMENT_BYTES and stored.shape})]
-    except ValueError as e:
-        key = "model.pretrained" if model.pretrained else "model.config"
-        raise PretrainedError(f"{key}: {e}") from e
 
 
 def _part(part: str, model: ModelConfig, path: Path) -> WeightSource | list[str]:

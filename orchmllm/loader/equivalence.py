@@ -99,13 +99,14 @@ def _as_sampled(loader: Any, encoders: Sequence[Any], off: bool) -> Iterator[Non
 
 def _gradients(step, parameters, loader, num_steps: int) -> list[Gradients]:
     """Per step: name -> (gradient in float64, part of the whole gradient that its type rounds)."""
-    out, per_step = [], getattr(loader, "accumulation_steps", 1)
-    for k, batch in enumerate(loader):
-        if k % per_step == 0:
+    out = []
+    for batch in loader:
+        info = getattr(loader, "step", None)
+        if info is None or info.microbatch == 0:
             for _, p in parameters():
                 p.grad = None
         step(batch)
-        if (k + 1) % per_step:
+        if info is not None and not info.is_last_microbatch:
             continue  # examples change their microbatch: gradients are equal in sum
         found = {n: torch.zeros_like(p) if p.grad is None else p.grad
                  for n, p in parameters() if p.requires_grad}

@@ -87,10 +87,12 @@ def sampled_indices(batch_sampler: Iterable, accumulation_steps: int, first_step
 
 
 def batch_layout(
-    example_ids: Sequence[int], lengths: Sequence[Any], examples_per_rank: Sequence[int] | None
+    example_ids: Sequence[int], lengths: Sequence[Any], examples_per_rank: Sequence[int] | None,
+    max_tokens: int = 0,
 ) -> BatchLayout:
-    """The layout of examples of these lengths, each a whole number; without examples_per_rank they
-    all sit on one rank. Raises TypeError or ValueError naming the example for anything else."""
+    """The layout of examples of these lengths, each a whole number, at most max_tokens (0: any);
+    without examples_per_rank they all sit on one rank. Raises TypeError or ValueError naming the
+    example for anything else."""
     n = len(lengths)
     table = np.zeros((n, 7), np.int64)
     table[:, 0] = TEXT
@@ -103,6 +105,9 @@ def batch_layout(
                 "are balanced by orchmllm.balance_encoders)") from error
         if length < 0:
             raise ValueError(f"example {example_ids[k]} has length {length}: must be >= 0")
+        if 0 < max_tokens < length:
+            raise ValueError(f"example {example_ids[k]} has {length} tokens, more than max_tokens "
+                             f"= {max_tokens}: leave it out, or raise max_tokens")
         table[k, 3] = length
     return BatchLayout.from_table(np.asarray(example_ids, np.int64), np.zeros(n, np.int64),
                                   np.ones(n, np.int64), table, examples_per_rank)
@@ -136,13 +141,15 @@ class IndexFeed:
     lookahead: int
     knows_all: bool
     num_dropped: int
+    max_tokens: int
 
     def draw(self, index: int) -> BatchLayout | None:
         drawn = next(self.source, None)
         if drawn is None:
             return None
         sampled, sizes = drawn
-        return batch_layout(sampled, [self.lengths(int(i)) for i in sampled], sizes)
+        return batch_layout(sampled, [self.lengths(int(i)) for i in sampled], sizes,
+                            self.max_tokens)
 
     def announce(self, step: Step) -> None:
         for micro in step.micro:

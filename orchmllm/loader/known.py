@@ -69,7 +69,7 @@ def loss_of_pairs(kind: type) -> str | None:
 def of_pairs(trainer: Any, given: dict[str, Any]) -> dict[str, Any]:
     """The options for batches of chosen answers, then rejected ones."""
     options = {"num_targets": lambda batch: len(batch["input_ids"]) // 2, **given}
-    if not {"tolerance", "max_rank_tokens"} & given.keys() and not getattr(
+    if not {"tolerance", "max_tokens"} & given.keys() and not getattr(
             trainer.args, "padding_free", False):
         options.setdefault("policy", "padded")  # a pair has two rows, which hides the padding
     return options

@@ -8,7 +8,6 @@ import math
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from operator import length_hint
 from typing import Any
 
 import torch
@@ -20,10 +19,11 @@ from orchmllm.loader.collator import Collator
 from orchmllm.loader.groups import data_ranks
 from orchmllm.loader.links import connect
 from orchmllm.loader.loss import LossWatch, StepInfo
-from orchmllm.loader.setup import Planning, check_arguments, check_state, log_step
+from orchmllm.loader.setup import Planning, check_arguments, check_state, log_step, plan_batch
 from orchmllm.loader.source import (
     PlannedSampler,
     Reader,
+    drawn_batches,
     open_source,
     refuse,
     refuse_ahead,
@@ -34,7 +34,6 @@ from orchmllm.orchestrator import Orchestrator
 from orchmllm.plan.cost import CostModel
 
 STATE_VERSION = 1
-UNKNOWN_LEN = sys.maxsize
 
 
 class BalancedDataLoader(DataLoader):
@@ -53,10 +52,11 @@ class BalancedDataLoader(DataLoader):
     its length (default: its length); the encoders of a model are balanced by balance_encoders.
     policy, tolerance: see orchmllm.plan.balance.balance. `auto` plans by `padded` until the first
     step was collated, then by what all ranks see: `padded` where collate_fn pads, else `least_move`
-    (always with a tolerance or max_rank_tokens, which `padded` has not). group: ranks that share
+    (always with a tolerance or max_tokens, which `padded` has not). group: ranks that share
     the data, one per replica, or a device mesh that names its dimensions (default: accelerate's
-    mesh, else all ranks). max_rank_tokens: cap of a rank's tokens in a microbatch.
-    accumulation_steps: batches per optimizer step. num_targets: collated batch -> its labels
+    mesh, else all ranks). max_tokens: no rank gets more tokens in a microbatch (0: no limit).
+    accumulation_steps: batches per optimizer step; "auto": as few in each step as max_tokens
+    allows, of batch_size examples per rank and step. num_targets: collated batch -> its labels
     (default: entries of "labels" that are not -100). prefetch: steps prepared ahead. seed: of the
     shuffling, equal on all ranks. min_gain: steps predicted to gain less (0.02: 2%) run as sampled.
     measure_every: every Nth step does, to measure the gain (docs/loader.md). enabled: false runs
@@ -82,8 +82,9 @@ class BalancedDataLoader(DataLoader):
         length_fn: Callable[[Any], Any] | None = None,
         phases: CostModel | None = None, policy: str = "auto",
         tolerance: float | None = None, group: dist.ProcessGroup | dist.DeviceMesh | None = None,
-        max_rank_tokens: int = 0, prefetch: int = 2,
-        num_targets: Callable[[Any], int] | None = None, accumulation_steps: int = 1, seed: int = 0,
+        max_tokens: int = 0, prefetch: int = 2,
+        num_targets: Callable[[Any], int] | None = None, accumulation_steps: int | str = 1,
+        seed: int = 0,
         min_gain: float = 0.0, measure_every: int = 0, enabled: bool = True, shard_size: int = 0,
         ranks_per_node: int = 0, timeout_s: float = 600.0, log_every: int = 100,
         check_loss: bool = True, **workers: Any,
@@ -96,22 +97,23 @@ class BalancedDataLoader(DataLoader):
         self.enabled = enabled  # whether steps are balanced, from the next pass on
         ranks = data_ranks(group)
         check_arguments(source, lengths, length_fn, shard_size, len(ranks), accumulation_steps,
-                        prefetch)
+                        max_tokens, prefetch)
         dispatch = "bytes" if lengths is None else "load"
         links = connect(self, ranks, shard_size, ranks_per_node, timeout_s, cpu=lengths is None)
         self.rank, self.num_ranks = links.rank, len(ranks)
         self._planning = Planning(
-            policy, tolerance, max_rank_tokens, cost=phases, dispatch=dispatch, min_gain=min_gain,
+            policy, tolerance, max_tokens, cost=phases, dispatch=dispatch, min_gain=min_gain,
             measure_every=measure_every, ranks_per_node=links.gather.per_node, says=self.rank == 0)
         self._orchestrator = Orchestrator(
             self._planning.spec(enabled), links.gather, group=links.cpu,
             commit_gather=links.everyone)
-        batches = self.num_ranks * accumulation_steps  # of a step
+        self._orchestrator.planner = plan_batch
+        batches = self.num_ranks * drawn_batches(accumulation_steps)  # of a step
         if source.kind == "indices":
             self.global_batch_size = source.batch_size * batches
         collator = Collator(source.collate, self.rank, num_targets, source.pin_memory,
                             tail_is_filled(source, batches))
-        self._reader = Reader(source, lengths, length_fn, collator, links)
+        self._reader = Reader(source, lengths, length_fn, collator, links, max_tokens)
         self.num_targets = num_targets
         self._log_every = log_every if self.rank == 0 else 0
         self._watch = LossWatch(done=not check_loss or self.rank != 0)
@@ -138,9 +140,10 @@ class BalancedDataLoader(DataLoader):
     def _show(self) -> None:
         """Sets the attributes of a DataLoader, for code that reads them."""
         source = self._source
-        batches = 0 if source.kind == "stream" else length_hint(self, 0)
+        steps = 0 if source.kind == "stream" else self._num_steps() or 0
         shown = None if isinstance(source.seen_dataset, IterableDataset) else PlannedSampler(
-            source, batches * (source.batch_size or 1), self.rank, self.num_ranks)
+            source, steps * drawn_batches(self.accumulation_steps) * (source.batch_size or 1),
+            self.rank, self.num_ranks)
         super().__init__(
             source.seen_dataset, source.batch_size, sampler=shown, pin_memory=source.pin_memory,
             collate_fn=refuse if source.kind == "stream" else source.collate,
@@ -150,13 +153,25 @@ class BalancedDataLoader(DataLoader):
 
     def __len__(self) -> int:
         """Batches of this rank in one pass (an estimate where other ranks hold other numbers).
-        TypeError for a stream or a batch sampler without a length."""
-        k, source = self.accumulation_steps, self._source
+        TypeError for a stream or a batch sampler without a length, and with accumulation_steps
+        "auto"."""
+        if self.accumulation_steps == "auto":
+            raise TypeError('with accumulation_steps="auto" the batches of a pass are not known')
+        if (steps := self._num_steps()) is None:
+            raise TypeError(f"the loader's data, a {self._source.kind}, has no len()")
+        return steps * self.accumulation_steps
+
+    def _num_steps(self) -> int | None:
+        """Of one pass (see __len__), None where it is not known."""
+        source = self._source
         if source.kind == "indices":
             cut = math.floor if source.drop_last else math.ceil
-            return cut(len(source.dataset) / self.global_batch_size) * k
-        batches = len(source.batch_sampler if source.kind == "sampler" else self._reader.loader)
-        return math.ceil(batches / k) * k
+            return cut(len(source.dataset) / self.global_batch_size)
+        try:
+            batches = len(source.batch_sampler if source.kind == "sampler" else self._reader.loader)
+        except TypeError:
+            return None
+        return math.ceil(batches / drawn_batches(self.accumulation_steps))
 
     @property
     def epoch(self) -> int:
@@ -168,8 +183,7 @@ class BalancedDataLoader(DataLoader):
         Raises ValueError if a loaded state stands within another epoch."""
         next_epoch, step, state = self._next
         if step and epoch != next_epoch and self._source.kind != "stream":
-            done = step * self.accumulation_steps
-            if epoch != next_epoch + 1 or done < length_hint(self, UNKNOWN_LEN):
+            if epoch != next_epoch + 1 or step < (self._num_steps() or math.inf):
                 raise ValueError(
                     f"set_epoch({epoch}): the state that was loaded is at step {step} of epoch "
                     f"{next_epoch}; go on in that epoch, or load no state")
@@ -194,14 +208,15 @@ class BalancedDataLoader(DataLoader):
         orch.spec = self._planning.spec(self.enabled)
         pipeline = Pipeline(
             self._reader.feed(self._order(), self.prefetch, epoch, first, state), orch,
-            first_step=first, accumulation_steps=self.accumulation_steps, prefetch=self.prefetch,
+            first_step=first, prefetch=self.prefetch, accumulation_steps=(
+                0 if self.accumulation_steps == "auto" else self.accumulation_steps),
             committed=partial(self._planning.look, orch))
         steps, yielded = iter(pipeline), 0  # batches
         self._live, self._next = True, (after := (epoch + 1, 0, None))
         try:
             for step in steps:
                 for k, micro in enumerate(step.micro):
-                    if k == self.accumulation_steps - 1:
+                    if k == len(step.micro) - 1:
                         self._done = epoch, step.index + 1, step.state
                     self._step = StepInfo.of(
                         step, k, epoch, self.num_ranks, self.num_targets is None, self._watch)
@@ -213,8 +228,7 @@ class BalancedDataLoader(DataLoader):
             self.num_dropped += pipeline.num_dropped
             self._done = epoch + 1, 0, None
         except GeneratorExit:
-            done = first * self.accumulation_steps + yielded
-            looked = yielded <= 1 and done < length_hint(self, UNKNOWN_LEN)
+            looked = yielded <= 1 and self._done[1] < (self._num_steps() or math.inf)
             if looked and self._next is after:  # no state or epoch was set meanwhile
                 self._next = before
             raise
@@ -280,7 +294,7 @@ class BalancedDataLoader(DataLoader):
         if self._source.kind == "indices" and (
                 state["step"] or state.get("batch_size", size) == size):
             self.global_batch_size = state["global_batch_size"]
-            batches = self.num_ranks * self.accumulation_steps
+            batches = self.num_ranks * drawn_batches(self.accumulation_steps)
             # torch's DataLoader refuses it from an ordinary assignment.
             object.__setattr__(self, "batch_size", math.ceil(self.global_batch_size / batches))
         [inner] = state.get(self._own_key, (None,))

@@ -12,10 +12,12 @@ from orchmllm.loader.gain import LoopGain, costs_of
 from orchmllm.loader.loss import StepInfo
 from orchmllm.loader.source import Source
 from orchmllm.orchestrator import Orchestrator
-from orchmllm.plan.assign import BalancePolicy, PhasePolicy, PlanSpec
-from orchmllm.plan.balance import DEFAULT_TOLERANCE, POLICIES, check_policy
+from orchmllm.plan.assign import BalancePolicy, NodeSolver, PhasePolicy, PlanSpec
+from orchmllm.plan.balance import DEFAULT_TOLERANCE, POLICIES, CapError, at_least_1, check_policy
 from orchmllm.plan.cost import CostModel, in_fine_unit
 from orchmllm.plan.gain import describe
+from orchmllm.plan.layout import BatchLayout
+from orchmllm.plan.step import StepPlan, plan_step
 
 log = logging.getLogger("orchmllm.loader")
 BY_LENGTH = CostModel(linear=1000, quadratic=0)
@@ -24,7 +26,7 @@ LITTLE = 0.01  # predicted gain under which the log says so
 
 def check_arguments(
     source: Source, lengths: Any, length_fn: Any, shard_size: int, num_ranks: int,
-    accumulation_steps: int, prefetch: int,
+    accumulation_steps: int | str, max_tokens: int, prefetch: int,
 ) -> None:
     """What a BalancedDataLoader's arguments have to be for its kind of data. Raises ValueError
     naming the argument and the cure."""
@@ -33,7 +35,10 @@ def check_arguments(
             raise ValueError(text)
 
     kind = source.kind
-    need(accumulation_steps >= 1, f"accumulation_steps is {accumulation_steps}: must be >= 1")
+    if accumulation_steps != "auto":
+        at_least_1("accumulation_steps", accumulation_steps)
+    need(accumulation_steps != "auto" or max_tokens,
+         'accumulation_steps is "auto", as few batches as max_tokens allows: give max_tokens')
     need(prefetch >= 0, f"prefetch is {prefetch}: must be >= 0")
     need((lengths is None) != (length_fn is None),
          "give either lengths or length_fn (where this call is not yours, a library makes a loader "
@@ -65,18 +70,18 @@ class Planning:
     """By which policy a loader's steps are planned: the one that was given, or with `auto` what
     fits the batches that all ranks saw.
 
-    policy, tolerance, max_rank_tokens: as of the loader. says: whether this rank writes to the log.
+    policy, tolerance, max_tokens: as of the loader. says: whether this rank writes to the log.
     known: the other arguments of make_spec, which raises. geometry: PADDED once a batch of any rank
     was, PACKED where no batch of a whole step showed padding, 0 before the first step. loop: what
     balancing gained so far, with measure_every."""
 
-    def __init__(self, policy: str, tolerance: float | None, max_rank_tokens: int, *, says: bool,
+    def __init__(self, policy: str, tolerance: float | None, max_tokens: int, *, says: bool,
                  **known: Any) -> None:
-        self._chooses = policy == "auto" and tolerance is None and not max_rank_tokens
+        self._chooses = policy == "auto" and tolerance is None and not max_tokens
         self._says, self.geometry, self.loop = says, 0, LoopGain()
         otherwise = "least_move" if policy == "auto" else policy
         first = "padded" if self._chooses else otherwise
-        self._specs = {geometry: make_spec(name, tolerance, max_rank_tokens, **known)
+        self._specs = {geometry: make_spec(name, tolerance, max_tokens, **known)
                        for geometry, name in ((0, first), (PACKED, otherwise), (PADDED, first))}
 
     def spec(self, enabled: bool) -> PlanSpec:
@@ -104,7 +109,7 @@ class Planning:
         elif pads and policy != "padded":
             log.warning("collate_fn pads, so a batch costs its number of examples times the "
                         "longest, and the policy %s evens out sums of lengths: steps can take "
-                        "longer than without it. Leave out policy, tolerance and max_rank_tokens, "
+                        "longer than without it. Leave out policy, tolerance and max_tokens, "
                         "unless the model computes no padding", policy)
         elif step.geometry == PACKED and policy == "padded":
             log.warning("collate_fn joins examples without padding, and the policy padded plans "
@@ -112,7 +117,7 @@ class Planning:
 
 
 def make_spec(
-    policy: str, tolerance: float | None, max_rank_tokens: int, *, cost: CostModel | None,
+    policy: str, tolerance: float | None, max_tokens: int, *, cost: CostModel | None,
     ranks_per_node: int, dispatch: str, min_gain: float, measure_every: int = 0,
 ) -> PlanSpec:
     """What the planner knows. With policy `padded` a rank costs its examples times the longest.
@@ -125,8 +130,10 @@ def make_spec(
     check_policy(policy)
     if tolerance and "tolerance" not in POLICIES[policy].options:
         raise ValueError(f"tolerance is {tolerance}, but policy {policy!r} has no tolerance")
-    if max_rank_tokens and "max_rank_tokens" not in POLICIES[policy].options:
-        raise ValueError(f"max_rank_tokens: policy {policy!r} has no such cap")
+    if max_tokens:
+        at_least_1("max_tokens", max_tokens)
+    if max_tokens and "max_rank_tokens" not in POLICIES[policy].options:
+        raise ValueError(f"max_tokens: policy {policy!r} has no such cap")
     if not 0.0 <= min_gain < 1.0:
         raise ValueError(f"min_gain is {min_gain}: must be in [0, 1) (0.02: 2%)")
     if measure_every < 0 or measure_every == 1:
@@ -135,10 +142,21 @@ def make_spec(
     cost = cost or BY_LENGTH
     costs = in_fine_unit({"llm": replace(cost, padded=cost.padded or policy == "padded")})
     llm = PhasePolicy(policy, DEFAULT_TOLERANCE if tolerance is None else tolerance,
-                      max_rank_tokens)
+                      max_tokens)
     return PlanSpec(costs=costs, row_bytes={}, feature_bytes=0, ranks_per_node=ranks_per_node,
                     balance=BalancePolicy(dispatch=dispatch, min_gain=min_gain,
                                           measure_every=measure_every, llm=llm))
+
+
+def plan_batch(layout: BatchLayout, spec: PlanSpec, *solve: NodeSolver) -> StepPlan:
+    """plan_step for a loader's batches. Raises CapError in the loader's terms."""
+    try:
+        return plan_step(layout, spec, *solve)
+    except CapError as error:
+        raise CapError(
+            f"max_tokens = {spec.balance.llm.max_rank_tokens}: no plan was found for "
+            f"{layout.tokens_per_example.sum()} tokens in a batch of {layout.num_ranks} ranks: "
+            'raise max_tokens, or accumulation_steps ("auto": as many as needed)') from error
 
 
 def log_step(step: Step, info: StepInfo, loop: LoopGain) -> None:

@@ -134,6 +134,11 @@ def _refuse_beside(arguments: Mapping[str, Any], used: Collection[str], cure: st
             raise ValueError(f"{name} is {value!r}: {cure}")
 
 
+def drawn_batches(accumulation_steps: int | str) -> int:
+    """Batches of batch_size examples that a rank draws for a step."""
+    return 1 if accumulation_steps == "auto" else accumulation_steps
+
+
 def tail_is_filled(source: Source, batches: int) -> bool:
     """Whether the last step of an epoch is known to have fewer examples than its `batches` on all
     ranks."""
@@ -145,14 +150,16 @@ def tail_is_filled(source: Source, batches: int) -> bool:
 class Reader:
     """Loads a source's examples, and makes the feed of each pass over them.
 
-    lengths: of an example by index; length_fn: instead, of a loaded one. loader: torch's, over
-    planned indices with `lengths`, else over sampled ones; of a stream, the user's."""
+    lengths: of an example by index; length_fn: instead, of a loaded one. max_tokens: an example
+    that is longer is refused. loader: torch's, over planned indices with `lengths`, else over
+    sampled ones; of a stream, the user's."""
 
     def __init__(
         self, source: Source, lengths: Any, length_fn: Callable | None, collator: Collator,
-        links: Links,
+        links: Links, max_tokens: int,
     ) -> None:
         self._source, self._collator, self._links = source, collator, links
+        self._max_tokens = max_tokens
         self._lengths = lengths.__getitem__ if hasattr(lengths, "__getitem__") else lengths
         self._indices = SharedIndices() if lengths is None else PlannedIndices()
         self._measure: Callable = list
@@ -181,7 +188,8 @@ class Reader:
     ) -> IndexFeed | ExampleFeed:
         """order, prefetch: of the loader. first: step to begin with; state: of a stream, to load
         instead."""
-        source, links, k = self._source, self._links, order["accumulation_steps"]
+        source, links = self._source, self._links
+        k = drawn_batches(order["accumulation_steps"])
         config = digest64(repr((
             order, self._lengths is None, epoch, first, prefetch, source.drop_last,
             source.workers["num_workers"], source.workers["prefetch_factor"])).encode())
@@ -203,9 +211,10 @@ class Reader:
                 return IndexFeed(
                     drawn, self._lengths, Batches(self.loader), self._indices, self._collator,
                     config, lookahead=math.ceil(fetched / k), knows_all=source.kind == "indices",
-                    num_dropped=num_dropped)
+                    num_dropped=num_dropped, max_tokens=self._max_tokens)
             examples = IndexedStream(self.loader, self._indices, drawn, num_dropped)
-        return ExampleFeed(examples, self._collator, links.gather.rank, links.cpu, config)
+        return ExampleFeed(examples, self._collator, links.gather.rank, links.cpu, config,
+                           self._max_tokens)
 
 
 class PlannedSampler(DistributedSampler):

@@ -123,8 +123,9 @@ class ExampleFeed:
     knows_all, lookahead = False, 0  # so a step is loaded before the next is drawn
 
     def __init__(self, source, collator: Collator, rank: int, group: dist.ProcessGroup,
-                 config_digest: int) -> None:
+                 config_digest: int, max_tokens: int) -> None:
         self.source, self.collator, self.config_digest = source, collator, config_digest
+        self.max_tokens = max_tokens
         self.rank, self.group = rank, group
         self._examples: list[Any] = []  # of the step last drawn
         self._state: Any = None  # of the source after it
@@ -139,7 +140,7 @@ class ExampleFeed:
         if drawn is None:
             return None
         measured, numbers = drawn
-        layout = batch_layout(numbers, [lengths for lengths, _ in measured], None)
+        layout = batch_layout(numbers, [lengths for lengths, _ in measured], None, self.max_tokens)
         self._examples = [example for _, example in measured]
         if self._examples:
             self._spare = self._examples[0]

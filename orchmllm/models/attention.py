@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from itertools import groupby
 from typing import NamedTuple
 
@@ -82,10 +83,6 @@ def attention_backend(device_type: str, dtype: torch.dtype, head_dim: int) -> At
 
 def describe_attention(model: ModelConfig, device_type: str, dtype: torch.dtype) -> str:
     """One line for the log: what computes attention in which phases, and why."""
-    if model.folder:
-        from orchmllm.models import hf  # which packs with what is here
-
-        return hf.describe_attention(model.folder, device_type, dtype)
     phases: dict[str, list[str]] = {}
     for phase in PHASES:
         config = getattr(model, phase)
@@ -105,18 +102,23 @@ def _flash_backend(dtype: torch.dtype, head_dim: int) -> tuple[AttentionBackend 
         return None, f"flash kernels need sm_80, this GPU is sm_{capability[0]}{capability[1]}"
     try:  # a build of torch may have the function and not the kernel
         backend = _varlen_backend()
-        _try_out(backend, dtype, head_dim)
+        # What records a block that will be computed again, where this is its first call, records
+        # its own thread alone.
+        with ThreadPoolExecutor(1) as beside:
+            device = torch.device("cuda", torch.cuda.current_device())
+            beside.submit(_try_out, backend, dtype, head_dim, device).result()
         return backend, ""
     except (RuntimeError, ImportError, TypeError) as error:
         return None, f"torch.nn.attention.varlen fails: {str(error).splitlines()[0][:100]}"
 
 
-def _try_out(backend: AttentionBackend, dtype: torch.dtype, head_dim: int) -> None:
+def _try_out(backend: AttentionBackend, dtype: torch.dtype, head_dim: int,
+             device: torch.device) -> None:
     """Forward and backward of 3 rows, so that what cannot run is found before training."""
     with torch.enable_grad():
-        q, k, v = (torch.zeros(3, heads, head_dim, dtype=dtype, device="cuda", requires_grad=True)
+        q, k, v = (torch.zeros(3, heads, head_dim, dtype=dtype, device=device, requires_grad=True)
                    for heads in (2, 1, 1))
-        seqlens = SequenceLengths.from_lengths([1, 2], "cuda")
+        seqlens = SequenceLengths.from_lengths([1, 2], device)
         for causal in (True, False):
             backend.run(q, k, v, seqlens, causal).sum().backward()
 

@@ -18,6 +18,7 @@ from orchmllm.config.fsdp import DTYPE_BYTES
 from orchmllm.config.job import Job
 from orchmllm.config.model import AudioConfig, LLMConfig, ModelConfig, VisionConfig
 from orchmllm.models.gpus import GPUS, kind_of
+from orchmllm.models.spec import spec_of
 from orchmllm.plan.assign import PHASES, PlanSpec
 from orchmllm.plan.cost import CostModel
 from orchmllm.plan.layout import ENCODERS, BatchLayout
@@ -97,10 +98,11 @@ def lengths_of(phase: str, config: VisionConfig | AudioConfig | LLMConfig,
 def phase_work(phase: str, model: ModelConfig, lengths: Lengths,
                checkpointing: str = "none") -> Work:
     """Work of each item. checkpointing: none, selective (no product is repeated) or full."""
-    if model.folder:
-        from orchmllm.models.whole_flops import whole_work  # with torch
+    return spec_of(model).work(phase, model, lengths, checkpointing)
 
-        return whole_work(model, phase, lengths, checkpointing)
+
+def work_of_parts(phase: str, model: ModelConfig, lengths: Lengths, checkpointing: str) -> Work:
+    """See phase_work."""
     if phase == "llm":
         return _llm_work(model.llm, lengths.tokens, checkpointing)
     config = getattr(model, phase)
@@ -210,11 +212,12 @@ def mfu(flops: float, seconds: float, num_ranks: int, peak: float | None) -> flo
 
 def plan_spec(job: Job) -> PlanSpec:
     """What the planner has to know of the recipe and the cluster."""
-    recipe, model = job.recipe, job.recipe.model
-    if model.folder:
-        from orchmllm.models.whole_flops import plan_whole  # with torch
+    return spec_of(job.recipe.model).plan_spec(job)
 
-        return plan_whole(job)
+
+def plan_parts(job: Job) -> PlanSpec:
+    """See plan_spec."""
+    recipe, model = job.recipe, job.recipe.model
     return PlanSpec(
         costs={phase: cost_model(phase, model) for phase in PHASES},
         row_bytes={phase: getattr(model, phase).geometry.row_bytes for phase in ENCODERS},

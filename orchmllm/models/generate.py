@@ -1,17 +1,18 @@
 """Answers of the model: what comes before the answer of an example, and the tokens that follow it.
 
-Every token is computed from its whole sequence, without a cache, through the model's own forward
-pass: a model that is sharded gathers its weights there, on all ranks at the same time.
+Of our own parts every token is computed from its whole sequence, without a cache, through the
+model's own forward pass: a model that is sharded gathers its weights there, on all ranks at the
+same time. A model of transformers generates by itself.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from orchmllm.batch import IGNORE_INDEX, Batch, Example, SequenceLengths, on_device
 from orchmllm.models.mllm import MultimodalModel
@@ -90,3 +91,11 @@ def greedy(model: MultimodalModel, prompts: Sequence[Prompt], spec: PlanSpec, de
         if all_done(all(answer[-1:] == [end_id] for answer in answers)):
             break
     return answers
+
+
+def generated(hf: nn.Module, inputs: Mapping[str, Any], **options: Any) -> list[int]:
+    """The token ids that a model of transformers writes after input_ids (1, n). inputs: what a
+    processor makes of one example, by the argument of the model. options: of its generate."""
+    ids = inputs["input_ids"]
+    out = hf.generate(**{"attention_mask": torch.ones_like(ids), **inputs}, **options)
+    return out[0, ids.shape[1]:].tolist()

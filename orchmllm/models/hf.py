@@ -27,9 +27,11 @@ from orchmllm.batch import (
     SequenceLengths,
     joined,
 )
+from orchmllm.config.model import ModelConfig
 from orchmllm.models import packing
 from orchmllm.models.attention import attention_backend
 from orchmllm.models.families import model_class, part_of, read_config
+from orchmllm.models.generate import generated
 from orchmllm.models.loss import answers_with_loss
 from orchmllm.models.phase_clock import PhaseClock
 from orchmllm.plan.layout import NO_EXAMPLES
@@ -50,7 +52,8 @@ class WholeModel(nn.Module):
     def __init__(self, hf: nn.Module, dtype: torch.dtype) -> None:
         super().__init__()
         self.hf, self.clock, self.dtype = hf, PhaseClock(), dtype
-        text = hf.config.get_text_config(decoder=True)
+        self._text = text = hf.config.get_text_config(decoder=True)
+        self._stock_attention = text._attn_implementation
         text._attn_implementation = packing.NAME
         self._num_layers = text.num_hidden_layers
         accepted = inspect.signature(hf.forward).parameters
@@ -101,17 +104,24 @@ class WholeModel(nn.Module):
         return PackedExamples(inputs, kept, labels[kept], SequenceLengths.from_lengths(lengths),
                               phases)
 
-    def forward(self, batch: PackedExamples) -> Tensor:
+    def forward(self, batch: PackedExamples, asked: Mapping[str, Any] | None = None
+                ) -> Tensor | list[int]:
         """Sum of the cross entropy over this rank's targets, a scalar. The caller divides by the
         targets of all ranks. Raises RuntimeError where packing or the model's head did not do what
-        the loss relies on."""
+        the loss relies on.
+
+        asked: options of transformers' generate, for a row of one example: the token ids that
+        follow it, instead. It is a forward because a sharded model gathers its root for one."""
         self.clock.switch("llm")
         inputs: dict[str, Any] = {
             name: value.to(self.dtype) if value.is_floating_point() else value
             for name, value in batch.inputs.items()}
-        ones = torch.ones_like(inputs["input_ids"])  # without it some models look for examples
         answering = nullcontext() if not batch.phases else self.encoders.answering(
             batch.phases, inputs, self.clock, self.dtype)
+        if asked is not None:
+            with answering:
+                return self._generated(inputs, asked)
+        ones = torch.ones_like(inputs["input_ids"])  # without it some models look for examples
         head = self.hf.get_output_embeddings()
         keeping = packing.positions(head, batch.kept)
         if self.mixers:
@@ -127,6 +137,15 @@ class WholeModel(nn.Module):
         if torch.is_grad_enabled() and not loss.requires_grad:
             loss.requires_grad_()  # the text model is frozen, and no rank has media
         return loss
+
+    def _generated(self, inputs: dict[str, Any], asked: Mapping[str, Any]) -> list[int]:
+        """With the attention and the positions of transformers: one example is not packed."""
+        del inputs["position_ids"]
+        self._text._attn_implementation = self._stock_attention
+        try:
+            return generated(self.hf, inputs, **asked)
+        finally:
+            self._text._attn_implementation = packing.NAME
 
     def _summed(self, logits: Tensor, targets: Tensor, made: list[Tensor] | None) -> Tensor:
         """The loss of logits (1, k, V); made: or what the head answered instead of them."""
@@ -184,9 +203,9 @@ def meta_model(folder: str) -> WholeModel:
         return WholeModel(model_class(config)._from_config(config), torch.float32)
 
 
-def describe_attention(folder: str, device_type: str, dtype: torch.dtype) -> str:
+def describe_attention(model: ModelConfig, device_type: str, dtype: torch.dtype) -> str:
     """One line for the log: what computes attention, and why."""
-    text = meta_model(folder).hf.config.get_text_config(decoder=True)
+    text = meta_model(model.folder).hf.config.get_text_config(decoder=True)
     size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     return ("attention: llm, where it is causal: "
             f"{attention_backend(device_type, dtype, size).description}, with windows or images: "

@@ -16,11 +16,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.compiler import is_compiling
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import causal_mask_function, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from orchmllm.batch import SequenceLengths
+from orchmllm.models import attention_op
 from orchmllm.models.attention import packed_attention
 
 NAME = "orchmllm_packed"
@@ -28,10 +30,11 @@ NAME = "orchmllm_packed"
 
 @dataclass
 class _Row:
-    """The row of the forward that runs. num_calls: of attention to it, so far."""
+    """The row of the forward that runs. num_calls: of attention to it, so far, without those of
+    attention_op, of which what there were before are taken off."""
 
     seqlens: SequenceLengths
-    num_calls: int = 0
+    num_calls: int
 
 
 @dataclass(frozen=True)
@@ -53,15 +56,16 @@ def packed(seqlens: SequenceLengths, num_layers: int) -> Iterator[None]:
 
     Raises RuntimeError if not every layer computed its attention by the functions here: the
     examples would have seen each other."""
-    row = _Row(seqlens)
+    row = _Row(seqlens, -attention_op.num_calls)
     token = _running.set(row)
     try:
         yield
     finally:
         _running.reset(token)
-    if row.num_calls != num_layers:
+    num_calls = row.num_calls + attention_op.num_calls
+    if num_calls != num_layers:
         raise RuntimeError(
-            f"{row.num_calls} of {num_layers} layers kept the examples of the row apart: another "
+            f"{num_calls} of {num_layers} layers kept the examples of the row apart: another "
             "attention was chosen for the text model while it trained (its configuration has to "
             f"keep _attn_implementation = {NAME!r})")
 
@@ -118,26 +122,49 @@ def attention_of_row(
     if dropout or given or getattr(module, "sinks", None) is not None:
         raise RuntimeError(f"{type(module).__name__} computes attention with "
                            f"{', '.join(given) or 'dropout or sinks'}, which packing does not know")
+    if masks.of_examples is None and scaling is not None and scaling != query.shape[-1] ** -0.5:
+        query = query * (scaling * query.shape[-1] ** 0.5)
+    if masks.of_examples is None and is_compiling():
+        return _causal(query, key, value, masks.seqlens), None
+    return _counted(module, query, key, value, masks, scaling), None
+
+
+def _causal(query: Tensor, key: Tensor, value: Tensor, seqlens: SequenceLengths) -> Tensor:
+    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+    return packed_attention(q, k, v, seqlens, causal=True)[None]
+
+
+@torch.compiler.disable
+def _counted(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, masks: _Masks,
+             scaling: float | None) -> Tensor:
+    """Example by example where they have masks, whose number and sizes would be compiled in."""
     if (row := _running.get()) is not None:  # not where a block is computed again
         row.num_calls += 1
     if masks.of_examples is None:
-        if scaling is not None and scaling != query.shape[-1] ** -0.5:
-            query = query * (scaling * query.shape[-1] ** 0.5)
-        q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
-        return packed_attention(q, k, v, masks.seqlens, causal=True)[None], None
+        return _causal(query, key, value, masks.seqlens)
     lengths, out = masks.seqlens.lengths, []
     for q, k, v, mask in zip(query.split(lengths, 2), key.split(lengths, 2),
                              value.split(lengths, 2), masks.of_examples, strict=True):
         out.append(ALL_ATTENTION_FUNCTIONS["sdpa"](module, q, k, v, mask, scaling=scaling)[0])
-    return torch.cat(out, 1), None
+    return torch.cat(out, 1)
 
 
 class _Apart:
     """What stands between a linear attention layer's class and its forward."""
 
-    def forward(self, hidden_states: Tensor, *, seqlens: SequenceLengths, **kwargs: Any) -> Tensor:
-        """hidden_states (1, R, D). Each example begins with an empty state."""
-        if (row := _running.get()) is not None:
+    @torch.compiler.disable
+    def forward(self, hidden_states: Tensor, *, seqlens: SequenceLengths | None = None,
+                **kwargs: Any) -> Tensor:
+        """hidden_states (1, R, D). Each example begins with an empty state. Without seqlens, where
+        one example is answered, it is as transformers has it. Raises RuntimeError where a packed
+        row lacks them."""
+        row = _running.get()
+        if seqlens is None:
+            if row is not None:
+                raise RuntimeError(f"{type(self).__name__} was not told the examples of the packed "
+                                   "row: its state would run from one to the next")
+            return super().forward(hidden_states, **kwargs)
+        if row is not None:
             row.num_calls += 1
         kwargs["attention_mask"] = None  # nothing is padded
         return torch.cat([super(_Apart, self).forward(part, **kwargs)
@@ -146,7 +173,7 @@ class _Apart:
 
 def keep_apart(mixer: nn.Module) -> None:
     """Makes a linear attention layer, whose state goes from position to position, compute one
-    example after the other. Its forward then needs `seqlens`."""
+    example after the other, by `seqlens`."""
     family = type(mixer)
     mixer.__class__ = type(family.__name__, (_Apart, family), {})
 

@@ -75,7 +75,7 @@ def part_flops(folder: str) -> dict[str, PartFlops]:
         tower, num_layers = getattr(config, f"{part}_config"), len(stacks[part])
         near, window, tile = 0, 1, 0
         # A pair of positions: 2 products of 2 FLOP; half of the pairs where it is causal.
-        each = 4 * (getattr(tower, "embed_dim", None) or tower.hidden_size)
+        each = 4 * width_of(tower)
         if part == "audio":  # a position attends to those of its window
             near, window = num_layers, getattr(tower, "n_window", tower.max_source_positions)
         elif hasattr(tower, "fullatt_block_indexes"):  # or, in the other blocks, of its square
@@ -99,6 +99,11 @@ def part_flops(folder: str) -> dict[str, PartFlops]:
                               first, read, sum(map(_row_flops, front[1:])) if part == "audio" else
                               0, near * each, window, tile)
     return out
+
+
+def width_of(config: Any) -> int:
+    """Of what the blocks of a tower or a text model pass on."""
+    return getattr(config, "embed_dim", None) or config.hidden_size
 
 
 def sliding(text: Any) -> tuple[int, int]:
@@ -170,7 +175,7 @@ def feature_width(folder: str) -> int:
     return config.get_text_config(decoder=True).hidden_size * (1 + len(deep))
 
 
-def whole_work(model: ModelConfig, phase: str, lengths: Lengths, checkpointing: str) -> Work:
+def whole_work(phase: str, model: ModelConfig, lengths: Lengths, checkpointing: str) -> Work:
     """See orchmllm.models.flops.phase_work."""
     flops = part_flops(model.folder).get(phase, PartFlops(0, 0, 0))
     learns, causal = model.learns(phase), phase == "llm"
@@ -211,4 +216,5 @@ def plan_whole(job: Job) -> PlanSpec:
         row_bytes=dict.fromkeys(ENCODERS, 0),  # media are read where they are encoded
         feature_bytes=feature_width(model.folder) * DTYPE_BYTES[recipe.fsdp.forward_dtype],
         ranks_per_node=job.ranks_per_node, fills=True,
-        balance=replace(recipe.balance, dispatch="load"))
+        balance=replace(recipe.balance, dispatch="load"),
+        group_size=job.shard_size if recipe.balance.group == "shard" else 0)

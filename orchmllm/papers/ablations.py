@@ -27,12 +27,12 @@ from orchmllm.plan.assign import PHASES, PhasePolicy
 from orchmllm.plan.layout import BatchLayout
 from orchmllm.plan.step import plan_step
 from orchmllm.sharding.fits import budget_of, decide, joined, with_real_batch
-from orchmllm.sharding.memory import Choice, MemoryModel, loads_of
+from orchmllm.sharding.memory import Choice, loads_of
 from orchmllm.tools.predict.dry_run import NONE
 from orchmllm.tools.predict.examples import Examples, examples_of
 from orchmllm.tools.predict.hardware import Hardware
 from orchmllm.tools.predict.options import cluster_of, cluster_options
-from orchmllm.tools.predict.step_time import StepTime, timed, work_of
+from orchmllm.tools.predict.step_time import StepTime, memory_of, timed, work_of
 from orchmllm.tools.predict.text import unnamed_encoders
 
 PAD = frozenset({"audio"})
@@ -81,10 +81,10 @@ class Predicted:
         d = layouts[0].num_ranks
         job = resolve(recipe, d, hardware.ranks_per_node)
         spec = replace(plan_spec(job), balance=variant.balance)
-        self.memory = replace(MemoryModel.of(job), all_gather=d * variant.all_gather)
+        self.memory = replace(memory_of(job, hardware), all_gather=d * variant.all_gather)
         self.hardware = hardware
         self.plans = [plan_step(x, spec) for x in layouts]
-        self.works = [work_of(p, recipe.model, variant.pad, variant.all_gather)
+        self.works = [work_of(p, self.memory.model, variant.pad, variant.all_gather)
                       for p in self.plans]
         self.loads = [loads_of(p, variant.pad) for p in self.plans]
 
@@ -177,7 +177,6 @@ def main(argv: list[str]) -> int:
     cluster_options(parser)
     args = parser.parse_recipe(argv)
     loaded, hardware = read_recipe(args.recipe, args.overrides), cluster_of(args)
-    loaded.recipe.model.require_parts()
     examples = examples_of(loaded.recipe, args.mix or "natural", args.lengths,
                            unnamed_encoders(loaded))
     found = {"tables": [ablate(loaded.recipe, ranks, batch, hardware, steps, examples)

@@ -10,11 +10,11 @@ from math import ceil
 
 import numpy as np
 
-from orchmllm.config.model import ModelConfig
-from orchmllm.models.flops import phase_lengths
+from orchmllm.models.flops import Lengths, phase_lengths
 from orchmllm.papers.profiles import ModuleProfile, analytic_profiles
 from orchmllm.papers.units import UnitsPlan, plan_units
 from orchmllm.plan.layout import ENCODERS, BatchLayout
+from orchmllm.sharding.memory import MemoryModel
 from orchmllm.tools.predict.hardware import Hardware
 from orchmllm.tools.predict.step_time import gather_bandwidth
 
@@ -97,14 +97,15 @@ def ratio(found: list[Row]) -> float:
     return best["units"] / best["colocated"]
 
 
-def recipe_profiles(model: ModelConfig, layout: BatchLayout, hardware: Hardware,
+def recipe_profiles(memory: MemoryModel, layout: BatchLayout, hardware: Hardware,
                     scale: float = 1.0) -> dict[str, ModuleProfile]:
     """Profiles of a recipe's model at the mean lengths of a layout; scale: times as many images and
-    clips in a sample, the LLM's sequence left as it is."""
+    clips in a sample, the LLM's sequence left as it is. memory: see analytic_profiles."""
     lengths, items = {}, {}
     for phase in (*ENCODERS, "llm"):
-        positions = phase_lengths(layout, phase).positions
-        if len(positions):
-            lengths[phase] = float(positions.mean())
-            items[phase] = len(positions) / layout.num_examples * (1 if phase == "llm" else scale)
-    return analytic_profiles(model, lengths, hardware, items)
+        found = phase_lengths(layout, phase)
+        if count := len(found.positions):
+            lengths[phase] = Lengths(*(x.mean(keepdims=True) for x in (
+                found.rows, found.positions, found.tokens)))
+            items[phase] = count / layout.num_examples * (1 if phase == "llm" else scale)
+    return analytic_profiles(memory, lengths, hardware, items)

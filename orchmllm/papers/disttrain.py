@@ -11,6 +11,8 @@ from dataclasses import replace
 import numpy as np
 
 from orchmllm.config.model import LLMConfig, ModelConfig, VisionConfig
+from orchmllm.config.recipe import FsdpConfig
+from orchmllm.models.flops import lengths_of
 from orchmllm.models.gpus import GPUS
 from orchmllm.papers.fact import MEASURED, Fact, Printed
 from orchmllm.papers.grouping import intra_reorder
@@ -18,6 +20,7 @@ from orchmllm.papers.pipeline import inter_reorder, search_order, simulate
 from orchmllm.papers.profiles import ModuleProfile, analytic_profiles, state_of, with_frozen
 from orchmllm.papers.units import UnitsPlan, plan_units
 from orchmllm.plan.balance import core
+from orchmllm.sharding.memory import MemoryModel
 from orchmllm.tools.predict.hardware import Hardware
 
 A800 = Hardware("A800, 8 a node, 4 x 200 Gbit/s per node", network_bandwidth=12.5e9,
@@ -39,8 +42,11 @@ def disttrain_profiles(name: str, *, images: float = 5) -> dict[str, ModuleProfi
     model = ModelConfig(
         vision=VisionConfig(32, 1280, 5120, 16, patch_size=16, merge_size=1, max_side=side),
         llm=LLMConfig(128256, layers, hidden, ffn, heads, groups))
-    made = analytic_profiles(model, {"vision": (side / 16)**2, "llm": SEQUENCE}, A800,
-                             {"vision": images}, ASSUMED)
+    memory = MemoryModel(model, FsdpConfig(compute_dtype="bfloat16"), 1)
+    made = analytic_profiles(memory, {
+        phase: lengths_of(phase, getattr(model, phase), np.array([n]))
+        for phase, n in (("vision", (side / 16)**2), ("llm", SEQUENCE))}, A800,
+        {"vision": images}, ASSUMED)
     flops, kept = GENERATOR[side]
     rate = A800.sheet.bfloat16 * ASSUMED["generator"]
     made["generator"] = ModuleProfile(

@@ -18,6 +18,7 @@ from pathlib import Path
 import numpy as np
 
 from orchmllm.cli.options import command_parser, in_one_line
+from orchmllm.config.job import resolve
 from orchmllm.config.recipe import Recipe, load_recipe
 from orchmllm.models.gpus import GPUS
 from orchmllm.papers.advice import ratio, recipe_profiles, rows
@@ -25,7 +26,8 @@ from orchmllm.papers.profiles import ModuleProfile, interpolated
 from orchmllm.papers.recompute import LayerKind, choose_recompute
 from orchmllm.papers.simulate import lengths
 from orchmllm.papers.split import METHODS, split_layers
-from orchmllm.sharding.activations import block_bytes
+from orchmllm.sharding.fits import memory_of
+from orchmllm.sharding.memory import MemoryModel
 from orchmllm.tools.predict.hardware import Hardware, cluster
 from orchmllm.tools.predict.options import lengths_parser
 
@@ -86,12 +88,11 @@ def split(profiles: dict[str, ModuleProfile], args: argparse.Namespace) -> None:
               f"ms, iteration {made.simulated_ms:.1f} ms")
 
 
-def recompute(recipe: Recipe, profiles: dict[str, ModuleProfile], args) -> None:
-    """Layers that keep their activations, for a rank's mini-batch."""
-    kinds, batch = [], recipe.train.batch_size
+def recompute(memory: MemoryModel, profiles: dict[str, ModuleProfile], batch: int, args) -> None:
+    """Layers that keep their activations, for a rank's mini-batch of `batch` examples."""
+    kinds = []
     for name, p in profiles.items():
-        block = block_bytes(name, getattr(recipe.model, name), 2)
-        kept = (block.kept["none"] - block.kept["full"]) * p.rows * batch
+        kept = (memory.kept(name, "none") - memory.kept(name, "full")) / p.layers * p.rows * batch
         kinds.append(LayerKind(name, p.layers, kept, p.forward_ms(1) * batch / p.layers))
     chosen = choose_recompute(kinds, free_bytes=1e9 * args.free_gb)
     saved = sum(chosen[k.name] * k.recompute_ms for k in kinds)
@@ -128,12 +129,13 @@ def main(argv: list[str]) -> int:
         if not 0 <= gb < math.inf:
             raise ValueError(f"{flag} {gb:g}: must be a number of GB from 0 on")
     recipe = load_recipe(args.recipe, args.overrides)
-    recipe.model.require_parts()
     hardware = cluster(args.gpu, gbit=getattr(args, "network", 400.0))
     drawn = lengths(recipe, EXAMPLES, args.mix)
+    memory = memory_of(resolve(replace(recipe, fsdp=replace(
+        recipe.fsdp, compute_dtype="bfloat16")), 1, 1))
 
     def profiles_of(scale: float) -> dict[str, ModuleProfile]:
-        made = recipe_profiles(recipe.model, drawn, hardware, scale)
+        made = recipe_profiles(memory, drawn, hardware, scale)
         return with_times(made, args.profile) if args.profile else made
 
     if what == "units":
@@ -141,5 +143,5 @@ def main(argv: list[str]) -> int:
     elif what == "split":
         split(profiles_of(1), args)
     else:
-        recompute(recipe, profiles_of(1), args)
+        recompute(memory, profiles_of(1), recipe.train.batch_size, args)
     return 0

@@ -8,9 +8,9 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from orchmllm.config.model import AudioConfig, LLMConfig, ModelConfig, VisionConfig
-from orchmllm.models.flops import lengths_of, phase_work
-from orchmllm.sharding.activations import block_bytes
+from orchmllm.config.model import AudioConfig, LLMConfig, VisionConfig
+from orchmllm.models.flops import Lengths, phase_work
+from orchmllm.sharding.memory import MemoryModel
 from orchmllm.sharding.units import units
 from orchmllm.tools.predict.hardware import Hardware
 
@@ -106,24 +106,26 @@ def analytic_ms(flops: float, rows: float, config: VisionConfig | AudioConfig | 
     return forward_ms
 
 
-def analytic_profiles(model: ModelConfig, lengths: Mapping[str, float], hardware: Hardware,
+def analytic_profiles(memory: MemoryModel, lengths: Mapping[str, Lengths], hardware: Hardware,
                       items: Mapping[str, float], efficiency: Mapping[str, float] | None = None
                       ) -> dict[str, ModuleProfile]:
-    """Profiles of the phases named in lengths, in pipeline order. lengths: phase -> mean positions
-    of an item (patches, positions after the convolutions, tokens); items: phase -> items a sample
-    (default 1). efficiency: phase -> share of the peak, default the hardware's. Kept is what the
-    checkpointing choice `selective` keeps."""
-    out = {}
-    for phase in (p for p in ("vision", "audio", "llm") if lengths.get(p)):
-        config, length, count = getattr(model, phase), lengths[phase], items.get(phase, 1.0)
-        item = lengths_of(phase, config, np.array([length]))
+    """Profiles of the phases named in lengths, in pipeline order. memory: of the model, in
+    bfloat16. lengths: phase -> its mean item; items: phase -> items a sample (default 1).
+    efficiency: phase -> share of the peak, default the hardware's. Kept is what the checkpointing
+    choice `selective` keeps. Raises ValueError for adapters, beside which most weights do not
+    learn."""
+    out, model = {}, memory.model
+    if model.lora.rank:
+        raise ValueError("model.lora.rank: units with adapters are not modelled: set it to 0")
+    for phase in (p for p in ("vision", "audio", "llm") if p in lengths):
+        config, item, count = getattr(model, phase), lengths[phase], items.get(phase, 1.0)
+        length = float(item.positions[0])
         flops = float(phase_work(phase, model, item).forward.sum())
         share = (efficiency or {}).get(phase, hardware.product_efficiency)
         size = sum(u.copies * u.size for u in units(model) if u.phase == phase)
-        block = block_bytes(phase, config, 2)
         out[phase] = ModuleProfile(
             phase, config.num_layers, length * count,
             analytic_ms(flops * count, length * count, config, hardware, share),
-            *state_of(size), config.num_layers * block.kept["selective"],
-            2.0 * config.hidden_size, forward_flops=flops * count)
+            *state_of(size), memory.kept(phase, "selective"), 2.0 * config.hidden_size,
+            forward_flops=flops * count)
     return with_frozen(out, [p for p in out if getattr(model, p).frozen])

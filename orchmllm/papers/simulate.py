@@ -36,7 +36,6 @@ def main(argv: list[str]) -> int:
         ("--ranks", 64, "data-parallel ranks"), ("--steps", 5, "global batches that are drawn")),
         ("all", *SCHEMES)).parse_recipe(argv)
     recipe = with_real_batch(load_recipe(args.recipe, args.overrides), args.ranks)
-    recipe.model.require_parts()
     batch = recipe.train.batch_size
     pool = lengths(recipe, args.ranks * batch * args.steps, args.mix)
     names = SCHEMES if args.what == "all" else [args.what]

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import astuple, dataclass, replace
+from dataclasses import astuple, dataclass, field, replace
 from functools import cached_property
 
 import numpy as np
@@ -85,7 +85,7 @@ class PlanSpec:
     feature_bytes: bytes of one feature row (LLM width in the compute dtype). group_size:
     consecutive ranks that balance among themselves; 0: all. fills: whether every rank gets an
     example in every microbatch where there are enough: beside a long example balancing may leave a
-    rank without one.
+    rank without one. room: phase -> positions of a rank and microbatch for which there is memory.
     """
 
     costs: Mapping[str, CostModel]
@@ -95,6 +95,7 @@ class PlanSpec:
     balance: BalancePolicy
     group_size: int = 0
     fills: bool = False
+    room: Mapping[str, int] = field(default_factory=dict)
 
     @cached_property
     def encoders(self) -> dict[str, int]:
@@ -107,6 +108,12 @@ class PlanSpec:
         return (*self.encoders, "llm")
 
     @cached_property
+    def hard_caps(self) -> dict[str, int]:
+        """Phase -> its max_rank_tokens, where it has one."""
+        return {phase: cap for phase in self.phases
+                if (cap := getattr(self.balance, phase).max_rank_tokens)}
+
+    @cached_property
     def as_sampled(self) -> PlanSpec:
         """That of the same steps unbalanced: every example stays on the rank that drew it."""
         return replace(self, fills=False, balance=replace(self.balance, enabled=False))
@@ -116,7 +123,8 @@ class PlanSpec:
         """64 bits over every field."""
         text = repr((sorted((k, astuple(v)) for k, v in self.costs.items()),
                      sorted(self.row_bytes.items()), self.feature_bytes, self.ranks_per_node,
-                     astuple(self.balance), self.group_size, self.fills))
+                     astuple(self.balance), self.group_size, self.fills,
+                     sorted(self.room.items())))
         return digest64(text.encode())
 
 
@@ -233,7 +241,10 @@ def _assign(
         rank, item, num_bytes = example_pieces(layout, encode, spec.feature_bytes)
     else:
         rank, item = home, np.arange(len(home))
-        num_bytes = layout.rows[layout.segments[ENCODERS[phase]]] * spec.row_bytes[phase]
+        segments = layout.segments[ENCODERS[phase]]
+        # With `load` features alone move, to the home, and their gradients back.
+        num_bytes = (segment_bytes(layout, spec.feature_bytes) if spec.balance.dispatch == "load"
+                     else layout.rows * spec.row_bytes[phase])[segments]
     solver = spec.balance.nodewise_solver
     return solve(
         rank, rank_of[item], num_bytes, num_ranks=layout.num_ranks,

@@ -136,6 +136,12 @@ class BatchLayout:
         return [sums_of((self.modality == m).astype(np.int64), self.segments_per_example)
                 for m in MODALITIES.values()]
 
+    def in_order(self, num_microbatches: int) -> np.ndarray:
+        """(n,) microbatch of each example, where every rank's share is cut in order."""
+        sizes = self.examples_per_rank
+        slot = np.arange(self.num_examples) - np.repeat(np.cumsum(sizes) - sizes, sizes)
+        return slot * num_microbatches // sizes[self.rank_of_example]
+
     def places(self, segments: np.ndarray) -> np.ndarray:
         """(k, 2) [position of the example in the batch, segment within it] of k segments."""
         example = self.example_of_segment[segments]

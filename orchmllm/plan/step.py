@@ -26,7 +26,6 @@ from orchmllm.plan.assign import (
 )
 from orchmllm.plan.cost import CostModel
 from orchmllm.plan.layout import ENCODERS, BatchLayout
-from orchmllm.plan.microbatches import assign_microbatches
 from orchmllm.plan.nodewise import assign_nodes
 from orchmllm.plan.rearrange import Exchange, Rearrangement, ranges, sums_of
 
@@ -51,10 +50,14 @@ def build_plan(
     layout: BatchLayout, encode: Mapping[str, np.ndarray], llm: np.ndarray, spec: PlanSpec
 ) -> StepPlan:
     """The plan for given ranks: encode[m] (s_m,) per segment, llm (n,) per example; with spec.fills
-    a rank without an example is given one."""
-    if spec.fills:
+    a rank without an example is given one of its group."""
+    size = spec.group_size or layout.num_ranks
+    for first in range(0, layout.num_ranks, size) if spec.fills else ():
         # The slowest rank takes no longer: what moves is alone there, and was not before.
-        llm = at_least(llm, layout.tokens_per_example, layout.num_ranks, 1)
+        inside, num_ranks = llm // size == first // size, min(size, layout.num_ranks - first)
+        llm = llm.copy()
+        llm[inside] = first + at_least(
+            llm[inside] - first, layout.tokens_per_example[inside], num_ranks, 1)
     llm_move = Rearrangement.from_rank_of(llm, layout.examples_per_rank)
     encode_moves, feature_moves = {}, {}
     for phase, modality in spec.encoders.items():
@@ -81,9 +84,8 @@ def sampled_costs(
     rank's share is cut in order."""
     sizes = layout.examples_per_rank
     if num_microbatches > 1:  # a rank's share is cut in order: its microbatches are runs, too
-        micro, _ = assign_microbatches(layout, spec.as_sampled, num_microbatches)
-        sizes = np.bincount(layout.rank_of_example * num_microbatches + micro,
-                            minlength=layout.num_ranks * num_microbatches)
+        slot = layout.rank_of_example * num_microbatches + layout.in_order(num_microbatches)
+        sizes = np.bincount(slot, minlength=layout.num_ranks * num_microbatches)
     if phase != "llm":
         sizes = sums_of(layout.items_per_example[ENCODERS[phase]], sizes)
     costs = run_costs(spec.costs[phase], layout.item_lengths(phase), sizes)

@@ -19,7 +19,6 @@ copied to another folder, and the file may be gone.
 
 from __future__ import annotations
 
-import json
 import platform
 import socket
 from collections.abc import Iterator, Mapping
@@ -30,9 +29,9 @@ from importlib.metadata import distributions
 from pathlib import Path
 
 from orchmllm.config.job import Job
-from orchmllm.data.formats.scanned import digest
 from orchmllm.data.sampler import lengths_digest
 from orchmllm.data.storage.clients import without_query
+from orchmllm.models.spec import spec_of
 from orchmllm.runtime.metrics import JsonLines, read_rows
 
 NAME = "attempts.jsonl"
@@ -59,9 +58,7 @@ def settings_of(job: Job, dataset, weights: int = 0) -> dict:
         content |= {"capped_lengths": lengths_digest(dataset),
                     "capped_batch_size": recipe.train.batch_size}
     versions = {d.name: d.version for d in distributions() if d.name in PACKAGES}
-    model = asdict(recipe.model)
-    if recipe.model.folder:
-        model["config_json"] = _architecture(Path(recipe.model.folder))
+    model = asdict(recipe.model) | spec_of(recipe.model).identity(recipe.model)
     if recipe.model.lora.rank:  # the checkpoint does not hold them
         model["weights"] = f"{weights:012x}"
     return flat({
@@ -69,15 +66,6 @@ def settings_of(job: Job, dataset, weights: int = 0) -> dict:
         "versions": {"python": platform.python_version(), **versions},
         "world": {"ranks": job.num_ranks, "ranks_per_node": job.ranks_per_node,
                   "host": socket.gethostname()}})
-
-
-def _architecture(folder: Path) -> str:
-    """Digest of the config.json of a model of transformers, without what says nothing of the
-    model."""
-    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    for name in ("_name_or_path", "dtype", "torch_dtype", "transformers_version"):
-        config.pop(name, None)
-    return digest([config])
 
 
 def read_attempts(folder: Path) -> list[dict]:

@@ -10,8 +10,8 @@ import torch.distributed as dist
 from orchmllm.comm.exchange import RowGather, bytes_group
 from orchmllm.config.recipe import Recipe
 from orchmllm.data.dataset import ConversationDataset
-from orchmllm.data.stream import open_dataset
 from orchmllm.data.survey import survey
+from orchmllm.models.spec import spec_of
 from orchmllm.orchestrator import Orchestrator
 from orchmllm.plan.assign import PlanSpec
 from orchmllm.runtime.preflight import check_vocabulary
@@ -21,7 +21,7 @@ def build_dataset(recipe: Recipe, log: Callable[[str], object] = lambda line: No
                   ) -> ConversationDataset:
     """log: is told what of the data is never learnt. Raises ValueError naming the file if data or
     tokenizer cannot be used with the model."""
-    dataset = open_dataset(recipe.data, recipe.model, seed=recipe.run.seed)
+    dataset = spec_of(recipe.model).dataset(recipe.data, recipe.model, seed=recipe.run.seed)
     check_vocabulary(dataset.tokenizer, recipe.model)
     survey(dataset.sources, dataset.reader, recipe.data, log)
     return dataset

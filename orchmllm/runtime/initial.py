@@ -10,16 +10,17 @@ from torch import Tensor
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 
 from orchmllm.config.model import ModelConfig
+from orchmllm.models.spec import spec_of
 
 
 def other_kind(path: Path, saved: Mapping, model: ModelConfig) -> str:
     """Why a model cannot start from the checkpoint in `path`, of which `saved` is the model
     section; "" if both are of one kind."""
-    whole = bool(saved.get("pretrained") or saved.get("config"))
-    kinds = ("a model of this project's own parts", "a whole model of transformers")
-    if whole != bool(model.folder):
-        return (f"run.init_from: {path} has {kinds[whole]}, and this recipe trains "
-                f"{kinds[not whole]}: give a run of the same kind, or change model.*")
+    there, here = spec_of(ModelConfig(pretrained=saved.get("pretrained", ""),
+                                      config=saved.get("config", ""))), spec_of(model)
+    if there is not here:
+        return (f"run.init_from: {path} has {there.what}, and this recipe trains {here.what}: give "
+                "a run of the same kind, or change model.*")
     adapters = bool(saved.get("lora", {}).get("rank"))
     if adapters == bool(model.lora.rank):
         return ""

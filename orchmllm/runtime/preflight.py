@@ -13,13 +13,11 @@ from tqdm import tqdm
 
 from orchmllm.config.model import ModelConfig
 from orchmllm.config.recipe import Recipe
-from orchmllm.config.train import TrainConfig
-from orchmllm.data.formats.open import check_source, open_tokenizer, sources_of
+from orchmllm.data.formats.open import check_source, sources_of
 from orchmllm.data.loading.preprocess_handshake import servers_of
 from orchmllm.data.storage.remote import Storage
 from orchmllm.data.text.tokenizer import ChatTokenizer
-from orchmllm.models.families import read_config
-from orchmllm.plan.layout import ENCODERS
+from orchmllm.models.spec import spec_of
 from orchmllm.runtime.lineage import START_CURE, list_saved, start_of
 
 SPARE_BYTES = 64 << 20  # for logs and the state of a checkpoint
@@ -39,52 +37,23 @@ def problems(checks: Iterable[Callable[[], object]]) -> list[str]:
 def checks(recipe: Recipe, state_bytes: int) -> list[tuple[str, Callable[[], object]]]:
     """(what it looks at, a check that raises ValueError). state_bytes: size of a checkpoint of this
     recipe."""
-    storage = Storage(recipe.data.remote)
+    storage, model = Storage(recipe.data.remote), spec_of(recipe.model)
     return [("run folder", partial(check_run_folder, recipe, state_bytes)),
-            ("learning rates", partial(check_rates, recipe)),
+            ("learning rates", partial(model.check, recipe)),
             ("run.init_from", partial(check_start, recipe)),
             ("preprocessing", partial(servers_of, recipe.data)),
             *((f"data {source.path}", partial(check_source, source, storage))
               for source in sources_of(recipe.data)),
-            ("tokenizer", lambda: check_vocabulary(_tokenizer(recipe), recipe.model))]
-
-
-def _tokenizer(recipe: Recipe) -> ChatTokenizer:
-    if not recipe.model.folder:
-        return open_tokenizer(recipe.data)
-    from orchmllm.data.text.processor import Processor  # with transformers
-
-    return Processor(recipe.model.folder).tokenizer
-
-
-def vocab_size(model: ModelConfig) -> int:
-    """Tokens of the model's text. Raises ValueError for a folder that cannot be used."""
-    if not model.folder:
-        return model.llm.vocab_size
-    return read_config(Path(model.folder)).get_text_config(decoder=True).vocab_size
+            ("tokenizer", lambda: check_vocabulary(
+                model.tokenizer(recipe.data, recipe.model), recipe.model))]
 
 
 def check_vocabulary(tokenizer: ChatTokenizer, model: ModelConfig) -> None:
     """Raises ValueError if the model has no row for some token."""
-    size = vocab_size(model)
+    size, key = spec_of(model).vocabulary(model)
     if tokenizer.vocab_size > size:
-        key = f"{model.folder}/config.json: vocab_size" if model.folder else "model.llm.vocab_size"
         raise ValueError(f"{key} is {size}, but the tokenizer has "
                          f"{tokenizer.vocab_size} tokens: raise it")
-
-
-def check_rates(recipe: Recipe) -> None:
-    """Raises ValueError for a learning rate or a weight decay of an encoder that a whole model of
-    transformers has not."""
-    if not recipe.model.folder:
-        return
-    config = read_config(Path(recipe.model.folder))
-    for part in ENCODERS:
-        for name in (f"{part}_lr", f"{part}_weight_decay"):
-            if getattr(recipe.train, name) != getattr(TrainConfig, name) and (
-                    not hasattr(config, f"{part}_config")):
-                raise ValueError(f"train.{name} has no effect with a {config.model_type}, which "
-                                 "has no such part: leave it out")
 
 
 def check_start(recipe: Recipe) -> None:

@@ -99,7 +99,7 @@ def _in_any_list(key: str) -> str:
 def _examples_a_step(settings: Mapping) -> tuple[int, int]:
     """(those of all ranks, those of each rank) that a recipe asks for; one of them is 0."""
     whole = settings["train.global_batch_size"]
-    per_rank = settings["train.batch_size"] * settings["train.accumulation_steps"]
+    per_rank = settings["train.batch_size"] * (settings["train.accumulation_steps"] or 1)
     return (whole, 0) if whole else (0, per_rank)
 
 

@@ -22,16 +22,23 @@ from orchmllm.sharding.hf import load_whole
 from orchmllm.sharding.optimizer import describe_learning
 
 
-def build(
+def build_parts(
     recipe: Recipe, device: torch.device, checkpointing: Mapping[str, str],
     sources: Sequence[WeightSource], gather: RowGather, ranks_per_node: int,
     group: dist.ProcessGroup | None, log: Callable[[str], None],
-) -> MultimodalModel | WholeModel:
+) -> MultimodalModel:
     """The model. Collective; gather: of all ranks. group: for what moves in a forward (default: the
     default group). The rest as in orchmllm.sharding.fsdp.build_model."""
-    if not recipe.model.folder:
-        return build_model(recipe.model, recipe.fsdp, device, recipe.run.seed, checkpointing,
-                           sources, ranks_per_node=ranks_per_node, group=group)
+    return build_model(recipe.model, recipe.fsdp, device, recipe.run.seed, checkpointing, sources,
+                       ranks_per_node=ranks_per_node, group=group)
+
+
+def build_whole(
+    recipe: Recipe, device: torch.device, checkpointing: Mapping[str, str],
+    sources: Sequence[WeightSource], gather: RowGather, ranks_per_node: int,
+    group: dist.ProcessGroup | None, log: Callable[[str], None],
+) -> WholeModel:
+    """The same of a model of transformers."""
     error = None
     try:
         model = load_whole(Path(recipe.model.folder), recipe.model, recipe.fsdp, device,

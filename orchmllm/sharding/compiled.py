@@ -6,6 +6,10 @@ compiles a dimension of 0 and of 1 anew, and a phase is rarely so small.
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
 import torch
 import torch.fx.experimental._config
 from torch import Tensor, nn
@@ -13,38 +17,58 @@ from torch import Tensor, nn
 from orchmllm.config.model import ModelConfig
 from orchmllm.plan.assign import PHASES
 
+if TYPE_CHECKING:
+    from orchmllm.models.hf import WholeModel
+
 GRAPHS = 64  # of all blocks together: phases, with and without gradients, and a margin
 
 
 def check_compiles(model: ModelConfig, device: torch.device, dtype: torch.dtype) -> None:
     """Raises ValueError naming the phase whose attention has no kernel that can be compiled: on a
     GPU it is torch's flash attention alone (orchmllm.models.attention_op)."""
-    if device.type == "cpu":
-        return
-    for phase in PHASES:
-        config = getattr(model, phase)
-        head_dim = config.hidden_size // config.num_heads
-        if phase == "audio" and config.mode == "padded":
-            continue  # no packed sequences
-        if dtype not in (torch.bfloat16, torch.float16) or head_dim % 8 or head_dim > 256:
+    padded = {"audio"} if model.audio.mode == "padded" else set()  # no packed sequences
+    check_heads({phase: config.hidden_size // config.num_heads for phase in PHASES
+                 if phase not in padded and (config := getattr(model, phase))}, device, dtype)
+
+
+def check_heads(sizes: Mapping[str, int], device: torch.device, dtype: torch.dtype) -> None:
+    """The same for the sizes of the heads of attention, by phase."""
+    half = dtype in (torch.bfloat16, torch.float16)
+    for phase, size in sizes.items():
+        if device.type != "cpu" and (not half or size % 8 or size > 256):
             raise ValueError(
-                f"fsdp.compile is true, but the {phase} phase (head size {head_dim}, {dtype}) has "
+                f"fsdp.compile is true, but the {phase} phase (head size {size}, {dtype}) has "
                 "no attention kernel that can be compiled: use fsdp.compute_dtype=bfloat16 and a "
                 "head size that is a multiple of 8 and at most 256, or fsdp.compile=false")
 
 
-def compile_block(block: nn.Module, backend: str = "inductor") -> None:
+def compile_whole(whole: WholeModel, device: torch.device) -> None:
+    """Compiles the blocks of a model of transformers in place: of the LLM, and of towers whose
+    blocks are given tensors alone. Those that are given the borders of sequences read their values.
+    Raises ValueError where attention cannot be compiled."""
+    text = whole.hf.config.get_text_config(decoder=True)
+    size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    check_heads({"llm": size}, device, whole.dtype)
+    for stack in whole.blocks().values():
+        for block in stack:
+            if "cu_seqlens" not in inspect.signature(block.forward).parameters:
+                compile_block(block, fullgraph=False)
+
+
+def compile_block(block: nn.Module, backend: str = "inductor", fullgraph: bool = True) -> None:
     """Compiles a block in place, before it is sharded. Raises what torch.compile raises, at the
-    first call, where a block is not one graph. backend: of torch.compile."""
+    first call, where a block is not one graph. backend: of torch.compile. fullgraph: false for
+    blocks in which something runs between graphs, such as attention with a mask for each example.
+    """
     torch._dynamo.config.recompile_limit = GRAPHS
     # Otherwise the number of rows is taken for any other size that equals it in the first batch.
     torch.fx.experimental._config.use_duck_shape = False
-    block.compile(dynamic=True, fullgraph=True, backend=backend)
+    block.compile(dynamic=True, fullgraph=fullgraph, backend=backend)
     compiled, plain = block._compiled_call_impl, block._call_impl
 
     def call(x: Tensor, *args: object, **kwargs: object) -> object:
         small = any(min(a.shape[:2]) < 2 for a in args if isinstance(a, Tensor))
-        if small or x.shape[-2] < 2:
+        if small or x.shape[-2] < 2 or kwargs.get("past_key_values") is not None:
             return plain(x, *args, **kwargs)
         # The first block may be given a view, of which its base would be compiled in too.
         return compiled(x.clone() if x._is_view() else x, *args, **kwargs)

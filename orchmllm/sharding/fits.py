@@ -11,6 +11,7 @@ import numpy as np
 from orchmllm.config.job import Job, resolve
 from orchmllm.config.recipe import Recipe
 from orchmllm.models.flops import Lengths
+from orchmllm.models.spec import spec_of
 from orchmllm.plan.assign import PHASES
 from orchmllm.plan.layout import ENCODERS
 from orchmllm.sharding.choice import choose_checkpointing
@@ -101,7 +102,7 @@ def _smaller(recipe: Recipe, memory: MemoryModel, loads: Loads, choice: dict[str
 def _in_microbatches(recipe: Recipe, memory: MemoryModel, loads: Loads, choice: dict[str, str],
                      budget_bytes: float, kept: int) -> tuple[str, str]:
     """The same of a resumed run, which keeps its examples a step: more microbatches, or ""."""
-    batch, count = recipe.train.batch_size, recipe.train.accumulation_steps
+    batch, count = recipe.train.batch_size, recipe.train.least_microbatches
     fits = (n for n in range(count + 1, batch * count + 1) if replace(memory, microbatches=n).peak(
         scaled(loads, -(-batch * count // n) / batch), choice) <= budget_bytes)
     more = next(fits, 0)
@@ -133,9 +134,5 @@ def largest_fitting(peak: Callable[[int], float], budget_bytes: float, high: int
 
 
 def memory_of(job: Job, on_cpu: bool = False) -> MemoryModel:
-    """Of a rank of a job, also of one that trains a whole model of transformers."""
-    if not job.recipe.model.folder:
-        return MemoryModel.of(job, on_cpu)
-    from orchmllm.sharding.whole_memory import WholeMemory  # with torch
-
-    return WholeMemory.of(job, on_cpu)
+    """Of a rank of a job."""
+    return spec_of(job.recipe.model).memory(job, on_cpu)

@@ -23,6 +23,7 @@ from orchmllm.models.families import model_class, part_of, read_config
 from orchmllm.models.hf import WholeModel
 from orchmllm.plan.layout import ENCODERS
 from orchmllm.sharding.blocks import recompute
+from orchmllm.sharding.compiled import compile_whole
 from orchmllm.sharding.fsdp import compute_dtype, shard_all
 from orchmllm.sharding.gathers import Unit, of_encoder
 from orchmllm.sharding.init import drawn_by_rows, seed_adapters
@@ -54,6 +55,8 @@ def load_whole(
         freeze(whole, model)
         fixed.update(name for name, p in hf.named_parameters() if not p.requires_grad)
         recompute(whole, checkpointing)
+        if config.compile:
+            compile_whole(whole, device)
         before_collectives()
         shard_all(whole, ordered(whole, config), config, device, ranks_per_node)
         adapters.take_out(hf, layers)

@@ -23,6 +23,7 @@ from orchmllm.config.model import ModelConfig
 from orchmllm.config.recipe import CheckpointConfig, FsdpConfig
 from orchmllm.config.train import OPTIMIZER_STATE
 from orchmllm.models.flops import Lengths, item_rank, padded_lengths, phase_lengths, phase_work
+from orchmllm.models.spec import spec_of
 from orchmllm.plan.assign import PHASES
 from orchmllm.plan.layout import ENCODERS
 from orchmllm.plan.step import StepPlan
@@ -69,8 +70,8 @@ class MemoryModel:
     all_gather: ranks whose rows everybody receives, if rows travel by all-gather instead of
     all-to-all (OrchMLLM section 8.3), else 0; what a rank keeps of the gathered rows is a view, so
     all of them stay: inputs for the step, features for the forward pass. ranks_per_node: for what
-    fsdp.*_reshard keeps over a node's ranks. microbatches: of a step; from the second on the
-    gradients are there from the start."""
+    fsdp.*_reshard keeps over a node's ranks. microbatches: of a step, if `auto`
+    perhaps several; from the second on the gradients are there from the start."""
 
     model: ModelConfig
     fsdp: FsdpConfig
@@ -85,7 +86,7 @@ class MemoryModel:
         """Of a rank of a job."""
         return cls(job.recipe.model, job.recipe.fsdp, job.shard_size, on_cpu,
                    ranks_per_node=job.ranks_per_node,
-                   microbatches=job.recipe.train.accumulation_steps)
+                   microbatches=job.recipe.train.accumulation_steps or 2)
 
     @property
     def element(self) -> int:
@@ -118,6 +119,10 @@ class MemoryModel:
     def stack(self, phase: str, counts: Counts) -> Stack:
         """Of the blocks of a phase."""
         return activations.stack(self._blocks(phase), counts)
+
+    def kept(self, phase: str, choice: str) -> float:
+        """Bytes per position that all blocks of a phase keep."""
+        return float(self.stack(phase, self.counts(phase, choice)).kept)
 
     def peaks(self, loads: Loads, choice: Choice) -> dict[str, np.ndarray]:
         """moment -> (d,) bytes."""
@@ -215,7 +220,7 @@ class MemoryModel:
         logits with its rows of the input and the gradients that are made at once."""
         config, e = self.model.llm, self.element
         f, llm, chunk = max(4, e), loads.phases["llm"], self.fsdp.loss_chunk_rows
-        tokens = llm.rows if self.model.folder else llm.tokens  # a whole model's: of targets alone
+        tokens = getattr(llm, spec_of(self.model).logits)
         plain = 3.0 * f * config.vocab_size * tokens
         if not chunk:
             return plain

@@ -18,14 +18,14 @@ from orchmllm.data.sampler import make_sampler
 from orchmllm.models.flops import padded_phases
 from orchmllm.plan.assign import PHASES, PlanSpec
 from orchmllm.plan.layout import BatchLayout
-from orchmllm.plan.microbatches import cut_step
-from orchmllm.plan.step import StepPlan, plan_step
+from orchmllm.plan.microbatches import plan_microbatches
+from orchmllm.plan.step import StepPlan
 from orchmllm.sharding.blocks import recompute
+from orchmllm.sharding.caps import chosen, described, room_for
 from orchmllm.sharding.choice import one_layer_more
 from orchmllm.sharding.fits import (
     MISSED,
     budget_of,
-    decide,
     joined,
     memory_of,
     smaller_state,
@@ -68,29 +68,42 @@ class RunMemory:
             self._ran_out = {}
             log("warning: recompute.json in the run folder is not used: it is damaged, or memory "
                 "ran out with another recipe, with other data or on other ranks")
-        if len(self._fixed) < len(PHASES) or recipe.fsdp.memory_gb:
+        #: By which the run's steps are planned.
+        self.spec = spec
+        auto = not recipe.train.accumulation_steps
+        if len(self._fixed) < len(PHASES) or recipe.fsdp.memory_gb or auto and self.budget:
             self._choose()
+            self._cap()
+        elif auto and not spec.hard_caps:
+            raise ValueError("train.accumulation_steps=auto needs to know what a rank can hold: "
+                             "set fsdp.memory_gb, or balance.llm.max_rank_tokens")
 
     @cached_property
     def memory(self) -> MemoryModel:
         return memory_of(self._job, self._on_cpu)
 
     @cached_property
-    def loads(self) -> Loads:
+    def layouts(self) -> list[BatchLayout]:
         """The run's own sampler draws two steps of at most 32 ranks: enough for the load of the
         fullest rank."""
-        dataset, recipe, loads = self._dataset, self._recipe, []
-        ranks, count = min(self._job.num_ranks, 32), recipe.train.accumulation_steps
+        dataset, recipe, layouts = self._dataset, self._recipe, []
+        ranks, count = min(self._job.num_ranks, 32), recipe.train.least_microbatches
         sampler = make_sampler(dataset, self._rows, ranks * recipe.train.batch_size * count,
                                seed=recipe.run.seed, data=recipe.data, per_rank=self._per_rank)
         for step in range(2):
             examples = sampler.batch(step)
             shares = [s.stop - s.start for s in sampler.shares(step, ranks)]
-            layout = (dataset.layouts(examples, shares) if hasattr(dataset, "layouts") else
-                      BatchLayout.concat([dataset.layout(i) for i in examples.tolist()], shares))
-            parts, spec = cut_step(layout, self._spec, count)
-            loads += [self._loads_of(plan_step(part, spec)) for _, part in parts]
-        return joined(loads)
+            layouts.append(
+                dataset.layouts(examples, shares) if hasattr(dataset, "layouts") else
+                BatchLayout.concat([dataset.layout(i) for i in examples.tolist()], shares))
+        return layouts
+
+    @cached_property
+    def loads(self) -> Loads:
+        """Of all microbatches of these steps."""
+        count = self._recipe.train.least_microbatches
+        return joined([self._loads_of(plan) for layout in self.layouts
+                       for _, plan in plan_microbatches(layout, self._spec, count)])
 
     def _loads_of(self, plan: StepPlan) -> Loads:
         return loads_of(plan, padded_phases(self._recipe.model))
@@ -103,19 +116,36 @@ class RunMemory:
     def _choose(self) -> None:
         """Sets the choice, and tells it where the recipe leaves it open."""
         before, taken = self.known.get("choice"), self._taken or MISSED
-        self.choice = decide(self._recipe, self.memory, self.loads, self.budget, self._why,
-                             self._kept, taken)
+        self.choice = chosen(self._recipe, self.memory, self.loads, self.budget, taken,
+                             allowed_by=self._why, kept=self._kept)
         if ran_out := taken == self._ran_out.get("exhausted"):
             self.choice = self._ran_out["next"]
         if len(self._fixed) == len(PHASES):
             return
-        peak = taken * self.memory.peak(self.loads, self.choice)
+        # With train.accumulation_steps=auto the loads are of one microbatch, which is cut.
+        peak = min(taken * self.memory.peak(self.loads, self.choice), self.budget)
         self._log(f"recomputation: {self._described(self.choice)} ({peak / 1e9:.3g} of "
                   f"{self.budget / 1e9:.3g} GB a rank, {taken:.3g} of the prediction"
                   + (", since memory ran out before: recompute.json)" if ran_out else ")")
                   + (f"; before: {self._described(before)}" if before not in (None, self.choice)
                      else ""))
         self.known["choice"] = self.choice
+
+    def _cap(self) -> None:
+        """Sets the room of a rank, and tells it. A run that goes on keeps what it had, so that its
+        steps are planned as before, but not after memory ran out."""
+        known = {"num_ranks": self._job.num_ranks, "budget": self.budget,
+                 "exhausted": self._ran_out.get("exhausted", 0.0)}
+        if self.known.get("room", {}).items() >= known.items():
+            room = self.known["room"]["positions"]
+        else:
+            room = room_for(self._recipe, self.memory, self.loads, self.budget,
+                            self._taken or MISSED, self.choice)
+            self.known["room"] = {**known, "positions": room}
+        self.spec = replace(self.spec, room=room)
+        if room and self.spec.balance.enabled:
+            self._log(described(self.layouts, replace(self._spec, room=room),
+                                self._recipe.train.accumulation_steps))
 
     def _applies(self, ran_out: dict) -> bool:
         """Whether memory ran out in a run like this: then `next` takes exactly what is there."""

@@ -18,6 +18,7 @@ from orchmllm.config.model import ModelConfig
 from orchmllm.config.recipe import Recipe
 from orchmllm.config.train import OPTIMIZER_STATE
 from orchmllm.models.names import PARTS, Named, named
+from orchmllm.models.spec import spec_of
 
 Shape = tuple[int, ...]
 ROLES = ("root", "connector", "embed", "head")  # of units that are no block
@@ -78,8 +79,11 @@ def shard_sizes(model: ModelConfig, shards: int) -> dict[str, tuple[int, int]]:
 @lru_cache(maxsize=8)
 def units(model: ModelConfig) -> list[Unit]:
     """All units in the order of the forward pass."""
-    if model.folder:
-        return _of_whole(model)
+    return spec_of(model).units(model)
+
+
+def units_of_parts(model: ModelConfig) -> list[Unit]:
+    """See units."""
     out = []
     for phase in PARTS:
         found: dict[str, list[Named]] = {}
@@ -111,7 +115,7 @@ def by_role(model: ModelConfig, phase: str) -> dict[str, Unit]:
     return found
 
 
-def _of_whole(model: ModelConfig) -> list[Unit]:
+def units_of_whole(model: ModelConfig) -> list[Unit]:
     """The units of orchmllm.sharding.hf.ordered. What its model has not, audio or a head of its
     own, has no parameters."""
     from orchmllm.models import adapters  # with torch

@@ -21,7 +21,7 @@ from transformers import AttentionInterface
 from orchmllm.batch import SequenceLengths
 from orchmllm.config.job import Job
 from orchmllm.models.hf import meta_model, num_parameters
-from orchmllm.models.whole_flops import around, feature_width, part_flops
+from orchmllm.models.whole_flops import around, feature_width, part_flops, width_of
 from orchmllm.plan.layout import ENCODERS
 from orchmllm.sharding.activations import BlockBytes
 from orchmllm.sharding.blocks import keep_products
@@ -107,7 +107,7 @@ def _measured(block: nn.Module, config: Any, n: int, learns: bool) -> dict[str, 
     those that are `repeated` until then."""
     names = inspect.signature(block.forward).parameters
     heads = getattr(config, "num_attention_heads", None) or config.num_heads
-    width = getattr(config, "embed_dim", None) or config.hidden_size
+    width = width_of(config)
     size = getattr(config, "head_dim", None) or width // heads
     dtype, packed = next(block.parameters()).dtype, "cu_seqlens" in names
     hidden = torch.empty(*(() if packed else (1,)), n, width, device="meta", dtype=dtype,
@@ -150,10 +150,12 @@ class WholeMemory(MemoryModel):
         whole = meta_model(model.folder)
         stacks, text = whole.blocks(), whole.hf.config.get_text_config(decoder=True)
         # The folder still says that it is a whole model; widths and depths are read from the parts.
-        parts = {part: replace(getattr(model, part), num_layers=len(stack))
+        configs = {part: text if part == "llm" else getattr(whole.hf.config, f"{part}_config")
+                   for part in stacks}
+        parts = {part: replace(getattr(model, part), num_layers=len(stack),
+                               hidden_size=width_of(configs[part]))
                  for part, stack in stacks.items()}
-        parts["llm"] = replace(parts["llm"], hidden_size=text.hidden_size,
-                               vocab_size=text.vocab_size)
+        parts["llm"] = replace(parts["llm"], vocab_size=text.vocab_size)
         described = replace(model, **parts)
         return super().of(replace(job, recipe=replace(job.recipe, model=described)), on_cpu)
 

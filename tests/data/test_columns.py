@@ -56,6 +56,15 @@ def test_a_name_is_made_of_columns_with_zeros_in_front():
         assert Columns({"audios": spec, "text": "t"}).pick(row)["audios"] == [name]
 
 
+@pytest.mark.parametrize("column, asks", [
+    ("description", "Describe the sound."), ("long_caption", "Describe the sound."),
+    ("words", "Transcribe the speech.")])
+def test_what_a_clip_is_asked_for_is_told_by_the_name_of_its_text(read, tmp_path, column, asks):
+    path = write_jsonl(tmp_path / "a.jsonl", [{"path": "0.wav", column: "low"}])
+    question, answer = read(path, {"audios": "path", "text": column}).conversation(0)
+    assert question.parts[1] == f"\n{asks}" and answer.parts == ("low",)
+
+
 def test_a_split_of_rows_is_that_of_all_files(read, tmp_path):
     (tmp_path / "d").mkdir()
     for k, row in enumerate(PAIRS):

@@ -16,10 +16,13 @@ from PIL import Image
 from transformers import ProcessorMixin
 
 from orchmllm.batch import IGNORE_INDEX
-from orchmllm.config.recipe import DataConfig
+from orchmllm.config.recipe import DataConfig, SourceConfig
+from orchmllm.data.dataset import ConversationDataset
 from orchmllm.data.loading.workers import Workers
 from orchmllm.data.media.medium import MediaError
-from orchmllm.data.processed import ProcessedRows
+from orchmllm.data.processed import ProcessedReader, open_processor
+from orchmllm.data.stream import StreamDataset
+from orchmllm.data.text.processor import Processor
 from orchmllm.plan.layout import VISION
 from orchmllm.tools.data.build_index import build_index
 from orchmllm.tools.data.preview import preview
@@ -60,10 +63,16 @@ def write_rows(folder: Path, family: str, sizes: list[list[tuple[int, int]]], se
     return talks
 
 
-def opened(folder: Path, family: str = "", **keys) -> ProcessedRows:
-    return ProcessedRows(folder, DataConfig(
-        path=str(folder / "data.jsonl"), index_dir=str(folder / "index"), **keys),
-        OPTIONS.get(family, {}))
+def opened(folder: Path, family: str = "", options: dict | None = None, **keys
+           ) -> ConversationDataset:
+    """The rows of data.jsonl for the processor of a folder, with `options` or those of a family.
+    keys: of a recipe's data section."""
+    data = DataConfig(**{"path": str(folder / "data.jsonl"), "index_dir": str(folder / "index"),
+                         **keys})
+    options = options or OPTIONS.get(family)
+    processor = Processor(folder, options) if options else open_processor(folder, data)
+    return ConversationDataset(data.path, reader=ProcessedReader(
+        processor, data.max_example_tokens), index_dir=data.index_dir)
 
 
 def learnt(ids: list[int], tokenizer) -> list[int]:
@@ -78,7 +87,7 @@ def learnt(ids: list[int], tokenizer) -> list[int]:
     return out
 
 
-def check(rows: ProcessedRows, processor, talks: list[list[dict]], options: dict) -> int:
+def check(rows: ConversationDataset, processor, talks: list[list[dict]], options: dict) -> int:
     """Compares every row with what transformers makes of it; returns the images of all rows."""
     num_images = 0
     for i, talk in enumerate(talks):
@@ -99,7 +108,7 @@ def check(rows: ProcessedRows, processor, talks: list[list[dict]], options: dict
         shown = measured.modality == 1
         assert measured.num_tokens.sum() == len(ids)
         assert measured.num_tokens[shown].sum() == np.isin(
-            ids, [*rows.processor.token_ids.values()]).sum()
+            ids, [*rows.reader.processor.token_ids.values()]).sum()
         assert measured.num_targets.tolist() == [(example.labels[1:] != IGNORE_INDEX).sum()]
         num_images += int(shown.sum())
     return num_images
@@ -149,24 +158,24 @@ def edited(folder: Path, row: int, **keys) -> None:
     path.write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
-def indexed(folder: Path) -> ProcessedRows:
+def indexed(folder: Path) -> ConversationDataset:
     rows = opened(folder)
     build_index(rows.sources[0], rows.reader, folder / "index", num_workers=1)
     return opened(folder)
 
 
-def payload(rows: ProcessedRows, i: int) -> list[int]:
+def payload(rows: ConversationDataset, i: int) -> list[int]:
     return rows.layout(i).to_payload().tolist()
 
 
-def failing(rows: ProcessedRows, i: int) -> tuple[list[tuple[int, str]], object]:
+def failing(rows: ConversationDataset, i: int) -> tuple[list[tuple[int, str]], object]:
     """(segments that failed and why, the example that is loaded all the same)."""
     found = []
     example = rows.load(i, on_error=lambda segment, error: found.append((segment, str(error))))
     assert example.lengths.to_payload().tolist() == payload(rows, i)
     assert len(example.input_ids) == example.lengths.num_tokens.sum()
     assert (example.labels == IGNORE_INDEX).all() and len(example.labels) == len(example.input_ids)
-    features = np.isin(example.input_ids, [*rows.processor.token_ids.values()]).sum()
+    features = np.isin(example.input_ids, [*rows.reader.processor.token_ids.values()]).sum()
     assert features == example.lengths.num_tokens[example.lengths.modality == 1].sum()
     with pytest.raises(MediaError):
         rows.load(i)
@@ -282,7 +291,7 @@ def test_positions_that_neighbours_would_change_make_a_row_unusable(rope, tmp_pa
         "rope_parameters": {"rope_theta": 1e4, **rope}}
     path.write_text(json.dumps(config))
     rows = opened(tmp_path)
-    assert rows.processor.digest != free.processor.digest and rows.problem(1) is None
+    assert rows.reader.processor.digest != free.reader.processor.digest and rows.problem(1) is None
     assert "set data.max_example_tokens to 64 or less" in str(rows.problem(0))
     cut = opened(tmp_path, max_example_tokens=64)
     assert cut.problem(0) is None and cut.layout(0).num_tokens.sum() == 64
@@ -294,12 +303,12 @@ def test_an_example_ends_at_max_example_tokens(tmp_path):
     edited(tmp_path, 1, messages=talk(images[:1], "a", "the red row")[:3] + talk(images[1:], "a"))
     whole = opened(tmp_path)
     full = [whole.load(i) for i in range(2)]
-    at = [np.flatnonzero(f.input_ids == whole.processor.token_ids[VISION])[-1] for f in full]
+    at = [np.flatnonzero(f.input_ids == whole.reader.processor.token_ids[VISION])[-1] for f in full]
     rows = opened(tmp_path, max_example_tokens=int(at[0]))
     assert "nothing to learn" in str(rows.problem(0))
     for limit in (len(full[1].input_ids), at[1] + 3, at[1] + 1, at[1], at[1] - 3):
         rows = opened(tmp_path, max_example_tokens=int(limit))
-        assert rows.processor.digest == whole.processor.digest
+        assert rows.reader.processor.digest == whole.reader.processor.digest
         assert rows.reader.identity != whole.reader.identity
         lengths, example, fits = rows.layout(1), rows.load(1), bool(limit > at[1])
         n = len(example.input_ids)
@@ -313,26 +322,43 @@ def test_an_example_ends_at_max_example_tokens(tmp_path):
 def test_another_processor_has_another_digest_and_index(tmp_path):
     write_rows(tmp_path, "qwen2_5_vl", SIZES[:1])
     rows = indexed(tmp_path)
-    assert rows.indexes[0] is not None and rows.fingerprint()["processor"] == rows.processor.digest
+    digest = rows.reader.processor.digest
+    assert rows.indexes[0] is not None and rows.fingerprint()["processor"] == digest
     path = tmp_path / "processor_config.json"
     content = json.loads(path.read_text())
     path.write_text(json.dumps(dict(reversed(content.items())), indent=7))
     same = opened(tmp_path)
-    assert same.processor.digest == rows.processor.digest and same.indexes[0] is not None
+    assert same.reader.processor.digest == digest and same.indexes[0] is not None
     shutil.copytree(tmp_path, tmp_path / "moved")
-    assert opened(tmp_path / "moved").processor.digest == rows.processor.digest
+    assert opened(tmp_path / "moved").reader.processor.digest == digest
     assert pickle.loads(pickle.dumps(rows.reader)).identity == rows.reader.identity
     content["image_processor"]["size"]["longest_edge"] //= 2
     path.write_text(json.dumps(content))
     other = opened(tmp_path)
-    assert other.processor.digest != rows.processor.digest and other.indexes == [None]
-    options = ProcessedRows(tmp_path, same_config(tmp_path),
-                            {"size": {"shortest_edge": 784, "longest_edge": 7840}})
-    assert len({options.processor.digest, other.processor.digest, rows.processor.digest}) == 3
+    assert other.reader.processor.digest != digest and other.indexes == [None]
+    options = opened(tmp_path, options={
+        "size": {"shortest_edge": 784, "longest_edge": 7840}})
+    digests = {rows.reader.processor.digest for rows in (options, other)}
+    assert len({*digests, digest}) == 3
 
 
-def same_config(folder: Path) -> DataConfig:
-    return DataConfig(path=str(folder / "data.jsonl"), index_dir=str(folder / "index"))
+def test_a_stream_has_the_examples_of_the_rows(tmp_path):
+    """In two epochs each of them comes twice."""
+    write_rows(tmp_path, "qwen2_5_vl", SIZES)
+    rows = opened(tmp_path)
+    stream = StreamDataset([SourceConfig(path=str(tmp_path / "data.jsonl"))], num_shards=2, seed=0,
+                           window=2, reader=rows.reader, index_dir=tmp_path / "index")
+    seen = []
+    for i in range(2 * len(SIZES)):
+        seen.append(k := stream.where(i)[1])
+        found, wanted = stream.load(i), rows.load(k)
+        assert payload(stream, i)[1:] == payload(rows, k)[1:] and found.example_id == i
+        assert torch.equal(found.input_ids, wanted.input_ids)
+        assert torch.equal(found.labels, wanted.labels)
+        assert found.media.keys() == wanted.media.keys()
+        assert all(torch.equal(found.media[n], wanted.media[n]) for n in wanted.media)
+    assert sorted(seen) == sorted([*range(len(SIZES))] * 2)
+    assert stream.fingerprint()["processor"] == rows.reader.processor.digest
 
 
 def test_preview_shows_what_is_learnt(tmp_path, capsys):
@@ -385,8 +411,11 @@ def test_a_folder_that_cannot_be_used_says_why(tmp_path):
     with pytest.raises(ValueError, match="has no chat template"):
         opened(tmp_path)
     path.write_text(template)
-    with pytest.raises(ValueError, match="leave it out"):
-        opened(tmp_path, tokenizer="there")
+    for own in (tmp_path, tmp_path / "tokenizer.json"):
+        opened(tmp_path, tokenizer=str(own))
+    write_processor("gemma3", tmp_path / "other")
+    with pytest.raises(ValueError, match="has other tokens or another chat template .* leave it"):
+        opened(tmp_path, tokenizer=str(tmp_path / "other"))
     for kind, reason in (("llama", "llama have no processor"),
                          ("qwen2_audio", "does not write <|AUDIO|> for a clip"),
                          ("clap", "the ClapFeatureExtractor of its processor was not tested"),

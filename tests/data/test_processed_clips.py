@@ -13,20 +13,19 @@ import torch
 from PIL import Image
 
 from orchmllm.batch import IGNORE_INDEX, ProcessedExample
-from orchmllm.config.recipe import DataConfig
+from orchmllm.data.dataset import ConversationDataset
 from orchmllm.data.formats.conversation import Turn
 from orchmllm.data.media import headers
 from orchmllm.data.media.decode import decode_samples
 from orchmllm.data.media.medium import Medium, RowError
 from orchmllm.data.media.shapes import Size
-from orchmllm.data.processed import ProcessedRows
 from orchmllm.data.text.model_folder import load_processor
 from orchmllm.data.text.processor import Processor
 from orchmllm.plan.geometry import AudioGeometry
 from orchmllm.plan.layout import AUDIO, VISION
 from orchmllm.tools.data.build_index import build_index
 from orchmllm.tools.data.preview import preview
-from tests.data.test_processed import edited, talk
+from tests.data.test_processed import edited, opened, talk
 from tests.lib.processors import CLIPS, write_processor
 
 RATE, HOP = 16000, 160
@@ -127,11 +126,6 @@ def write_rows(folder: Path, family: str, media: list[list]) -> list[list[dict]]
     return talks
 
 
-def opened(folder: Path, **keys) -> ProcessedRows:
-    return ProcessedRows(folder, DataConfig(
-        path=str(folder / "data.jsonl"), index_dir=str(folder / "index"), **keys))
-
-
 def undecoded(*_):
     """Decodes no clip, because lengths do not need it."""
     pytest.fail("a clip was decoded")
@@ -181,7 +175,7 @@ def test_headers_samples_and_transformers_agree(family, tmp_path, monkeypatch):
             assert value.dtype == wanted.dtype and torch.equal(value, wanted), name
         assert example.lengths.to_payload().tolist() == measured.to_payload().tolist()
         assert measured.num_tokens.sum() == len(ids)
-        for modality, token in rows.processor.token_ids.items():
+        for modality, token in rows.reader.processor.token_ids.items():
             shown = measured.modality == modality
             assert measured.num_tokens[shown].sum() == (ids == token).sum()
 
@@ -208,7 +202,7 @@ def test_parts_of_an_example_are_those_of_the_whole(tmp_path):
     assert part.media.keys() == {"image_grid_thw", "feature_attention_mask"}
 
 
-def loaded(rows: ProcessedRows, i: int) -> tuple[list[tuple[int, str]], ProcessedExample]:
+def loaded(rows: ConversationDataset, i: int) -> tuple[list[tuple[int, str]], ProcessedExample]:
     """(segments that failed and why, the example)."""
     found: list[tuple[int, str]] = []
     example = rows.load(i, on_error=lambda segment, error: found.append((segment, str(error))))
@@ -272,7 +266,7 @@ def test_an_example_ends_before_a_clip_that_would_cross_its_end(tmp_path):
     edited(tmp_path, 0, messages=[*talk([{"type": "image", "image": "0_0.png"}], "red"),
                                   *talk([path, {"type": "text", "text": "a"}], "row")])
     whole = opened(tmp_path).load(0)
-    processor = opened(tmp_path).processor
+    processor = opened(tmp_path).reader.processor
     start = processor.tokenizer.tokenizer.token_to_id("<|audio_bos|>")
     last = int(np.flatnonzero(whole.input_ids.numpy() == processor.token_ids[AUDIO])[-1])
     for limit in (last - 13, last - 12, last - 11, last, last + 1, last + 2, last + 3):

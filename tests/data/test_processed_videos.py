@@ -13,12 +13,11 @@ import torch
 from PIL import Image
 
 from orchmllm.batch import IGNORE_INDEX
-from orchmllm.config.recipe import DataConfig
+from orchmllm.data.dataset import ConversationDataset
 from orchmllm.data.formats.conversation import Turn
 from orchmllm.data.media import av_process
 from orchmllm.data.media.medium import MediaError, Medium, Sampled
 from orchmllm.data.media.shapes import Size
-from orchmllm.data.processed import ProcessedRows
 from orchmllm.data.text.processor import Processor
 from orchmllm.plan.layout import VISION
 from orchmllm.tools.data.preview import preview
@@ -41,7 +40,7 @@ def video(name: object, **options: object) -> dict:
     return {"type": "video", "video": name, **options}
 
 
-def written(folder: Path, family: str, messages: list[list[dict]]) -> ProcessedRows:
+def written(folder: Path, family: str, messages: list[list[dict]]) -> ConversationDataset:
     """A model folder, media and rows with these contents of the user."""
     rng = np.random.default_rng(0)
     write_rows(folder, family, [[]] * len(messages))
@@ -92,7 +91,7 @@ def frames_of(folder: Path, name: str | list[str], rate: float, seconds: list[fl
     return decoded(folder / name, [start + s for s in seconds], rate)
 
 
-def compare(rows: ProcessedRows, folder: Path) -> None:
+def compare(rows: ConversationDataset, folder: Path) -> None:
     with stock_processor(folder) as stock:
         for i, (parts, videos) in enumerate(ROWS):
             example, measured = rows.load(i), rows.layout(i)
@@ -207,8 +206,7 @@ def test_videos_that_cannot_be_used_are_told_of(tmp_path):
     assert good[0].media["second_per_grid_ts"].tolist() == [pytest.approx(2 * 3.5 / 3)]
     path = tmp_path / "v.mp4"
     size = path.stat().st_size
-    planned = ProcessedRows(tmp_path, DataConfig(path=str(tmp_path / "data.jsonl"), index_dir=str(
-        tmp_path / "none")))
+    planned = opened(tmp_path, index_dir=str(tmp_path / "none"))
     assert not planned.problem(0) and not planned.problem(2)  # the headers are known
     for change, of, at, told in (
             (lambda: path.write_bytes(path.read_bytes()[:2000].ljust(size, b"x")), planned, 1,
@@ -232,7 +230,7 @@ def test_an_example_ends_before_a_video_that_would_cross_its_end(tmp_path):
     written(tmp_path, "qwen2_vl", [[]])
     edited(tmp_path, 0, messages=parts[:2] + talk([video("v.mp4", nframes=3)], "a"))
     whole = opened(tmp_path).load(0)
-    at = np.flatnonzero(whole.input_ids == opened(tmp_path).processor.token_ids[3])
+    at = np.flatnonzero(whole.input_ids == opened(tmp_path).reader.processor.token_ids[3])
     for limit in (len(whole.input_ids), at[-1] + 2, at[-1] + 1, at[-1], at[-9]):
         rows = opened(tmp_path, max_example_tokens=int(limit))
         example, fits = rows.load(0), limit > at[-1]
@@ -245,10 +243,10 @@ def test_an_example_ends_before_a_video_that_would_cross_its_end(tmp_path):
 @pytest.mark.slow
 def test_settings_and_templates_without_videos_are_told_of(tmp_path):
     rows = written(tmp_path, "qwen3_vl", [[video("v.mp4")], [image("0.png")]])
-    digest, identity = rows.processor.digest, rows.reader.identity
+    digest, identity = rows.reader.processor.digest, rows.reader.identity
     write_video_settings(tmp_path, 16, size={"shortest_edge": 4096, "longest_edge": 65536})
     other = opened(tmp_path)
-    assert other.processor.digest != digest and other.reader.identity != identity
+    assert other.reader.processor.digest != digest and other.reader.identity != identity
     path = tmp_path / "chat_template.jinja"
     text = path.read_text()
     path.write_text(text.replace("<|video_pad|>", ""))

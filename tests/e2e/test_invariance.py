@@ -5,15 +5,21 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from orchmllm.config.balance import BalanceConfig
+from orchmllm.config.job import resolve
 from orchmllm.config.recipe import FsdpConfig
+from orchmllm.models.flops import plan_spec
 from orchmllm.plan.assign import PhasePolicy
 from orchmllm.plan.balance import POLICIES
+from orchmllm.plan.layout import BatchLayout
+from orchmllm.plan.microbatches import plan_microbatches
 from orchmllm.plan.rearrange import Rearrangement
 from orchmllm.plan.step import plan_step
 from tests.lib.gradients import (
+    BATCH,
     FEW_MEDIA,
     Case,
     RandomPlanner,
@@ -127,6 +133,30 @@ def test_gradients_under_hybrid_sharding(references):
         case.recipe.fsdp, shard_size=2))) for name, case in {**PLAIN, **SPECIAL, **ROUTED}.items()
         if name not in policies_with("tensors") | policies_with("load") - {"least_move/load"}}
     check(hsdp, 4, references)
+
+
+# One example is longer than four others together, so that microbatches have very unequal numbers.
+ONE_LONG = SyntheticDataset(kinds=[*["T"] * 9, "TVVVVVTAT", "TAT", "VAT"], size=BATCH)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_ranks, shard_size", [(1, 0), (2, 0), (3, 0), (4, 0), (4, 2)])
+def test_unequal_microbatches_under_a_cap_with_frozen_parts(num_ranks, shard_size, references):
+    """Some ranks have no example in some microbatch."""
+    llm = PhasePolicy("least_move", max_rank_tokens=145)
+    cases = {}
+    for group in ("world", "shard") if shard_size else ("world",):
+        capped = recipe(balance=replace(balanced(), llm=llm, group=group))
+        for parts in ((), ("vision", "audio"), ("llm",)):
+            cases[f"{group}, {parts} frozen"] = Case(replace(
+                capped, model=frozen(*parts), fsdp=replace(capped.fsdp, shard_size=shard_size)),
+                dataset=ONE_LONG, accumulation_steps=3)
+    layout = BatchLayout.concat([ONE_LONG.layout(i) for i in range(BATCH)],
+                                [BATCH // num_ranks] * num_ranks)
+    spec = plan_spec(resolve(capped, num_ranks, 2))
+    sizes = [plan.llm.target_sizes for _, plan in plan_microbatches(layout, spec, 3)]
+    assert len({*map(sum, sizes)}) > 1 and (0 in np.concatenate(sizes)) == (num_ranks > 2)
+    check(cases, num_ranks, references, bar=1e-12)
 
 
 # The same test has to fail when something is wrong.

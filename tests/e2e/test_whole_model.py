@@ -17,7 +17,7 @@ import pytest
 from orchmllm.cli import dispatch
 from orchmllm.config.model import ModelConfig
 from orchmllm.config.recipe import DataConfig
-from orchmllm.data.stream import open_dataset
+from orchmllm.hf.whole_model import open_dataset
 from orchmllm.models import families
 from orchmllm.tools.predict import profile_command
 from tests.lib.commands import ROOT, make_demo_data, python
@@ -80,7 +80,7 @@ def test_the_way_of_a_newcomer(tmp_path):
     assert code == 0, err
     generate(tmp_path)
     code, _, err = command(tmp_path, "generate", "balanced", "What is this?")
-    assert code == 2 and "is of a model of transformers: write it to a folder with" in err
+    assert code == 2 and "is of it: write that to a folder with" in err
 
 
 def generate(folder: Path) -> None:
@@ -115,7 +115,7 @@ def test_what_cannot_be_trained_is_one_line_before_any_rank_starts(tmp_path, cap
     capsys.readouterr()
     assert "no problems" in told()
     assert profile_command.main([str(tmp_path / "recipe.yaml")]) == 2
-    assert "is a whole model of transformers, and this command" in capsys.readouterr().err
+    assert "of transformers, and two layers of a phase are measured" in capsys.readouterr().err
     transformers.MllamaConfig().save_pretrained(tmp_path / "model")
     assert "model_type is 'mllama', which was not tested" in told()
     for name, value, problem in (("attention_dropout", 0.1, "attention_dropout of the text model"),

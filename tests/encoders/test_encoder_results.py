@@ -215,7 +215,8 @@ MISUSED = {
     "changed in place": "called encode with photos changed in place",
     "called twice": "called encode twice", "another input": "called encode twice",
     "without gradients": "called encode without gradients",
-    "an option": "called encode with scale=3.0", "never called": "never called encode",
+    "an option": "called encode with scale=3.0", "no option": "called encode with scale=None",
+    "never called": "never called encode",
 }
 
 
@@ -229,7 +230,8 @@ def misused(world) -> dict[str, list[str]]:
                          join="embed")
         for k in range(3):
             model.how = how if k == wrong else ""
-            model.options = {"scale": 3.0} if model.how == "an option" else {}
+            model.options = {"an option": {"scale": 3.0}, "no option": {"scale": None}}.get(
+                model.how, {})
             try:
                 model(**photo_inputs(world.rank))
             except RuntimeError as error:

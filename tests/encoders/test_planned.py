@@ -14,8 +14,8 @@ from orchmllm.batch import Microbatch, ProcessedExample
 from orchmllm.comm.exchange import RowGather
 from orchmllm.config.model import ModelConfig
 from orchmllm.config.recipe import DataConfig
-from orchmllm.data.stream import open_dataset
 from orchmllm.encoders.planned import PlannedEncoders
+from orchmllm.hf.whole_model import open_dataset
 from orchmllm.models.hf import WholeModel
 from orchmllm.orchestrator import Orchestrator
 from orchmllm.plan.assign import BalancePolicy, PlanSpec

@@ -37,8 +37,9 @@ IN_SHARDS = ("trainer_fsdp2", "sft_fsdp2")  # transformers refuses to resume the
 @dataclass(frozen=True)
 class Cell:
     """moved: the batch goes through the client's own move to a device. resumed: the run stops
-    within an epoch and goes on from what it saved. accumulation: 2. tail: the last step of an epoch
-    has fewer examples than ranks. evaluation: between steps. workers: 1 process a rank."""
+    within an epoch and goes on from what it saved. accumulation: 2, of unequal numbers of examples
+    under a cap of tokens. tail: the last step of an epoch has fewer examples than ranks.
+    evaluation: between steps. workers: 1 process a rank."""
 
     client: str
     features: frozenset[str] = frozenset()
@@ -54,7 +55,7 @@ class Cell:
 
     @property
     def data(self) -> Examples:
-        return Examples(17 if self.tail else 16)
+        return Examples(17 if self.tail else 16, few_long=self.accumulation)
 
     @property
     def num_steps(self) -> int:
@@ -69,10 +70,12 @@ class Cell:
 
 
 class Examples(Dataset):
-    """Example i begins with token i and is a function of i."""
+    """Example i begins with token i and is a function of i. few_long: one of seven is long, so that
+    planned microbatches have unequal numbers of examples."""
 
-    def __init__(self, size: int) -> None:
-        self.lengths = [4 + i * i * 7 % 23 for i in range(size)]
+    def __init__(self, size: int, few_long: bool = False) -> None:
+        self.lengths = [(26 if i % 7 == 3 else 4 + i * 7 % 5) if few_long else 4 + i * i * 7 % 23
+                        for i in range(size)]
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -155,11 +158,15 @@ def reference(data: Dataset, seen: list[list[int]]) -> dict[str, Tensor]:
     return {n: p.detach() for n, p in model.named_parameters()}
 
 
-def loader_of(cell: Cell, **how: Any) -> BalancedDataLoader:
+def options(cell: Cell) -> dict[str, Any]:
+    return {"policy": "greedy", "max_tokens": 30 if cell.accumulation else 0}
+
+
+def loader_of(cell: Cell) -> BalancedDataLoader:
     data = cell.data
     return BalancedDataLoader(
         data, BATCH, shuffle=True, collate_fn=collate, accumulation_steps=cell.accumulate,
-        lengths=data.lengths, num_workers=int(cell.workers), policy="greedy", **how)
+        lengths=data.lengths, num_workers=int(cell.workers), **options(cell))
 
 
 def moved(batch: Any, cell: Cell) -> Any:
@@ -264,8 +271,8 @@ def stateful(cell: Cell, folder: Path) -> Result:
         wrapped = StatefulDataLoader(
             data, BATCH, collate_fn=collate, num_workers=int(cell.workers),
             sampler=DistributedSampler(data, shuffle=True))
-        return BalancedDataLoader(wrapped, length_fn=length_of, policy="greedy",
-                                  accumulation_steps=cell.accumulate)
+        return BalancedDataLoader(wrapped, length_fn=length_of,
+                                  accumulation_steps=cell.accumulate, **options(cell))
 
     return plain(cell, sharded, gathered, make=make)
 
@@ -377,8 +384,8 @@ def trainer(cell: Cell, folder: Path) -> Result:
         return balance_trainer(Trainer(
             model=model, args=TrainingArguments(**args), train_dataset=data,
             eval_dataset=Examples(4), data_collator=collate,
-            compute_loss_func=trainers_loss), lengths=data.lengths, policy="greedy",
-            loss="scaled")
+            compute_loss_func=trainers_loss), lengths=data.lengths, loss="scaled",
+            **options(cell))
 
     return trainers_run(cell, folder, make)
 
@@ -410,7 +417,7 @@ def sft_trainer(cell: Cell, folder: Path, packed: bool) -> Result:
             eval_dataset=rows(Examples(4)), compute_loss_func=trainers_loss,
             args=SFTConfig(**args, packing=packed, max_length=28, bf16=False,
                            gradient_checkpointing=False, dataset_num_proc=None)),
-            policy="greedy", loss="scaled")
+            loss="scaled", **({"policy": "greedy"} if packed else options(cell)))
 
     return trainers_run(cell, folder, make)
 
@@ -558,6 +565,8 @@ def run_cells(world: Any, cells: list[Cell]) -> list[tuple[float, list[list[int]
         # A filler is an example of the same step a second time.
         steps = [sorted({i for s in everyone for batch in s[t: t + k] for i in batch})
                  for t in range(0, len(seen), k)]
+        sizes = {sum(map(len, batches)) for batches in zip(*everyone, strict=True)}
+        assert len(sizes) > 1 or not cell.accumulation or cell.client == "sft_packed", cell
         want = reference(cell.data, steps)
         out.append((max(float((weights[n] - w).abs().max()) for n, w in want.items()), steps))
     return out

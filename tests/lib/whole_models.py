@@ -108,7 +108,7 @@ def grids(media: dict[str, Tensor], count: int) -> list[tuple[int, int, int]]:
 
 
 def parts_of(example: ProcessedExample, segments: Sequence[int]) -> ProcessedExample:
-    """What ProcessedRows.load returns for these segments."""
+    """What ProcessedReader.load returns for these segments."""
     cut, arguments = {}, {}
     for modality, kind in KINDS.items():
         media = np.flatnonzero(example.lengths.modality == modality).tolist()

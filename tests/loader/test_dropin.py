@@ -23,10 +23,12 @@ LENGTHS = [length_of(i) for i in range(48)]
 
 
 def epoch(world, how: dict, num_epochs: int = 1) -> list[list]:
-    """Per step [ids, num_global_targets, own labels, num_examples] of this rank."""
+    """Per batch [ids, num_global_targets, own labels, num_examples, ids, step, whether the
+    optimizer steps] of this rank."""
     loader = loader_of(Texts(), batch_size=4, collate_fn=collate, **how)
     return [[b["ids"].tolist() if loader.step.num_examples else [], loader.step.num_global_targets,
-             int((b["labels"] != -100).sum()), loader.step.num_examples, loader.step.example_ids]
+             int((b["labels"] != -100).sum()), loader.step.num_examples, loader.step.example_ids,
+             loader.step.step, loader.step.is_last_microbatch]
             for _ in range(num_epochs) for b in loader]
 
 
@@ -40,20 +42,26 @@ def targets_of(ids: list[int]) -> int:
          multiprocessing_context="fork"),
     dict(length_fn=token_count, num_workers=1, shuffle=True),
     dict(length_fn=token_count, accumulation_steps=3),
+    dict(lengths=LENGTHS, accumulation_steps="auto", max_tokens=44, shuffle=True),
     *(pytest.param(how, marks=pytest.mark.slow) for how in (
-        dict(lengths=LENGTHS, policy="greedy"), dict(lengths=LENGTHS, max_rank_tokens=400),
+        dict(lengths=LENGTHS, policy="greedy"), dict(lengths=LENGTHS, max_tokens=400),
         dict(length_fn=token_count), dict(length_fn=token_count, shuffle=True, prefetch=0),
         dict(lengths=LENGTHS, accumulation_steps=2))),
 ], ids=lambda how: "-".join(how))
 def test_every_example_once_with_global_targets(how):
     ranks = run_ranks(epoch, 3, how)
-    k = how.get("accumulation_steps", 1)
     assert sorted(i for rank in ranks for b in rank for i in b[0]) == list(range(48))
     assert len({len(rank) for rank in ranks}) == 1
-    for t in range(0, len(ranks[0]), k):
-        batches = [b for rank in ranks for b in rank[t: t + k]]
+    for t in range(ranks[0][-1][5] + 1):
+        batches = [b for rank in ranks for b in rank if b[5] == t]
         assert {b[1] for b in batches} == {targets_of([i for b in batches for i in b[0]])}
         assert all(b[2] == targets_of(b[0]) and b[4] == b[0] for b in batches)
+        assert sum(b[6] for b in batches) == 3
+        if most := how.get("max_tokens"):
+            held = [sum(LENGTHS[i] for i in b[0]) for b in batches]
+            assert max(held) <= most
+            assert how.get("accumulation_steps") != "auto" or (
+                1 < len(batches) // 3 <= 1 - -sum(held) // (3 * most))
 
 
 @pytest.mark.dist

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import logging
+import math
 import re
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader, DistributedSampler
 
@@ -98,57 +101,94 @@ def all_labelled(examples: list[dict]) -> dict:
     return collate([{**e, "labels": e["input_ids"]} for e in examples])
 
 
-def gradients(world, how: str) -> list[list[float]]:
-    """Of every step of an epoch; 26 examples, so that one rank has a filler."""
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Embedding(VOCAB, 4), nn.Linear(4, VOCAB)).double()
-    loader = loader_of(Texts(26), 4, collate_fn=all_labelled, lengths=LENGTHS[:26],
-                       accumulation_steps=2, enabled=how != "mean", policy="greedy")
-    out, fillers = [], 0
-    for batch in loader:
-        shifted = how == "shifted"
-        logits, labels = model(batch["input_ids"]), batch["labels"]
-        if shifted:
-            logits, labels = logits[:, :-1], labels[:, 1:]
-        loss = nn.functional.cross_entropy(
-            logits.flatten(0, 1), labels.flatten(), reduction="sum" if how == "sum" else "mean")
-        loss = (loader.scale_sum(loss) if how == "sum" else
-                loader.scale_mean(loss, batch["labels"], shifted=shifted))
-        assert torch.isfinite(loss)  # also of a filler, whose mean is one of nothing
-        loss.backward()
-        fillers += not loader.step.num_examples
-        if loader.step.is_last_microbatch:
-            total = torch.cat([p.grad.flatten() for p in model.parameters()])
-            torch.distributed.all_reduce(total)
-            out.append((total / world.world_size).tolist())
-            model.zero_grad()
-    return [*out, [fillers]]
+class OneLong(Texts):
+    """26 examples, of which one is nine in one."""
+
+    def __getitem__(self, i: int) -> dict:
+        if i != 7:
+            return super().__getitem__(i)
+        parts = [super(OneLong, self).__getitem__(k) for k in range(7, 16)]
+        return {"id": i, **{name: torch.cat([part[name] for part in parts])
+                            for name in ("input_ids", "labels")}}
 
 
-def shifted_alone(world) -> list[list[float]]:
-    """The same without the loader: all examples of a step, one mean over the targets."""
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Embedding(VOCAB, 4), nn.Linear(4, VOCAB)).double()
-    out = []
-    for first in (0, 24):
-        batch = all_labelled([Texts()[i] for i in range(first, min(first + 24, 26))])
-        nn.functional.cross_entropy(model(batch["input_ids"])[:, :-1].flatten(0, 1),
-                                    batch["labels"][:, 1:].flatten()).backward()
-        out.append(torch.cat([p.grad.flatten() for p in model.parameters()]).tolist())
-        model.zero_grad()
+LONG = OneLong(26)
+LONG_LENGTHS = [len(LONG[i]["labels"]) for i in range(26)]
+LOSSES = ("sum", "mean as sampled", "mean", "mean, auto", "shifted", "mean of examples")
+
+
+def gradients(world, mesh: tuple[int, ...]) -> dict[str, tuple[list[np.ndarray], list[int]]]:
+    """By the kind of loss: (gradient of each step of an epoch under FSDP2, examples of each batch).
+    Steps of 24 examples, so that ranks have fillers in the last one. No rank has more tokens in a
+    batch than the longest example, or 1.1 times an even share, but as it was sampled."""
+    names = ("dp_replicate", "dp_shard")[-len(mesh):]
+    mesh, out = init_device_mesh("cpu", mesh, mesh_dim_names=names), {}
+    most = max(*LONG_LENGTHS, int(1.1 * sum(LONG_LENGTHS[:24]) / (2 * world.world_size)))
+    for how in LOSSES:
+        torch.manual_seed(0)
+        model = fully_shard(model_of(), mesh=mesh)
+        loader = loader_of(
+            LONG, (24 if "auto" in how else 12) // world.world_size, collate_fn=all_labelled,
+            lengths=LONG_LENGTHS, accumulation_steps="auto" if "auto" in how else 2,
+            enabled=how != "mean as sampled", max_tokens=most, group=mesh,
+            num_targets=(lambda batch: len(batch["ids"])) if how == "mean of examples" else None)
+        found, counts = [], []
+        for batch in loader:
+            loss = loss_of(model, batch, how)
+            loss = (loader.scale_sum(loss) if how == "sum" else loader.scale_mean(
+                loss, batch["labels"], shifted=how == "shifted"))
+            assert torch.isfinite(loss)  # also of a filler, whose mean is one of nothing
+            loss.backward()
+            counts.append(loader.step.num_examples)
+            held = sum(LONG_LENGTHS[i] for i in loader.step.example_ids)
+            assert held <= most or not loader.enabled
+            if loader.step.is_last_microbatch:
+                found.append(flat_gradient(model))
+                model.zero_grad()
+        out[how] = found, counts
     return out
 
 
-def test_a_mean_is_scaled_to_the_mean_of_all_targets():
-    """scale_mean balanced and as sampled, scale_sum, and a model that shifts its labels."""
-    total, mean, balanced = (run_ranks(gradients, 3, how)[0] for how in ("sum", "mean", "greedy"))
-    for got in (mean, balanced):
-        assert all(a == pytest.approx(b, abs=1e-14)
-                   for a, b in zip(got[:-1], total[:-1], strict=True))
-    shifted, [alone] = run_ranks(gradients, 3, "shifted"), run_ranks(shifted_alone, 1)
-    assert all(a == pytest.approx(b, abs=1e-14)
-               for a, b in zip(shifted[0][:-1], alone, strict=True))
-    assert sum(r[-1][0] for r in shifted) >= 4  # 2 examples for 6 batches
+def model_of() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Embedding(VOCAB, 4), nn.Linear(4, VOCAB)).double()
+
+
+def loss_of(model: nn.Module, batch: dict, how: str) -> torch.Tensor:
+    logits, labels = model(batch["input_ids"]), batch["labels"]
+    if how == "shifted":
+        logits, labels = logits[:, :-1], labels[:, 1:]
+    losses = nn.functional.cross_entropy(
+        logits.flatten(0, 1), labels.flatten(), reduction="none").view(labels.shape)
+    if how == "mean of examples":
+        return (losses.sum(1) / (labels != -100).sum(1)).mean()
+    return losses.sum() if how == "sum" else losses.sum() / (labels != -100).sum()
+
+
+def flat_gradient(model: nn.Module) -> np.ndarray:
+    whole = (getattr(p.grad, "full_tensor", lambda p=p: p.grad)() for p in model.parameters())
+    return torch.cat([g.flatten() for g in whole]).numpy()
+
+
+@pytest.mark.parametrize("mesh", [(3,), *(pytest.param(mesh, marks=pytest.mark.slow)
+                                          for mesh in ((1,), (2,), (4,), (2, 2)))], ids=str)
+def test_unequal_microbatches_give_the_gradient_of_one_process(mesh):
+    """scale_sum and scale_mean, as sampled and planned under a cap of tokens, of a model that
+    shifts its labels and of a mean over examples: one mean over all examples of a step."""
+    model, ranks = model_of(), run_ranks(gradients, math.prod(mesh), mesh)
+    for how in LOSSES:
+        for step, first in enumerate((0, 24)):
+            batch = all_labelled([LONG[i] for i in range(first, min(first + 24, 26))])
+            loss_of(model, batch, "mean" if how == "sum" else how).backward()
+            want = flat_gradient(model)
+            model.zero_grad()
+            for found, _ in (rank[how] for rank in ranks):
+                np.testing.assert_allclose(found[step], want, rtol=0, atol=1e-15, err_msg=how)
+        if how == "mean, auto":
+            continue
+        counts = np.array([rank[how][1] for rank in ranks])
+        assert (counts[:, 2:] == 0).sum() == counts[:, 2:].size - 2 or math.prod(mesh) == 1
+        assert how == "mean as sampled" or len({*counts[:, :2].sum(0)}) == 2  # in two microbatches
 
 
 def watched(world) -> list[str]:

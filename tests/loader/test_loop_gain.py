@@ -4,11 +4,13 @@ user's loop shows. The clock is the test's own, so that every figure is known.""
 from __future__ import annotations
 
 import time
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from orchmllm import BalancedDataLoader
+from orchmllm.loader import gain
 from orchmllm.loader.setup import make_spec
 from tests.lib.dropin import Texts, collate, length_of
 from tests.lib.ranks import run_ranks
@@ -78,6 +80,19 @@ def test_the_gain_is_that_of_the_loops_clock(how):
     assert f"; balancing saved {predicted:.1f}% (" in lines[1]
     assert f"%) as predicted, {measured:.1f}% (" in lines[1]
     assert f"compared with steps as sampled: {len(gains)})" in lines[1]
+
+
+def test_a_step_of_another_policy_is_not_compared(monkeypatch):
+    """Its costs are in another unit."""
+    monkeypatch.setattr(gain, "costs_of", lambda step: step.costs)
+    loop = gain.LoopGain()
+    for index, (policy, costs, seconds, as_sampled) in enumerate([
+            ("first", (100, 50), 9, False), ("second", (10, 8), 9, False),
+            ("second", (10, 8), 12, True)]):
+        spec = SimpleNamespace(costs={"llm": policy})
+        loop.committed(SimpleNamespace(index=index, plans=[SimpleNamespace(spec=spec)], costs=costs,
+                                       as_sampled=as_sampled, loop=(index, seconds)))
+    assert loop.gains == [pytest.approx((0.2, 0.25))]
 
 
 def short(world) -> list[str]:

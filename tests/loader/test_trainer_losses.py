@@ -22,7 +22,7 @@ from tests.lib.ranks import RankFailure, run_ranks
 
 pytestmark = pytest.mark.dist
 NEW_PYTHON = pytest.mark.skipif(sys.version_info < (3, 11), reason="TRL's releases need it")
-LENGTHS = [4 + i * i * 7 % 23 for i in range(24)]
+LENGTHS = Examples(24, few_long=True).lengths
 
 
 def settings(folder: str, **how: Any) -> dict[str, Any]:
@@ -65,7 +65,7 @@ class Rows(Examples):
     """As a head of this kind takes them."""
 
     def __init__(self, kind: str) -> None:
-        super().__init__(24)
+        super().__init__(24, few_long=True)
         self.kind = kind
 
     def __getitem__(self, i: int) -> dict:
@@ -93,16 +93,16 @@ def padded(rows: list[dict]) -> dict:
 
 
 def plain(folder: str, size: int, kind: str = "tokens", model: nn.Module | None = None,
-          **how: Any) -> Any:
+          steps: int = 1, **how: Any) -> Any:
     from transformers import Trainer, TrainingArguments
 
     return Trainer(model=model or heads(kind), train_dataset=Rows(kind),
                    **{"data_collator": padded, **how}, args=TrainingArguments(**settings(
                        folder, learning_rate=1e-4 if kind == "CTC sum" else 0.1),
-                       per_device_train_batch_size=size))
+                       per_device_train_batch_size=size, gradient_accumulation_steps=steps))
 
 
-def pairs(kind: str, folder: str, size: int) -> Any:
+def pairs(kind: str, folder: str, size: int, steps: int) -> Any:
     """TRL's DPOTrainer or RewardTrainer over pairs of answers that are tokens already."""
     import datasets
     import trl
@@ -127,6 +127,7 @@ def pairs(kind: str, folder: str, size: int) -> Any:
         model=model, **reference, processing_class=tokenizer,
         train_dataset=datasets.Dataset.from_list(rows), args=getattr(trl, f"{kind}Config")(
             **settings(folder), per_device_train_batch_size=size, bf16=False,
+            gradient_accumulation_steps=steps,
             gradient_checkpointing=False, disable_dropout=True))
 
 
@@ -158,43 +159,49 @@ def sharded_tagger(folder: str) -> nn.Module:
         folder, distributed_config=DistributedConfig(fsdp_size=2), dtype=torch.float64)
 
 
-def weights(world, kinds: tuple[str, ...], folder: str) -> list[list[float]]:
-    """After 3 steps of 8 examples; one process trains with the plain Trainer."""
+def weights(world, kinds: tuple[str, ...], folder: str, steps: int = 1) -> list[list[float]]:
+    """After 3 steps of 8 examples, in so many microbatches; one process trains with the plain
+    Trainer."""
     out = []
     for kind in kinds:
         how: dict = {"compute_loss_func": mean_of_logits} if kind == "function" else {}
         with as_torchrun(world):
             if kind == "FSDP2" and world.world_size > 1:
                 how["model"] = sharded_tagger(folder)
-            trainer = plain(folder, 8 // world.world_size,
-                            "tokens" if kind in ("function", "FSDP2") else kind, **how)
+            trainer = plain(folder, 8 // world.world_size // steps,
+                            "tokens" if kind in ("function", "FSDP2") else kind, steps=steps, **how)
             if world.world_size > 1:
-                trainer = balance_trainer(trainer, lengths=LENGTHS, policy="greedy")
+                trainer = balance_trainer(trainer, lengths=LENGTHS, policy="greedy",
+                                          max_tokens=40 if steps > 1 else 0)
                 assert kind != "tokens" or trainer._balance["phases"] == cost_of(trainer.model)
             out.append(trained(trainer))
     return out
 
 
-@pytest.mark.parametrize("kinds", [SOME, pytest.param(OTHERS, marks=pytest.mark.slow)],
-                         ids=["some", "others"])
-def test_a_mean_that_ignores_num_items_in_batch_is_that_of_one_process(tmp_path, kinds):
+@pytest.mark.parametrize("kinds, steps", [
+    (SOME, 2), *(pytest.param(*case, marks=pytest.mark.slow)
+                 for case in ((SOME, 1), (OTHERS, 1), (OTHERS, 2)))])
+def test_a_mean_that_ignores_num_items_in_batch_is_that_of_one_process(tmp_path, kinds, steps):
     """CTC is computed in float32 by transformers."""
-    [want], ranks = (run_ranks(weights, d, kinds, str(tmp_path)) for d in (1, 2))
+    [want], ranks = (run_ranks(weights, d, kinds, str(tmp_path), steps if d > 1 else 1)
+                     for d in (1, 2))
     for got in ranks:
         for kind, mine, others in zip(kinds, got, want, strict=True):
             assert mine == pytest.approx(others, abs=1e-6 if "CTC" in kind else 1e-10), kind
 
 
-def of_pairs(world, kind: str, folder: str) -> list[float]:
+def of_pairs(world, kind: str, folder: str, steps: int) -> list[float]:
     with as_torchrun(world):
-        return trained(balance_trainer(pairs(kind, folder, 8 // world.world_size)))
+        return trained(balance_trainer(pairs(kind, folder, 8 // world.world_size // steps, steps)))
 
 
 @NEW_PYTHON
 @pytest.mark.slow
+@pytest.mark.parametrize("steps", [1, 2])
 @pytest.mark.parametrize("kind", ["DPO", "Reward"])
-def test_a_mean_over_pairs_is_that_of_one_process(tmp_path, kind):
-    [want], ranks = (run_ranks(of_pairs, d, kind, str(tmp_path)) for d in (1, 2))
+def test_a_mean_over_pairs_is_that_of_one_process(tmp_path, kind, steps):
+    [want], ranks = (run_ranks(of_pairs, d, kind, str(tmp_path), steps if d > 1 else 1)
+                     for d in (1, 2))
     for got in ranks:
         assert got == pytest.approx(want, abs=1e-9)
 
@@ -354,8 +361,9 @@ def of_images(world, family: str, folder: str, loss: str | None = None) -> list[
     with as_torchrun(world):
         trainer = SFTTrainer(
             model=model, processing_class=processor, train_dataset=datasets.Dataset.from_list(rows),
-            args=SFTConfig(**settings(folder), per_device_train_batch_size=8 // world.world_size,
-                           bf16=False, gradient_checkpointing=False, max_length=None))
+            args=SFTConfig(**settings(folder), gradient_accumulation_steps=world.world_size,
+                           per_device_train_batch_size=8 // world.world_size**2, bf16=False,
+                           gradient_checkpointing=False, max_length=None))
         if world.world_size > 1:
             trainer = balance_trainer(trainer, lengths=lengths_of(processor, rows), loss=loss)
         return trained(trainer)

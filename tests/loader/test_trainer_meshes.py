@@ -22,7 +22,7 @@ from tests.lib.clients import (
 from tests.lib.ranks import run_ranks
 
 pytestmark = [pytest.mark.dist, pytest.mark.slow]
-DATA, STEPS = Examples(24), 3
+DATA, STEPS = Examples(24, few_long=True), 3
 SIZES = dict(vocab_size=64, hidden_size=16, intermediate_size=16, num_hidden_layers=2,
              num_attention_heads=2, num_key_value_heads=2, head_dim=8, eos_token_id=0,
              pad_token_id=0, bos_token_id=0, tie_word_embeddings=False)
@@ -40,13 +40,15 @@ def write_model(folder: str, kind: str) -> None:
 
 
 def weights(world, folder: str, parts: dict[str, int], loss: str, dtype: str) -> tuple[Any, Any]:
-    """(weights after the steps, what this rank was trained on)."""
+    """(weights after the steps, what this rank was trained on), on more than one rank in steps of
+    two microbatches of unequal numbers of examples."""
     from accelerate import ParallelismConfig
     from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
     from transformers.distributed import DistributedConfig
 
     how: dict = {"distributed_config": DistributedConfig(**parts)} if parts else {}
     replicas = world.world_size // parts.get("tp_size", 1)
+    steps = 2 if replicas > 1 else 1
     # Which refuses processes without a GPU, and does nothing else.
     checked = mock.patch.object(ParallelismConfig, "_validate_accelerator", lambda *_: None)
     with as_torchrun(world), checked:
@@ -56,10 +58,11 @@ def weights(world, folder: str, parts: dict[str, int], loss: str, dtype: str) ->
             model=model, train_dataset=DATA, data_collator=collate,
             compute_loss_func=trainers_loss if loss == "scaled" else mean_loss,
             args=TrainingArguments(
-                output_dir=folder, max_steps=STEPS, per_device_train_batch_size=8 // replicas,
-                learning_rate=0.1, optim="sgd", lr_scheduler_type="constant", max_grad_norm=0.0,
+                output_dir=folder, max_steps=STEPS, gradient_accumulation_steps=steps,
+                per_device_train_batch_size=8 // replicas // steps, learning_rate=0.1, optim="sgd",
+                lr_scheduler_type="constant", max_grad_norm=0.0,
                 use_cpu=True, report_to=[], disable_tqdm=True, save_strategy="no")),
-            lengths=DATA.lengths, policy="greedy", loss=loss)
+            lengths=DATA.lengths, policy="greedy", loss=loss, max_tokens=40 if steps > 1 else 0)
         trainer.train()
     assert trainer._balance_loader.num_ranks == replicas
     moved = trainer._balance_loader.step.imbalance

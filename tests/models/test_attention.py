@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from orchmllm.batch import SequenceLengths
 from orchmllm.config.model import ModelConfig
@@ -18,6 +20,8 @@ from orchmllm.models.attention import (
     packed_attention,
 )
 from tests.lib.submodules import AUDIO, LLM, VISION, relative
+
+TRY_OUT = attention._try_out
 
 
 @pytest.mark.parametrize("causal", [True, False])
@@ -56,14 +60,43 @@ def hopper(monkeypatch):
     """attention_backend as on a GPU; the errors of trying the kernel out (none: it runs)."""
     fails: list[Exception] = []
 
-    def try_out(backend, dtype, head_dim):
+    def try_out(backend, dtype, head_dim, device):
         if fails:
             raise fails[0]
 
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(attention, "_try_out", try_out)
     yield fails
     attention_backend.cache_clear()
+
+
+@pytest.mark.parametrize("kind", ["full", "selective"])
+def test_a_kernel_is_tried_out_beside_a_block_that_is_computed_again(kind, hopper, monkeypatch):
+    """Where the block is the first that attends, and the second time the kernel is known."""
+    tried = []
+
+    def on_cpu(backend, dtype, head_dim, device):
+        tried.append(device)
+        TRY_OUT(backend, dtype, head_dim, torch.device("cpu"))
+
+    monkeypatch.setattr(attention, "_try_out", on_cpu)
+    monkeypatch.setattr(attention, "_varlen_backend", lambda: attention.AttentionBackend(
+        "tried", attention.sdpa_per_sequence))
+    kept = [torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default]
+    how = {} if kind == "full" else {"context_fn": partial(
+        create_selective_checkpoint_contexts, kept)}
+    x, lengths = torch.randn(5, 2, 8, requires_grad=True), SequenceLengths.from_lengths([2, 3])
+
+    def block(x: torch.Tensor) -> torch.Tensor:
+        backend = attention_backend("cuda", torch.bfloat16, 8)
+        assert backend.description == "tried"
+        return backend.run(2 * x, 3 * x, x.sin(), lengths, True)
+
+    attention_backend.cache_clear()
+    checkpoint(block, x, use_reentrant=False, **how).square().sum().backward()
+    [wanted] = torch.autograd.grad(block(x).square().sum(), x)
+    assert tried == [torch.device("cuda", 0)] and torch.equal(x.grad, wanted)
 
 
 def test_the_kernel_is_chosen_where_it_runs(hopper, monkeypatch):

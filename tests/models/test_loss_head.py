@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import weakref
+
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.profiler import ProfilerActivity, profile
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from orchmllm.batch import IGNORE_INDEX
 from orchmllm.config.model import LLMConfig, ModelConfig
 from orchmllm.config.recipe import FsdpConfig
 from orchmllm.models.flops import Lengths
-from orchmllm.models.loss import LossHead
+from orchmllm.models.loss import LossHead, answers_with_loss
 from orchmllm.sharding.memory import Loads, MemoryModel
 
 
@@ -61,3 +67,42 @@ def test_the_loss_takes_the_memory_of_one_chunk(dtype, frozen):
     memory = MemoryModel(model, FsdpConfig(compute_dtype=dtype, loss_chunk_rows=chunk), 1)
     predicted = float(memory.loss_bytes(Loads({"llm": lengths}, {}))[0])
     assert peak == pytest.approx(predicted, rel=0.03)
+
+
+class Live(TorchDispatchMode):
+    """The bytes of all storages that exist at once, at most; of tensors without memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sizes, self.peak = {}, 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(out):
+            if isinstance(tensor, Tensor) and (key := id(storage := tensor.untyped_storage())
+                                               ) not in self.sizes:
+                self.sizes[key] = storage.nbytes()
+                weakref.finalize(storage, self.sizes.pop, key)
+        self.peak = max(self.peak, sum(self.sizes.values()))
+        return out
+
+
+def test_the_loss_of_a_large_vocabulary_takes_a_tenth_in_chunks():
+    """8,192 targets, and the head of a model of transformers, which answers with the loss."""
+    rows, vocab, size, peaks = 8192, 152_064, 64, []
+    with FakeTensorMode():
+        head = torch.nn.Linear(size, vocab, bias=False)
+        hidden = torch.empty(1, rows, size, requires_grad=True)
+        targets = torch.zeros(rows, dtype=torch.int64)
+        for chunk in (rows, 256):
+            with Live() as live:
+                if chunk == rows:
+                    loss = F.cross_entropy(head(hidden)[0], targets, reduction="sum")
+                else:
+                    with answers_with_loss(head, targets, chunk):
+                        loss = head(hidden).squeeze()
+                (loss / rows).backward()
+            peaks.append(live.peak)
+    print(f"whole {peaks[0] / 1e9:.2f} GB, chunks of 256 {peaks[1] / 1e9:.2f} GB")
+    assert peaks[0] == pytest.approx(3 * 4 * rows * vocab, rel=0.02)  # 14.9 GB
+    assert peaks[1] <= 0.1 * peaks[0]

@@ -14,7 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from orchmllm.batch import SequenceLengths
 from orchmllm.config.model import ModelConfig
 from orchmllm.config.recipe import DataConfig
-from orchmllm.data.stream import open_dataset
+from orchmllm.hf.whole_model import open_dataset
 from orchmllm.models import packing
 from orchmllm.models.block_flops import CHUNK, multiplied, state_flop
 from orchmllm.models.families import refusals

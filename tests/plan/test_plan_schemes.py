@@ -24,7 +24,7 @@ from orchmllm.plan.assign import (
 from orchmllm.plan.balance import POLICIES, core, load_cap
 from orchmllm.plan.geometry import text_lengths
 from orchmllm.plan.layout import AUDIO, ENCODERS, TEXT, VISION, BatchLayout
-from orchmllm.plan.microbatches import assign_microbatches
+from orchmllm.plan.microbatches import plan_microbatches
 from orchmllm.plan.step import StepPlan, build_plan, plan_step
 from orchmllm.tools.predict.workload import MODELS, sample_layout
 from tests.lib.corpora import write_llava
@@ -80,6 +80,29 @@ def test_nothing_leaves_its_group(dispatch: str, size: int, per_node: int) -> No
     assert whole.digest != plan_step(LAYOUT, inside).digest
 
 
+def test_a_rank_without_an_example_is_given_one_of_its_group() -> None:
+    """The shortest ones are in the other group."""
+    texts = batch_layout(range(8), [1, 2, 3, 4, 50, 60, 70, 80], [2] * 4)
+    llm = np.array([0, 0, 0, 0, 2, 2, 2, 2])
+    nothing = {m: np.zeros(0, np.int64) for m in ENCODERS}
+    for size, filled in ((2, [1, 0, 0, 0, 3, 2, 2, 2]), (0, [1, 3, 0, 0, 2, 2, 2, 2])):
+        plan = build_plan(texts, nothing, llm, replace(spec(), fills=True, group_size=size))
+        assert plan.llm.target_rank[np.argsort(plan.llm.order)].tolist() == filled
+
+
+def test_nodewise_spares_features_where_media_are_read() -> None:
+    """With `load` nothing else moves between ranks."""
+    sent = []
+    for nodewise in (True, False):
+        phases = every_phase("greedy") | {
+            m: PhasePolicy("greedy", nodewise=nodewise) for m in ENCODERS}
+        planned = replace(spec(dispatch="load", **phases), row_bytes=dict.fromkeys(ENCODERS, 0))
+        plan = plan_step(LAYOUT, planned)
+        sent.append([plan.stats[m]["internode_bytes"] for m in ENCODERS])
+        assert all(excess(plan, phase) < 1.02 for phase in PHASES)
+    assert (np.array(sent[0]) < 0.9 * np.array(sent[1])).all()
+
+
 def test_min_gain_leaves_a_step_as_sampled() -> None:
     gain = plan_step(LAYOUT, spec(**every_phase("least_move"))).predicted_gain
     for least, rearranges in ((gain - 1e-6, True), (gain + 1e-6, False)):
@@ -109,8 +132,9 @@ def test_a_phase_without_a_cost_is_not_planned() -> None:
     assert plan.encode == plan.feature == plan.for_rank(3).encode == {}
     assert list(plan.stats) == ["llm"] and plan.predicted_gain == among_all.predicted_gain > 0
     np.testing.assert_array_equal(plan.llm.order, among_all.llm.order)
-    np.testing.assert_array_equal(assign_microbatches(texts, alone, 3)[0],
-                                  assign_microbatches(texts, every, 3)[0])
+    for (at, _), (same, _) in zip(*(plan_microbatches(texts, one, 3) for one in (alone, every)),
+                                  strict=True):
+        np.testing.assert_array_equal(at, same)
 
 
 def test_local_moves_far_less_than_the_papers_scheme() -> None:

@@ -328,7 +328,8 @@ def test_a_write_that_is_cut_off_anywhere_loses_its_line_alone(tmp_path, monkeyp
 
 
 def attempted(run: Recipe, step: int) -> dict:
-    """What is recorded of an attempt on one rank that saves at `step`."""
+    """What is recorded of an attempt on one rank that saves at `step`, and random numbers that are
+    `drawn` after it."""
     weight = torch.nn.Parameter(torch.zeros(3))
     keeper = RunCheckpoints(
         resolve(run, 1, 1), RowGather(8), SyntheticDataset(), lambda: torch.optim.AdamW([weight]),
@@ -338,7 +339,7 @@ def attempted(run: Recipe, step: int) -> dict:
         progress.step = step
         keeper.save_run(progress)
         keeper.wait()
-    return read_attempts(run.run.folder)[-1]
+    return {**read_attempts(run.run.folder)[-1], "drawn": torch.rand(3).tolist()}
 
 
 def attempts(world, folder: Path) -> None:
@@ -347,6 +348,7 @@ def attempts(world, folder: Path) -> None:
     lr, saved = {"train.lr": [0.01, 5e-3]}, folder / "run" / "checkpoints"
     first, second = attempted(run, 1), attempted(faster, 2)
     assert first["attempt"] == 1 and not first["changed"] and first["resumed_from"] is None
+    assert second["drawn"] == first["drawn"]  # a run goes on with the checkpoint's generator
     assert second["attempt"] == 2 and second["changed"] == lr == second["resumed_from"]["changed"]
     assert attempted(faster, 3)["changed"] == {} == read_attempts(
         run.run.folder)[-1]["resumed_from"]["changed"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 from dataclasses import replace
@@ -26,7 +27,8 @@ pytestmark = pytest.mark.dist
 BAD = 3  # of 8 steps; the examples come again from step 4 on
 ENDS = {  # what happens -> what is said of the end, nothing where the run goes on to its last step
     "media": "data.strict", "nan": "loss nan", "worker": "worker", "data": "rank 1",
-    "signal": "stopped on request", "full stdout": "", "tracker": ""}
+    "signal": "stopped on request after step 3", "full stdout": "", "tracker": "",
+    "closed stdout": "stopped on request after step 2"}
 
 
 class Faulty(SyntheticDataset):
@@ -64,6 +66,11 @@ def trained(world, run: Recipe, fault: str = "", bad: frozenset = frozenset()
         seen.append(step.example_ids.tolist())
         if fault == "signal" and step.index == BAD - 2 and world.rank == 1:
             os.kill(os.getpid(), signal.SIGTERM)
+        if fault == "closed stdout" and step.index == 0 and world.rank == 0:
+            reader, writer = os.pipe()  # the next line, of step 1, finds that the reader has left
+            os.close(reader)
+            os.dup2(writer, 1)
+            os.close(writer)
 
     trainer = Trainer(run, world, dataset=dataset, on_step=record)
     forward = trainer.model.forward
@@ -88,13 +95,15 @@ def trained(world, run: Recipe, fault: str = "", bad: frozenset = frozenset()
 
 
 def disturbed(world, run: Recipe, fault: str, bad: frozenset) -> tuple:
-    """(how the run ends, its checkpoints, examples of the steps of both starts, weights after the
-    second)."""
+    """(how the run ends, its checkpoints and what these have of what went wrong after them,
+    examples of the steps of both starts, weights after the second)."""
     end, first, _ = trained(world, run, fault, bad)
     names = sorted(p.name for p in run.run.folder.glob("checkpoints/step_*"))
+    states = [json.loads(path.read_text()) for path in run.run.folder.rglob("state.json")]
+    wrong = [(state["media"]["failed"], state["nonfinite_in_a_row"]) for state in states]
     again, second, last = trained(world, replace(run, run=replace(run.run, trackers=())))
     assert again == "finished"
-    return end, names, first + second, last
+    return end, names, wrong, first + second, last
 
 
 def of_run(folder: Path, fault: str = "") -> Recipe:
@@ -115,11 +124,13 @@ def whole(tmp_path_factory) -> tuple:
 def test_a_run_that_ends_by_its_own_decision_is_saved(fault, whole, tmp_path):
     _, examples, last = whole
     bad = frozenset(examples[BAD]) - frozenset(sum(examples[:BAD], []))
-    for end, names, steps, weights in run_ranks(
+    for end, names, wrong, steps, weights in run_ranks(
             disturbed, 2, of_run(tmp_path, fault), fault, bad):
         assert ENDS[fault] in end and (end == "finished") == (not ENDS[fault])
-        assert names == ["step_00000008" if end == "finished" else f"step_{BAD:08d}"]
-        assert fault == "signal" or end == "finished" or f"checkpoint: {tmp_path}" in end
+        was_asked = end.startswith("stopped on request")
+        done = 8 if end == "finished" else int(end[-1]) if was_asked else BAD
+        assert names == [f"step_{done:08d}"] and wrong == [(0, 0)]
+        assert was_asked or end == "finished" or f"checkpoint: {tmp_path}" in end
         assert steps == examples
         assert all(np.array_equal(a, b) for a, b in zip(weights, last, strict=True))
 

@@ -208,7 +208,7 @@ def test_flop_of_what_is_beside_adapters_are_those_that_torch_counts(tmp_path):
     features = int((row.inputs["input_ids"] == hf.config.image_token_id).sum())
     predicted = 0
     for phase, sizes in (("vision", (patches, patches, features)), ("llm", (len(row.kept), n, n))):
-        work = whole_work(model, phase, Lengths(*np.array(sizes)[:, None]), "none")
+        work = whole_work(phase, model, Lengths(*np.array(sizes)[:, None]), "none")
         predicted += work.forward[0, 0] + work.backward[0, 0]
     added = sum(3 * 2 * p.numel() * (patches if part_of(name) == "vision" else n)
                 for name, p in hf.named_parameters() if p.requires_grad)

@@ -6,7 +6,9 @@ from __future__ import annotations
 import copy
 import time
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -19,15 +21,19 @@ from orchmllm.config.balance import BalanceConfig
 from orchmllm.config.recipe import FsdpConfig
 from orchmllm.models import attention_op
 from orchmllm.models.attention import packed_attention
+from orchmllm.models.hf import WholeModel
 from orchmllm.models.mllm import MultimodalModel
 from orchmllm.models.phase_clock import PhaseClock
 from orchmllm.plan.assign import PHASES, PhasePolicy
 from orchmllm.runtime.health import HangWatchdog
+from orchmllm.sharding import compiled
 from orchmllm.sharding.blocks import recompute, stacks
 from orchmllm.sharding.compiled import check_compiles, compile_block
 from orchmllm.trainer import Trainer
+from tests.lib import whole_models as models
 from tests.lib.ranks import run_ranks
 from tests.lib.synthetic import MODEL, SHALLOW, SyntheticDataset, recipe
+from tests.lib.whole_models import Item
 
 LENGTHS = ([3, 3, 1, 0, 7, 2], [5], [1, 1], [4, 4, 4])
 
@@ -125,6 +131,40 @@ def test_blocks_that_recompute_the_same_share_one_graph(phase):
                 for a, b in zip(got, want, strict=True):
                     torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
     assert counters["stats"]["unique_graphs"] == 2 and not counters["graph_break"]
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize("name, graphs", [
+    pytest.param(name, graphs, marks=pytest.mark.slow) for name, graphs in (
+        ("qwen3_vl", 1), ("qwen2_5_vl", 1), ("internvl", 3), ("llava_onevision", 3), ("gemma3", 0),
+        ("qwen3_vl_moe", 0), ("qwen3_5", 0))])
+def test_blocks_of_models_of_transformers_are_compiled_once(name, graphs):
+    """Gradients are those of the same model eager, and new lengths compile nothing. graphs: of the
+    blocks of the LLM, and of a tower of tiles, one of them and several; 0: some of what a block
+    does stays between graphs."""
+    torch._dynamo.reset()
+    counters.clear()
+    made = [WholeModel(models.build(name).double(), torch.float64).train() for _ in range(2)]
+    with mock.patch.object(compiled, "compile_block", partial(compile_block, backend="aot_eager")):
+        compiled.compile_whole(made[0], torch.device("cpu"))
+    kinds, seen = models.kinds_of(name), []
+    for step, sizes in enumerate(([1], [], [2, 5], [3, 1, 4], [5])):
+        items = [Item(kinds[0], size) for size in sizes]
+        inputs = [models.sample(name, made[0].hf, own, 10 * step + k)
+                  for k, own in enumerate([items, [], items[:1]][: 1 + step])]
+        losses, grads = [], []
+        for whole in made:
+            whole.hf.zero_grad()
+            loss = whole(whole.join([models.as_example(i, x) for i, x in enumerate(inputs)]))
+            loss.backward()
+            losses.append(float(loss.detach()))
+            grads.append(models.gradients(whole.hf))
+        assert losses[0] == pytest.approx(losses[1], rel=1e-12)
+        assert models.difference(*grads) <= 1e-10
+        seen.append(counters["stats"]["unique_graphs"])
+    assert seen[-1] == seen[2] > 0
+    if graphs:
+        assert seen[-1] == graphs and not counters["graph_break"]
 
 
 def test_what_cannot_be_compiled_is_refused_by_name():

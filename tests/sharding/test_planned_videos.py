@@ -12,7 +12,7 @@ import pytest
 import torch
 from PIL import Image
 
-from orchmllm.data.stream import open_dataset
+from orchmllm.hf.whole_model import open_dataset
 from orchmllm.models.hf import WholeModel
 from orchmllm.tools.data.build_index import build_index
 from tests.lib.ranks import run_ranks

@@ -131,6 +131,22 @@ def shorten_step(
     return micro, time(micro)
 
 
+def fill_slots(
+    cost: np.ndarray, size: np.ndarray, cap: np.ndarray, num_slots: int
+) -> np.ndarray | None:
+    """Largest cost first, to the slot of the least cost that has room; None where one has none."""
+    load, held = np.zeros(num_slots, np.int64), np.zeros((num_slots, len(cap)), np.int64)
+    out = np.zeros(len(cost), np.int64)
+    for i in np.argsort(-cost, kind="stable"):
+        free = np.flatnonzero((held + size[i] <= cap).all(axis=1))
+        if not len(free):
+            return None
+        out[i] = slot = free[load[free].argmin()]
+        load[slot] += cost[i]
+        held[slot] += size[i]
+    return out
+
+
 def largest_shares(
     place: np.ndarray, batch: np.ndarray, volume: np.ndarray
 ) -> list[tuple[int, int, int]]:

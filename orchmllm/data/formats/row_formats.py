@@ -4,6 +4,7 @@ Conversation. CONTRIBUTING.md shows how one is added."""
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import NamedTuple
@@ -221,7 +222,7 @@ class RowFormat:
         captions of a clip are no speech."""
         fields = self.columns.specs
         is_caption = self.reader.read is described and "audios" in fields and (
-            fields["text"].find(row)[0].startswith("caption"))
+            re.search("caption|descri", fields["text"].find(row)[0], re.IGNORECASE) is not None)
         return DESCRIBE_SOUND if is_caption else ""
 
     def fits(self, row: Mapping) -> bool:

@@ -208,6 +208,11 @@ class Request:
                 [torch.stack([loaded[e].token_ids, loaded[e].labels], dim=1) for e in self.texts])
 
 
+def feed_of(model: Any) -> Callable[..., SegmentFeed]:
+    """The feed of a model of this project's own parts."""
+    return SegmentFeed
+
+
 class StepLoader(Pipeline):
     """The trainer's front end: yields `Step`s from first_step to num_steps (exclusive), or until
     the sampler's pass ends.

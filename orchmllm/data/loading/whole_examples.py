@@ -5,6 +5,7 @@ encoders and one packed row."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -32,3 +33,8 @@ class WholeFeed(SegmentFeed):
             if self.orchestrator.device.type == "cuda":  # see SegmentFeed
                 micro.content = micro.content.moved(Tensor.pin_memory)
         return UNCOUNTED  # the lengths tell it
+
+
+def feed_of(model: Any) -> Callable[..., WholeFeed]:
+    """The feed of an orchmllm.models.hf.WholeModel."""
+    return partial(WholeFeed, join=model.join)

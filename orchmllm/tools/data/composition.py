@@ -84,7 +84,7 @@ def global_batches(
     """Global batches as training samples them (a stream: without its order): 20, fewer where they
     are large."""
     train = recipe.train
-    per_step = (train.global_batch_size // train.accumulation_steps  # those of a microbatch
+    per_step = (train.global_batch_size // train.least_microbatches  # those of a microbatch
                 or num_ranks * train.batch_size)
     draw = drawn_by_a_run(recipe, sources, indexes)
     for step in range(max(1, min(NUM_BATCHES, MAX_SAMPLED // per_step))):

@@ -57,7 +57,7 @@ def _of_text(dataset: ConversationDataset, example: Example | ProcessedExample,
     labels = example.labels.numpy() != IGNORE_INDEX
     if isinstance(example, ProcessedExample):
         ids = example.input_ids.numpy()
-        is_text = ~np.isin(ids, [*dataset.processor.token_ids.values()])
+        is_text = ~np.isin(ids, [*dataset.reader.processor.token_ids.values()])
         return ids[is_text], labels[is_text]
     is_text = np.repeat(layout.modality == TEXT, layout.num_tokens)
     return example.token_ids.numpy()[is_text], np.append(False, labels[:-1])[is_text]

@@ -1,5 +1,5 @@
-"""A checkpoint of adapters as the folder that peft writes, or merged into the model that they are
-beside."""
+"""A checkpoint of a whole model of transformers, or of adapters, as the folder that peft writes or
+merged into the model that they are beside."""
 
 from __future__ import annotations
 
@@ -11,9 +11,26 @@ from orchmllm.config.model import ModelConfig
 from orchmllm.hf.sources import find_sources, fingerprint
 from orchmllm.hf.tensors import TORCH_DTYPES, FileTensor, renamed, write_file
 from orchmllm.models.families import model_class, read_config
-from orchmllm.tools.export.whole import copy_processor, of_checkpoint, save_model
+from orchmllm.tools.export.whole import copy_processor, of_checkpoint, save_model, write_whole
 
 WEIGHTS = "adapter_model.safetensors"  # as peft names it
+
+
+def write_model(
+    model: ModelConfig, state: dict, saved: dict[str, FileTensor], *, dtype: str,
+    max_file_bytes: int, folder: Path, tokenizer: Path | None, merged: bool,
+    log: Callable[[str], None],
+) -> dict:
+    """Writes a whole model, or its adapters, to `folder`; see
+    orchmllm.tools.export.export.write_parts. tokenizer: unused, it is in the processor."""
+    if merged:
+        note = write_merged(model, state["attempt"]["settings"]["model.weights"], saved, dtype,
+                            max_file_bytes, folder, log)
+    elif model.lora.rank:
+        note = write_adapters(model, saved, dtype, folder, log)
+    else:
+        note = write_whole(Path(model.folder), saved, dtype, max_file_bytes, folder, log)
+    return {"parts": {"model": note}}
 
 
 def write_adapters(model: ModelConfig, saved: dict[str, FileTensor], dtype: str, folder: Path,

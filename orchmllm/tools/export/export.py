@@ -16,9 +16,8 @@ from orchmllm.hf import tensors as hf_tensors
 from orchmllm.hf.folder import read_json
 from orchmllm.hf.sources import POSITIONS
 from orchmllm.models.names import PARTS, named
-from orchmllm.tools.export.adapters import write_adapters, write_merged
+from orchmllm.models.spec import spec_of
 from orchmllm.tools.export.checkpoints import checkpoint_in, is_other, model_of, tokenizer_of
-from orchmllm.tools.export.whole import write_whole
 
 VERSION = 1  # of orchmllm.json
 NOTE = "orchmllm.json"
@@ -44,25 +43,15 @@ def export(checkpoint: Path, out: Path, *, dtype: str = "", max_file_bytes: int 
     short = hf_tensors.DTYPES[dtype] if dtype else ""
     if merged and not model.lora.rank:
         raise ValueError(f"--merged: {checkpoint} has no adapters (model.lora): leave it out")
-    if not model.folder:
-        tensors = {part: _tensors(part, model, saved, short) for part in (*PARTS, "connectors")}
     staged, old = (out.parent / f".{what}_{out.name}" for what in ("staged", "old"))
     for folder in (staged, old):  # left by an export that was cut off
         shutil.rmtree(folder, ignore_errors=True)
     staged.mkdir(parents=True)
     try:
         note = {"version": VERSION, "step": state["step"], "model": state["model"]}
-        if merged:
-            note["parts"] = {"model": write_merged(
-                model, state["attempt"]["settings"]["model.weights"], saved, short, max_file_bytes,
-                staged, log)}
-        elif model.folder:
-            note["parts"] = {"model": write_adapters(
-                model, saved, short, staged, log) if model.lora.rank else write_whole(
-                Path(model.folder), saved, short, max_file_bytes, staged, log)}
-        else:
-            note["parts"] = _write(model, tensors, max_file_bytes, staged, log)
-            note["tokenizer"] = _write_tokenizer(state, tokenizer, staged, log)
+        note |= spec_of(model).export(
+            model, state, saved, dtype=short, max_file_bytes=max_file_bytes, folder=staged,
+            tokenizer=tokenizer, merged=merged, log=log)
         (staged / NOTE).write_text(json.dumps(note, indent=1), encoding="utf-8")
         _publish(staged, out, old)
     finally:
@@ -98,19 +87,25 @@ def _tensors(part: str, model: ModelConfig, saved: dict[str, hf_tensors.FileTens
     return [*out, _positions(model, out[0].dtype)] if part == "audio" else out
 
 
-def _write(model: ModelConfig, tensors: dict[str, list[hf_tensors.FileTensor]],
-           max_file_bytes: int, folder: Path, log: Callable[[str], None]) -> dict:
-    """Writes the three parts and the connectors; returns what orchmllm.json says of the parts."""
+def write_parts(
+    model: ModelConfig, state: dict, saved: dict[str, hf_tensors.FileTensor], *, dtype: str,
+    max_file_bytes: int, folder: Path, tokenizer: Path | None, merged: bool,
+    log: Callable[[str], None],
+) -> dict:
+    """Writes the three parts, the connectors and the tokenizer to `folder`; returns what
+    orchmllm.json says of them. saved: of the checkpoint, whose state.json is `state`. The rest as
+    in `export`."""
     from orchmllm.hf.describe import CLASSES, part_json, started_from
 
+    tensors = {part: _tensors(part, model, saved, dtype) for part in (*PARTS, "connectors")}
     note: dict = {}
     for part in PARTS:
         _, problem = started_from(part, model)
         if problem:
             log(f"warning: {problem}")
         (folder / part).mkdir()
-        dtype = hf_tensors.TORCH_DTYPES[tensors[part][0].dtype]
-        for name, contents in part_json(part, model, dtype).items():
+        written = hf_tensors.TORCH_DTYPES[tensors[part][0].dtype]
+        for name, contents in part_json(part, model, written).items():
             (folder / part / name).write_text(json.dumps(contents, indent=1), encoding="utf-8")
         files = hf_tensors.write_folder(folder / part, tensors[part], max_file_bytes)
         name = CLASSES[part]
@@ -120,7 +115,7 @@ def _write(model: ModelConfig, tensors: dict[str, list[hf_tensors.FileTensor]],
         log(_line(f"{part}/", tensors[part], files, what))
     hf_tensors.write_file(folder / "connectors.safetensors", tensors["connectors"])
     log(_line("connectors.safetensors", tensors["connectors"], 1, "names of orchmllm"))
-    return note
+    return {"parts": note, "tokenizer": _write_tokenizer(state, tokenizer, folder, log)}
 
 
 def _line(name: str, tensors: list[hf_tensors.FileTensor], files: int, what: str) -> str:

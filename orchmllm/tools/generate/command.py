@@ -44,11 +44,11 @@ def main(argv: list[str]) -> int:
                      "and above 0 and at most 1")
     if args.top_p < 1 and not args.temperature:
         parser.error("--top-p needs --temperature above 0: at 0 nothing is drawn")
-    from orchmllm.tools.generate.own import answer_own, is_own
-    from orchmllm.tools.generate.whole import answer_whole
+    from orchmllm.models.spec import OWN_PARTS, WHOLE
+    from orchmllm.tools.generate.own import is_own
 
-    answer = answer_own if is_own(args.folder) else answer_whole
-    print(answer(args, lambda text: print(text, file=sys.stderr, flush=True)))
+    model = OWN_PARTS if is_own(args.folder) else WHOLE
+    print(model.answer(args, lambda text: print(text, file=sys.stderr, flush=True)))
     return 0
 
 

@@ -12,6 +12,7 @@ import torch
 from orchmllm.data.text.model_folder import load_processor
 from orchmllm.hf.folder import read_json
 from orchmllm.models.adapters import need_peft
+from orchmllm.models.generate import generated
 from orchmllm.plan.layout import VISION
 from orchmllm.tools.generate.sampling import device, length_told, sampling
 
@@ -55,11 +56,10 @@ def answer_whole(args: argparse.Namespace, log: Callable[[str], None]) -> str:
 
         model = PeftModel.from_pretrained(model, args.folder)
     model.to(device()).eval()
-    before = given["input_ids"].shape[1]
-    ids = model.generate(**given, **sampling(args))[0, before:].tolist()
+    ids = generated(model, given, **sampling(args))
     ends = model.generation_config.eos_token_id
     ended = ids[-1:] == [ends] if isinstance(ends, int) else ids and ids[-1] in (ends or ())
-    log(length_told(before, len(ids), args, ended=bool(ended)))
+    log(length_told(given["input_ids"].shape[1], len(ids), args, ended=bool(ended)))
     return reader.decode(ids, skip_special_tokens=True)
 
 

@@ -25,10 +25,12 @@ from orchmllm.config.model import ModelConfig
 from orchmllm.config.recipe import Recipe
 from orchmllm.models.flops import padded_phases, plan_spec, step_flops
 from orchmllm.models.names import named
+from orchmllm.models.spec import spec_of
 from orchmllm.plan.assign import PHASES, PhasePolicy, PlanSpec
 from orchmllm.plan.layout import ENCODERS, BatchLayout
-from orchmllm.plan.microbatches import cut_step
+from orchmllm.plan.microbatches import plan_microbatches
 from orchmllm.plan.step import StepPlan, imbalance, plan_step
+from orchmllm.sharding.caps import described, with_count
 from orchmllm.sharding.fits import decide, joined, with_real_batch
 from orchmllm.sharding.longest import Room, heaviest, table
 from orchmllm.sharding.memory import Loads, MemoryModel, loads_of
@@ -74,13 +76,15 @@ def dry_run(recipe: Recipe, num_ranks: int, hardware: Hardware, steps: int = 20,
     check_world(job)
     spec, memory = plan_spec(job), memory_of(job, hardware)
     recipe = with_real_batch(recipe, num_ranks)
-    train = recipe.train
     examples = examples or of_mix(recipe, without=without)
     drawn = functools.partial(examples.draw, num_ranks)
-    parts, capped = cut_step(drawn(train.batch_size * train.accumulation_steps, recipe.run.seed),
-                             spec, train.accumulation_steps)
-    first = [plan_step(part, capped) for _, part in parts]
     room = Room.of(job, hardware.sheet.memory_bytes, memory)
+    step = drawn(recipe.train.batch_size * recipe.train.least_microbatches, recipe.run.seed)
+    auto = not recipe.train.accumulation_steps
+    recipe, caps = with_count(recipe, [step], spec, memory, room.budget)
+    job, train, spec = replace(job, recipe=recipe), recipe.train, replace(spec, room=caps)
+    memory = memory_of(job, hardware)
+    first = [plan for _, plan in plan_microbatches(step, spec, train.accumulation_steps)]
     choice = _checkpointing(recipe, first, room, hardware, examples)
     room = replace(room, choice=choice)
     count = num_ranks * train.batch_size * train.accumulation_steps
@@ -91,6 +95,7 @@ def dry_run(recipe: Recipe, num_ranks: int, hardware: Hardware, steps: int = 20,
     report = {
         "world_size": num_ranks, "batch_size": held, "steps": steps,
         "microbatches": train.accumulation_steps,
+        "caps": described([step], spec, 0 if auto else train.accumulation_steps) * bool(caps),
         "examples_per_step": job.global_batch_size * held / train.batch_size,
         "lengths": examples.what, "epoch": examples.epoch,
         "not_modelled": not_modelled(recipe, examples),
@@ -98,7 +103,8 @@ def dry_run(recipe: Recipe, num_ranks: int, hardware: Hardware, steps: int = 20,
         "without": sorted(without), "folder": recipe.model.folder,
         "balanced": recipe.balance.enabled,
         "checkpointing": choice, "memory_budget_bytes": room.budget, "allowed_by": room.why,
-        "parameters": parameters(recipe.model), "state_bytes": memory.state_bytes(),
+        "parameters": spec_of(recipe.model).parameters(recipe.model),
+        "state_bytes": memory.state_bytes(),
         "save_bytes": memory.save_bytes(recipe.checkpoint),
         "writers_per_node": min(job.ranks_per_node, job.shard_size),
     }
@@ -131,11 +137,8 @@ def _checkpointing(recipe: Recipe, plans: Sequence[StepPlan], room: Room, hardwa
 
 
 def parameters(model: ModelConfig) -> dict[str, int]:
-    """Part of the model -> its parameters, connectors apart from the rest of their encoder."""
-    if model.folder:
-        from orchmllm.tools.predict import whole  # with torch
-
-        return whole.parameters(model.folder)
+    """Part of a model of this project's parts -> its parameters, connectors apart from the rest of
+    their encoder."""
     counts = {}
     for phase in PHASES:
         own = {u.role: u.copies * u.size for u in units(model) if u.phase == phase}
@@ -164,8 +167,7 @@ def _workload(recipe: Recipe, drawn: Callable[..., BatchLayout], spec: PlanSpec,
         layout = drawn(recipe.train.batch_size * count, recipe.run.seed + step)
         for name, scheme in schemes.items():
             started = time.perf_counter()
-            parts, capped = cut_step(replace(layout), scheme, count)
-            plans = [plan_step(part, capped) for _, part in parts]
+            plans = [plan for _, plan in plan_microbatches(replace(layout), scheme, count)]
             plan_s = (time.perf_counter() - started) / count
             loads[name] += [loads_of(plan, pad) for plan in plans]
             rows[name] += [{"plan_s": plan_s} | measure(plan, memory, choice, hardware, share)

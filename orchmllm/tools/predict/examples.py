@@ -25,7 +25,7 @@ from orchmllm.data.index import LengthIndex, joined_layouts, open_index, usable_
 from orchmllm.data.lengths import LengthReader
 from orchmllm.data.sampler import make_sampler
 from orchmllm.data.storage.remote import Storage
-from orchmllm.models.families import read_config
+from orchmllm.models.spec import spec_of
 from orchmllm.plan.layout import BatchLayout
 from orchmllm.tools.predict.workload import SAMPLE_RATE, Headers, batch_layout, sample_headers
 
@@ -60,8 +60,7 @@ def _cut(layout: BatchLayout, limit: int) -> BatchLayout:
 def of_mix(recipe: Recipe, mix: str = "natural", without: Collection[str] = (),
            why: str = "") -> Examples:
     """A mix of orchmllm.tools.predict.workload. why: said behind its name."""
-    if recipe.model.folder:
-        without = {"audio"}  # those of whole models are never drawn
+    without = spec_of(recipe.model).undrawn or without
     media = [name for p, name in (("vision", "images"), ("audio", "audio")) if p not in without]
     kinds = f"{', '.join(media)} and text" if media else "text"
 
@@ -74,18 +73,23 @@ def of_mix(recipe: Recipe, mix: str = "natural", without: Collection[str] = (),
 
 def dataset_of(recipe: Recipe):
     """The map-style dataset of a recipe's sources. Raises ValueError naming what cannot be read."""
-    if recipe.model.folder:  # other versions of transformers could not import what reads its rows
-        read_config(Path(recipe.model.folder))
-    from orchmllm.data.stream import open_dataset
-
-    return open_dataset(replace(recipe.data, streaming=False), recipe.model, seed=recipe.run.seed)
+    return spec_of(recipe.model).dataset(
+        replace(recipe.data, streaming=False), recipe.model, seed=recipe.run.seed)
 
 
 def open_recipe(recipe: Recipe) -> tuple[list[DataSource], LengthReader]:
     """The recipe's sources. Raises ValueError naming what cannot be read."""
-    if recipe.model.folder:
-        rows = dataset_of(recipe)
-        return rows.sources, rows.reader
+    return spec_of(recipe.model).lengths(recipe)
+
+
+def open_whole(recipe: Recipe) -> tuple[list[DataSource], LengthReader]:
+    """See open_recipe."""
+    rows = dataset_of(recipe)
+    return rows.sources, rows.reader
+
+
+def open_parts(recipe: Recipe) -> tuple[list[DataSource], LengthReader]:
+    """See open_recipe; without torch."""
     folder = index_path(recipe.data.index_dir)
     storage = Storage(recipe.data.remote)
     sources = [open_source(config, folder, storage) for config in sources_of(recipe.data)]

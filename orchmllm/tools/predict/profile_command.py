@@ -68,7 +68,9 @@ def main(argv: list[str]) -> int:
     """Exit code. Raises ValueError for a device that cannot measure, or a model that cannot be."""
     args = recipe_parser("profile", __doc__, OPTIONS).parse_recipe(argv)
     recipe, out = load_recipe(args.recipe, args.overrides), {}
-    recipe.model.require_parts()
+    recipe.model.require_parts(
+        "two layers of a phase are measured for all of them, but its layers need not be alike "
+        "(windows, experts): leave --profile out of orchmllm papers plan, which then goes by FLOP")
     import torch
 
     if (args.device or "").startswith("cuda") and not torch.cuda.is_available():

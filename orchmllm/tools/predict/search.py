@@ -21,8 +21,8 @@ from orchmllm.config.recipe import Recipe
 from orchmllm.models.flops import padded_phases, plan_spec
 from orchmllm.plan.assign import PHASES
 from orchmllm.plan.balance import CapError
-from orchmllm.plan.microbatches import cut_step
-from orchmllm.plan.step import plan_step
+from orchmllm.plan.microbatches import plan_microbatches
+from orchmllm.sharding.caps import with_count
 from orchmllm.sharding.choice import choose_checkpointing
 from orchmllm.sharding.fits import MISSED, budget_of, decide, joined, with_real_batch
 from orchmllm.sharding.memory import Loads, MemoryModel, loads_of
@@ -109,6 +109,12 @@ class Search:
         recipe = with_real_batch(self.recipe, self.num_ranks)
         self.recipe = replace(recipe, train=replace(recipe.train, global_batch_size=0))
         self.budget, self.allowed_by = budget_of(self.recipe, self.hardware.sheet.memory_bytes)
+        if not self.recipe.train.accumulation_steps:
+            job = resolve(self.recipe, self.num_ranks, self.hardware.ranks_per_node)
+            step = self.examples.draw(self.num_ranks, self.recipe.train.batch_size,
+                                      self.recipe.run.seed)
+            self.recipe, _ = with_count(self.recipe, [step], plan_spec(job),
+                                        memory_of(job, self.hardware), self.budget)
 
     def phases(self) -> list[str]:
         """Those of which the model has layers."""
@@ -153,9 +159,7 @@ class Search:
                 for step in range(-(-self.steps // microbatches)):
                     drawn = self.examples.draw(self.num_ranks, batch_size * microbatches,
                                                recipe.run.seed + step)
-                    parts, capped = cut_step(drawn, spec, microbatches)
-                    for _, part in parts:
-                        plan = plan_step(part, capped)
+                    for _, plan in plan_microbatches(drawn, spec, microbatches):
                         works.append(work_of(plan, model, pad))
                         loads.append(loads_of(plan, pad))
                 self._drawn[key] = works, joined(loads)

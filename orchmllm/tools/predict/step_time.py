@@ -24,6 +24,7 @@ from orchmllm.models.flops import (
     phase_lengths,
     phase_work,
 )
+from orchmllm.models.spec import spec_of
 from orchmllm.plan.assign import PHASES
 from orchmllm.plan.layout import ENCODERS
 from orchmllm.plan.step import StepPlan
@@ -38,10 +39,9 @@ UPDATE_PASSES = 10  # reads and writes of a parameter's size: norm, clipping and
 
 def memory_of(job: Job, hardware: Hardware) -> MemoryModel:
     """The memory of a job's ranks. Raises ValueError for a whole model with measured shares."""
-    folder = job.recipe.model.folder
-    if folder and hardware.measured:
-        raise ValueError(f"--measured: the shares are those of this project's own blocks, and "
-                         f"{folder} is a model of transformers: say --efficiency")
+    if hardware.measured:
+        job.recipe.model.require_parts(
+            "the shares of --measured are those of this project's own blocks: say --efficiency")
     return fits.memory_of(job)
 
 
@@ -109,7 +109,7 @@ def work_of(plan: StepPlan, model: ModelConfig, pad: frozenset[str] = frozenset(
         useful += float(phase_work(phase, model, real).useful.sum())
     rank, llm = item_rank(plan, "llm"), phase_lengths(plan.layout, "llm")
     tokens = np.bincount(rank, llm.tokens, d)
-    with_logits = np.bincount(rank, llm.rows, d) if model.folder else tokens
+    with_logits = np.bincount(rank, getattr(llm, spec_of(model).logits), d)
     return PlanWork(
         parts["forward"], parts["backward"], parts["recompute"], positions,
         head=2.0 * model.llm.hidden_size * model.llm.vocab_size * with_logits, useful=useful,

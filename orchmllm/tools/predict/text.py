@@ -6,6 +6,7 @@ from textwrap import wrap
 
 from orchmllm.config.parse import Loaded
 from orchmllm.config.recipe import Recipe
+from orchmllm.models.spec import spec_of
 from orchmllm.plan.assign import PHASES
 from orchmllm.plan.layout import ENCODERS
 
@@ -13,8 +14,8 @@ from orchmllm.plan.layout import ENCODERS
 def unnamed_encoders(loaded: Loaded[Recipe]) -> frozenset[str]:
     """Encoders without a single key in a recipe that describes other parts of its model: it has no
     data for them, and they stay as small as the defaults are."""
-    if loaded.recipe.model.folder:
-        return frozenset({"audio"})
+    if undrawn := spec_of(loaded.recipe.model).undrawn:
+        return undrawn
     named = {path.split(".")[1] for path in loaded.places if path.startswith("model.")}
     return frozenset(p for p in ENCODERS if named and p not in named)
 
@@ -32,6 +33,7 @@ def dry_run_text(r: dict) -> str:
              f"GPU assumed: {gpu_text(r['hardware'])}",
              *wrap(f"Lengths: {r['lengths']}.", 79, subsequent_indent="  "),
              "LLM only: the LLM phase alone is balanced."]
+    lines += wrap(f"{r['caps']}.", 79, subsequent_indent="  ") * bool(r["caps"])
     lines += [f"The recipe has no model.{p}: a small encoder is built that has nothing to do."
               for p in r["without"] if not r["folder"]]
     if not r["balanced"]:

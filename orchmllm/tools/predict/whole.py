@@ -9,15 +9,16 @@ from pathlib import Path
 import numpy as np
 from transformers import PROCESSOR_MAPPING, AutoImageProcessor
 
+from orchmllm.config.model import ModelConfig
 from orchmllm.data.media.shapes import Shapes, Size, adapted, sized
 from orchmllm.models.families import part_of, read_config
 from orchmllm.models.hf import meta_model
 from orchmllm.plan.geometry import SegmentLengths
 
 
-def parameters(folder: str) -> dict[str, int]:
+def parameters(model: ModelConfig) -> dict[str, int]:
     """Part of the model -> its parameters."""
-    whole, counts = meta_model(folder), {}
+    whole, counts = meta_model(model.folder), {}
     layers = {id(p) for stack in whole.blocks().values() for p in stack.parameters()}
     rest = {"vision": "vision front", "audio": "audio front", "llm": "llm embedding and head",
             "connector": "connector"}
@@ -67,6 +68,12 @@ class Pictures:
         return SegmentLengths(t * h * w, t * h * w, t * h * w // self._patches, (t, h, w))
 
 
-@lru_cache(maxsize=4)
-def pictures(folder: str) -> Pictures:
-    return Pictures(folder)
+pictures = lru_cache(maxsize=4)(Pictures)
+
+
+def geometry(model: ModelConfig, phase: str) -> Pictures:
+    """Raises ValueError for clips."""
+    if phase != "vision":
+        raise ValueError(f"{model.folder}: lengths of clips are only those of its own rows: run "
+                         "`orchmllm data index RECIPE`, or leave audio_s out")
+    return pictures(model.folder)

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from orchmllm.config.model import AudioConfig, LLMConfig, ModelConfig, VisionConfig
+from orchmllm.models.spec import spec_of
 from orchmllm.plan.layout import AUDIO, TEXT, VISION, BatchLayout
 
 # OrchMLLM Table 1: layers / hidden / ffn, downsampling and image bound of the three sizes.
@@ -231,15 +232,10 @@ def _media_lengths(headers: Headers, model: ModelConfig) -> np.ndarray:
     table = np.zeros((len(headers.size), 6), np.int64)
     for is_image in (True, False):
         at = np.flatnonzero(headers.is_image == is_image)
+        if not len(at):
+            continue
         distinct, which = np.unique(headers.size[at], axis=0, return_inverse=True)
-        geometry = model.vision.geometry if is_image else model.audio.geometry
-        if model.folder and is_image:
-            from orchmllm.tools.predict.whole import pictures  # with torch
-
-            geometry = pictures(model.folder)
-        elif model.folder and len(at):
-            raise ValueError(f"{model.folder}: lengths of clips are only those of its own rows: "
-                             "run `orchmllm data index RECIPE`, or leave audio_s out")
+        geometry = spec_of(model).geometry(model, "vision" if is_image else "audio")
         lengths = np.zeros((len(distinct), 6), np.int64)
         for k, (a, b) in enumerate(distinct.tolist()):
             s = geometry.segment_lengths(a, b)

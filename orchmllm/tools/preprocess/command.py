@@ -32,9 +32,7 @@ def main(argv: Sequence[str]) -> int:
     address = split_address(args.listen)
     secret = read_secret(args.secret_file)
     recipe = load_recipe(args.recipe, args.overrides)
-    if recipe.model.folder:
-        parser.error("servers cannot run the processor of a whole model of transformers: its ranks "
-                     "do (data.num_workers)")
+    recipe.model.require_parts("servers cannot run its processor: its ranks do (data.num_workers)")
     from orchmllm.data.stream import open_dataset
     from orchmllm.tools.preprocess.server import Server
 

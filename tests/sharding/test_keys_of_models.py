@@ -1,0 +1,161 @@
+"""Keys of a recipe with models of transformers, on real ranks and from a recipe's text to
+gradients: every parameter's gradient is that of stock transformers in one process, example by
+example, and a run that goes on in the middle trains the same rows."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import transformers
+
+from orchmllm.config.model import ModelConfig
+from orchmllm.config.recipe import DataConfig, Recipe, load_recipe
+from orchmllm.hf.whole_model import open_dataset
+from orchmllm.plan.layout import ENCODERS
+from orchmllm.tools.data.build_index import build_index
+from orchmllm.trainer import Trainer
+from tests.lib import whole_models as models
+from tests.lib.processors import FAMILIES
+from tests.lib.ranks import run_ranks
+from tests.lib.whole_folders import write_model, write_rows
+from tests.sharding.test_planned_phases import gradients, reference, summed
+
+pytestmark = [pytest.mark.dist, pytest.mark.whole, pytest.mark.slow]
+# What a recipe says of each key. {folder}: of the model; {shard}: ranks of a shard.
+KEYS = {
+    "data.tokenizer": ["data.tokenizer={folder}"],
+    "data.streaming": ["data.streaming=true", "data.num_shards=2", "data.shuffle_window=4"],
+    "data.batching": ["data.batching=capped", "data.max_batch_tokens=150",
+                      "data.max_batch_images=2"],
+    "balance.group": ["balance.group=shard", "fsdp.shard_size={shard}"],
+    "balance.nodewise": ["balance.vision.nodewise=true", "balance.audio.nodewise=true"],
+}
+NAMES = ("qwen2_5_vl", "qwen3_vl", "internvl", "gemma3", "llava_onevision", "qwen2_5_omni")
+SHARDS = {1: 1, 2: 1, 3: 1, 4: 2}  # by the number of ranks
+ROWS, STEPS = 27, 6
+RECIPE = """\
+run: {{dir: {folder}/run}}
+model: {{pretrained: {folder}}}
+data: {{path: "{folder}/part-*.jsonl", index_dir: {folder}/index}}
+train: {{num_steps: {steps}, global_batch_size: 4, batch_size: 1}}
+fsdp: {{param_dtype: float64}}
+balance:  # policies that move media of one size, too
+  vision: {{policy: greedy}}
+  audio: {{policy: greedy}}
+  llm: {{policy: greedy}}
+"""
+
+
+class Family:
+    """A model, rows in three files, and what stock transformers makes of each of them."""
+
+    def __init__(self, name: str, folder: Path) -> None:
+        self.name, self.folder = name, folder
+        write_model(name, folder, torch.float64)
+        lines = write_rows(folder, 2 * ROWS, name).read_text().splitlines(keepends=True)
+        some, none = ([line for line in lines if ("picture" in line) is has]
+                      for has in (True, False))  # a third of the rows have media
+        for k in range(3):
+            (folder / f"part-{k}.jsonl").write_text("".join(
+                some[3 * k: 3 * k + 3] + none[6 * k: 6 * k + 6]))
+        (folder / "recipe.yaml").write_text(RECIPE.format(folder=folder, steps=STEPS))
+        stock, rows = models.stock_of(folder), open_dataset(DataConfig(
+            path=f"{folder}/part-*.jsonl", index_dir=str(folder / "none")),
+            ModelConfig(pretrained=str(folder)), seed=0)
+        self.rows = {rows.name(i): reference(stock, rows, [i]) for i in range(ROWS)}
+        build_index(rows.sources[0], rows.reader, folder / "index", num_workers=1)
+
+    def recipe(self, key: str, ranks: int, *more: str) -> Recipe:
+        said = [text.format(folder=self.folder, shard=SHARDS[ranks]) for text in KEYS[key]]
+        nodes = ["balance.ranks_per_node=2", "fsdp.shard_size=2"] if ranks == 4 else [
+            "balance.ranks_per_node=1"]
+        return load_recipe(self.folder / "recipe.yaml", [*nodes, *said, *more])
+
+
+@pytest.fixture(scope="module", params=NAMES)
+def family(request, tmp_path_factory):
+    return Family(request.param, tmp_path_factory.mktemp(request.param))
+
+
+def steps(world, runs: dict[str, Recipe], name: str) -> dict[str, list[tuple]]:
+    """Of each step of each run: the names of its rows, its loss, targets and gradients, and of each
+    phase the media that each rank encodes and that its text has; of rank 0."""
+    FAMILIES[name](transformers)  # imports a processor that would need torchvision
+    found = {key: [] for key in runs}
+    for key, run in runs.items():
+        trainer = Trainer(run, world)
+        try:
+            for step in trainer.loader():
+                loss, grads = summed(trainer, step), gradients(trainer)
+                plan = step.micro[0].plan
+                media = [np.stack([plan.encode[phase].target_sizes, np.bincount(
+                    plan.feature[phase].target_rank, minlength=world.world_size)])
+                    for phase in ENCODERS]
+                found[key].append((
+                    [*map(trainer.dataset.name, step.example_ids.tolist())], loss,
+                    step.num_global_targets, {n: g.numpy() for n, g in grads.items()}, media))
+        finally:
+            trainer.close()
+    return found if world.rank == 0 else {}
+
+
+@pytest.mark.parametrize("ranks", SHARDS)
+def test_gradients_are_those_of_stock_transformers(ranks, family):
+    """With each key. Steps in which some ranks have no media, or encode none, are among them."""
+    exact, without = models.LOOSE.get(family.name, models.EXACT), np.zeros(2, bool)
+    runs = {key: family.recipe(key, ranks, f"run.dir={family.folder}/{key}{ranks}")
+            for key in KEYS}
+    for key, found in run_ranks(steps, ranks, runs, family.name)[0].items():
+        assert len(found) == STEPS, key
+        worst = 0.0
+        for names, loss, targets, grads, media in found:
+            losses, wanted, counts = zip(*map(family.rows.get, names), strict=True)
+            assert targets == sum(counts), key
+            assert loss == pytest.approx(sum(losses), rel=exact), key
+            worst = max(worst, models.difference(
+                {n: torch.from_numpy(g) for n, g in grads.items()},
+                {n: sum(one[n] for one in wanted) for n in wanted[0]}))
+            for of_ranks in media:
+                without |= of_ranks.any(1) & ~of_ranks.all(1)
+        print(f"{family.name}, {key}, {ranks} ranks: gradients differ by {worst:.1e}")
+        assert worst <= exact, key
+    assert without.all() == (ranks > 1)
+
+
+def trained(world, runs: dict[str, Recipe], name: str) -> dict[str, list]:
+    """(names of its rows, loss) of each step of each run."""
+    FAMILIES[name](transformers)
+    found = {}
+    for key, run in runs.items():
+        losses, ids = [], []
+        trainer = Trainer(run, world, on_step=lambda step, row, losses=losses, ids=ids: (
+            losses.append(row["loss"]), ids.append(step.example_ids.tolist())))
+        try:
+            trainer.run()
+            found[key] = [([*map(trainer.dataset.name, some)], loss)
+                          for some, loss in zip(ids, losses, strict=True)]
+        finally:
+            trainer.close()
+    return found
+
+
+def test_a_run_goes_on_in_the_middle(family, tmp_path):
+    """With each key, on another number of ranks, it trains the rows that were to come, with the
+    same losses."""
+    def runs(ranks: int, what: str, *more: str) -> dict[str, Recipe]:
+        return {key: family.recipe(
+            key, ranks, "checkpoint.every_steps=3", "checkpoint.keep_last=3", "train.lr=0.01",
+            f"run.dir={tmp_path}/{key}/{what}", *(text.format(key=key) for text in more))
+            for key in KEYS}
+
+    whole = run_ranks(trained, 2, runs(2, "whole"), family.name)[0]
+    rest = run_ranks(trained, 1, runs(1, "rest", f"run.resume={tmp_path}/{{key}}/whole/checkpoints/"
+                                      "step_00000003"), family.name)[0]
+    for key, steps_ in whole.items():
+        names, losses = zip(*steps_, strict=True)
+        names_after, losses_after = zip(*rest[key], strict=True)
+        assert len(set(losses)) == STEPS and names_after == names[3:], key
+        assert losses_after == pytest.approx(losses[3:], rel=1e-6), key
