@@ -31,8 +31,8 @@ sys.path.insert(0, str(ROOT))
 from orchmllm.config.model import ModelConfig, VisionConfig  # noqa: E402
 from orchmllm.config.recipe import DataConfig  # noqa: E402
 from orchmllm.data.dataset import ConversationDataset  # noqa: E402
-from orchmllm.data.processed import ProcessedRows  # noqa: E402
-from orchmllm.data.stream import open_dataset  # noqa: E402
+from orchmllm.data.processed import ProcessedReader  # noqa: E402
+from orchmllm.models.spec import spec_of  # noqa: E402
 from orchmllm.tools.data.build_index import build_index  # noqa: E402
 from tests.lib.processors import write_processor  # noqa: E402
 
@@ -78,8 +78,8 @@ def measured(dataset: ConversationDataset, indexed: ConversationDataset, rounds:
 
     def forget_sizes() -> None:
         forget()
-        if isinstance(dataset, ProcessedRows):
-            dataset.processor.expanded.cache_clear()
+        if isinstance(dataset.reader, ProcessedReader):
+            dataset.reader.processor.expanded.cache_clear()
 
     rows = len(dataset)
     return {"lengths, new sizes": milliseconds(rows, rounds, dataset.layout, forget_sizes),
@@ -104,12 +104,11 @@ def main() -> None:
         path = write_rows(folder, args.rows, 2 * patch)
 
         def opened(kind: str) -> ConversationDataset:
-            keys = dict(path=str(path), index_dir=str(folder / kind))
-            if kind == "whole":
-                return open_dataset(DataConfig(**keys), ModelConfig(pretrained=name), seed=0)
-            return open_dataset(
-                DataConfig(**keys, tokenizer=str(folder / "tokenizer.json")), ModelConfig(
-                    vision=VisionConfig(patch_size=patch, max_side=18 * patch)), seed=0)
+            data = DataConfig(path=str(path), index_dir=str(folder / kind),
+                              tokenizer=str(folder / "tokenizer.json") if kind == "own" else "")
+            model = ModelConfig(pretrained=name) if kind == "whole" else ModelConfig(
+                vision=VisionConfig(patch_size=patch, max_side=18 * patch))
+            return spec_of(model).dataset(data, model, seed=0)
 
         found = {}
         for kind in ("own", "whole"):
