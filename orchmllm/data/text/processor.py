@@ -14,10 +14,8 @@ from __future__ import annotations
 import copy
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from functools import cached_property, lru_cache
-from itertools import chain
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -45,44 +43,23 @@ from orchmllm.data.media.video_processor import PROCESSORS, Videos, with_videos
 from orchmllm.data.segments import KINDS
 from orchmllm.data.text.clips import Clips
 from orchmllm.data.text.encoded import Encoded, OneCall, Written, digest_of, keep_space
-from orchmllm.data.text.model_folder import image_grids, load_processor, most_tokens
+from orchmllm.data.text.model_folder import (
+    image_grids,
+    load_processor,
+    most_tokens,
+    refused,
+    settled,
+)
+from orchmllm.data.text.sequences import Sequences
 from orchmllm.data.text.spans import Expanded, Span, Text, Tokens, before
 from orchmllm.data.text.tokenizer import ChatTokenizer
-from orchmllm.plan.geometry import AudioGeometry, SegmentLengths, text_lengths
-from orchmllm.plan.layout import AUDIO, TEXT, VISION
+from orchmllm.plan.geometry import AudioGeometry
+from orchmllm.plan.layout import AUDIO, VISION
 
 _TYPES = {VISION: 1, VIDEO: 2, AUDIO: 3}  # of tokens, in mm_token_type_ids
 # What is said in the conversations that are compared when a folder is opened.
 _SAID = ("Who is it?", " Anna,\u4e16\u754c \n\n", "\tGr\u00fc\u00dfe 1234567 e\u0301\r\n",
          "it's\u00a0\U0001f469\u200d\U0001f680 <b>")
-
-
-@contextmanager
-def _refused() -> Iterator[None]:
-    """Raises RowError for what a processor raises: processors check little themselves."""
-    try:
-        yield
-    except (MemoryError, RowError):
-        raise
-    except Exception as error:
-        raise RowError(f"the processor of the model refuses it: {type(error).__name__}: {error}"
-                       ) from error
-
-
-def _settled(merge: Callable) -> Callable:
-    """What a processor does with the options of a call, which it checks slowly: done once for those
-    that were met before. Those of videos are other ones in each call."""
-    known: dict[str, dict] = {}
-
-    def settled(*args: Any, tokenizer_init_kwargs: Any = None, **options: Any) -> dict:
-        if options.get("videos_kwargs"):
-            return merge(*args, tokenizer_init_kwargs=tokenizer_init_kwargs, **options)
-        if (key := repr((args, options))) not in known:
-            known[key] = merge(*args, tokenizer_init_kwargs=tokenizer_init_kwargs, **options)
-        return {name: value.copy() if isinstance(value, dict) else value
-                for name, value in known[key].items()}
-
-    return settled
 
 
 class Processor:
@@ -115,13 +92,12 @@ class Processor:
         self.tokenizer = ChatTokenizer(self.folder, template, self._marks)
         self._read_tokenizer()
         self.expanded = lru_cache(maxsize=1024)(self._expanded)
-        self._most_tokens = 0
         try:
             self._prove()
         except RowError as error:
             raise ValueError(f"{folder}: its processor cannot be used for a medium, a question and "
                              f"an answer: {error}") from error
-        self._most_tokens = most_tokens(config)
+        self._sequences.most_tokens = self._most_tokens = most_tokens(config)
 
     def _read_parts(self, config: Any) -> None:
         """The parts of the processor for images, videos and clips, of those that it has. Raises
@@ -145,9 +121,8 @@ class Processor:
             self._shapes.feature_extractor = self._some.feature_extractor = clips
             self._clips = Clips(processor, config)
             marks[AUDIO], tokens[AUDIO] = processor.audio_token, int(config.audio_token_id)
-        self._is_omni = marks.keys() >= {VISION, AUDIO}
         for part in (self._shapes, self._some):
-            part._merge_kwargs = _settled(part._merge_kwargs)
+            part._merge_kwargs = settled(part._merge_kwargs)
 
     def _read_tokenizer(self) -> None:
         """The tokens that stand for features of media, and those that data must not write."""
@@ -168,10 +143,12 @@ class Processor:
         reserved = {*special, *self.tokenizer.special, *self._marks.values(),
                     *self._features.values()}
         self._reserved = re.compile("|".join(map(re.escape, sorted(reserved, key=len)[::-1])))
-        self._is_reserved, self._is_feature = np.zeros(
-            (2, max(self.tokenizer.vocab_size, *special.values()) + 1), bool)
-        self._is_feature[[*self.token_ids.values()]] = True
+        size = max(self.tokenizer.vocab_size, *special.values(), *self.token_ids.values()) + 1
+        self._is_reserved = np.zeros(size, bool)
         self._is_reserved[[*special.values(), *self.token_ids.values()]] = True
+        is_omni = self._marks.keys() >= {VISION, AUDIO}
+        self._sequences = Sequences(self.token_ids, self._features, size, self._have_grids,
+                                    self._clips if is_omni else None)
 
     def _prove(self) -> None:
         """Finds out how the processor calls its tokenizer, and whether it asks more of it than ids.
@@ -184,7 +161,7 @@ class Processor:
         talk = self.rendered([Turn("user", (*(Medium(kind, "") for kind in kinds), "a"), False),
                               Turn("assistant", ("b",), True)])
         tensors = "np" if VISION in kinds else "pt"  # audioflamingo3's knows no other
-        with _refused():
+        with refused():
             if VISION in kinds:
                 self._some.image_processor = reading(self._processor.image_processor, self.options)
             self._settings = self._shapes._merge_kwargs(
@@ -261,7 +238,7 @@ class Processor:
         while True:
             written, encoded, expanded = self._measured(spans, tuple(sizes))
             learnt = self._learnt(written, encoded)
-            tokens, fit = self._sequence(encoded.ids, learnt, expanded, limit)
+            tokens, fit = self._sequences.of(encoded.ids, learnt, expanded, limit)
             if tokens is not None:
                 is_cut = len(tokens.ids) < len(encoded.ids)
                 return tokens if is_cut else tokens._replace(digest=digest_of(encoded.text))
@@ -284,7 +261,7 @@ class Processor:
         else:
             ids = asked.encoded.ids
             learnt = self._learnt(Written.of(spans, expanded.texts), asked.encoded)
-        tokens, _ = self._sequence(ids, learnt, expanded, limit)
+        tokens, _ = self._sequences.of(ids, learnt, expanded, limit)
         made, n = out.pop("input_ids"), len(tokens.ids)
         if made[0, :n].tolist() != tokens.ids.tolist():
             raise RowError("the processor makes other tokens of its media than of their sizes")
@@ -326,7 +303,7 @@ class Processor:
         RowError."""
         placed, expanded = self._placed(spans), self.expanded(sizes)
         written, asked = Written.of(spans, expanded.texts), OneCall(self._ids_of)
-        with _refused():
+        with refused():
             asked([written.text], **{**self._asked, "return_tensors": None, "add_special_tokens":
                                      self._adds_special_tokens(placed)})
         return written, asked.encoded, expanded
@@ -340,7 +317,7 @@ class Processor:
         if VIDEO in kinds:  # whose settings are those of its frames
             return self._run(self._shapes, OneCall(self._ids_of), text, media, None)[1]
         processor, out, texts = self._shapes, {}, {}
-        with _refused():
+        with refused():
             given = self._given(media, kinds)
             laid = dict(zip(("images", "text", "videos", "audio"),
                             processor.prepare_inputs_layout(text=[text], **given), strict=False))
@@ -374,7 +351,7 @@ class Processor:
             given["audio_kwargs"] = {"sampling_rate": self.audio.sample_rate}
         given |= self.videos.arguments([m for m, kind in zip(media, kinds, strict=True)
                                         if kind == VIDEO], options) if VIDEO in kinds else {}
-        with _refused():
+        with refused():
             out = processor(text=[text], images_kwargs={**self.options, **options},
                             return_tensors=tensors,
                             add_special_tokens=self._adds_special_tokens(text),
@@ -407,60 +384,6 @@ class Processor:
         for token in encoded.ids_in(written.of_data, self._is_reserved[encoded.ids]):
             raise self._refusal(self._ids_of.convert_ids_to_tokens(token))
         return encoded.learnt(written.learnt)
-
-    def _sequence(self, ids: np.ndarray, learnt: np.ndarray, expanded: Expanded, limit: int
-                  ) -> tuple[Tokens | None, int]:
-        """(The sequence of m media with ids (n,) and learnt (n,), how many media fit into
-        `limit`); None where not all of them do. Raises RowError where features cannot be told from
-        text or from one another."""
-        counts = self._num_features(ids, expanded.texts)  # (m,)
-        at, ends = np.flatnonzero(self._is_feature[ids]), np.cumsum(counts)
-        first, last = at[ends - counts], at[ends - 1]  # (m,): features of each medium
-        # The token behind a medium belongs to it where the model looks for it.
-        fit = int((last + self._is_omni < (limit or len(ids))).sum())
-        if fit < len(counts):
-            return None, fit
-        if self._have_grids and (first[1:] == last[:-1] + 1).any():
-            raise RowError("two media have no token between them, so the model cannot tell them "
-                           "apart: write text between them")
-        ids, learnt = ids[: limit or None], learnt[: limit or None]
-        if self._is_omni:
-            ids, learnt = self._clips.bracketed(ids, learnt, first)
-        if self._most_tokens and len(ids) > self._most_tokens:
-            raise RowError(f"it has {len(ids)} tokens, but after {self._most_tokens} this model's "
-                           "rotary positions change for other examples of the batch, too: set "
-                           f"data.max_example_tokens to {self._most_tokens} or less")
-        return Tokens(ids, learnt, self._segments(ids, at, counts, expanded.grids)), fit
-
-    def _num_features(self, ids: np.ndarray, texts: Sequence[str]) -> np.ndarray:
-        """(m,) int64: of each of m media, whose texts are in the text that `ids` are of."""
-        counts = np.zeros(len(texts), np.int64)
-        for kind, token in self._features.items():
-            own = np.array([text.count(token) for text in texts], np.int64)
-            if np.count_nonzero(ids == self.token_ids[kind]) != own.sum():
-                raise RowError(f"it has other tokens {token}, which stand for {KINDS[kind].name}s, "
-                               "than those of its media")
-            counts += own
-        return counts
-
-    def _segments(self, ids: np.ndarray, at: np.ndarray, counts: np.ndarray, grids: Sequence
-                  ) -> list[tuple[int, SegmentLengths]]:
-        """Items of the encoders and texts, in reading order. at (sum of counts,): places of
-        features in ids (n,); counts (m,): features of each medium; grids: see Expanded. A text
-        begins after the last feature of an item, and reaches to the first of the next."""
-        num_items = np.array([len(items) for items in grids], np.int64)  # (m,)
-        counts = np.repeat(counts // num_items, num_items)  # (items,) from here on
-        first = at[np.cumsum(counts) - counts]
-        texts = np.diff(np.append(first, len(ids)), prepend=0) - np.append(0, counts)
-        kinds = np.where(ids[first] == self.token_ids.get(AUDIO, -1), AUDIO, VISION).tolist()
-        out = [(TEXT, text_lengths(int(texts[0])))]
-        for kind, (t, h, w), count, after in zip(
-                kinds, chain(*grids), counts.tolist(), texts[1:].tolist(), strict=True):
-            rows = t * h * w
-            positions = (rows + 1) // 2 if kind == AUDIO else rows  # a convolution of stride 2
-            out += [(kind, SegmentLengths(rows, positions, count, (t, h, w))),
-                    (TEXT, text_lengths(after))]
-        return [segment for segment in out if segment[1].num_tokens]
 
     def _adds_special_tokens(self, text: str) -> bool:
         """As apply_chat_template decides it."""
