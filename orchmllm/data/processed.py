@@ -86,7 +86,7 @@ class ProcessedReader(LengthReader):
         of_items = [size[:2] for items, size in zip(every, sizes, strict=True) for _ in items]
         return MeasuredExample(
             layout, tokens.ids, tokens.learnt, [item[0] for item in chain.from_iterable(every)],
-            None, turns, of_items[: int((layout.modality != TEXT).sum())])
+            None, turns, of_items[: int((layout.modality != TEXT).sum())], spans, tokens.digest)
 
     def _size(self, media: list[Medium]) -> Size:
         """Of an image, a clip, or the frames of a video. Raises MediaError, and RowError."""
@@ -157,32 +157,43 @@ class ProcessedReader(LengthReader):
         content, failed = self._decoded({
             s: item for s, item in zip(segments, chain.from_iterable(every), strict=False)
             if wanted is None or s in wanted}, sizes, on_error)
-        media, names = [], {}
-        for items in every:
-            own = segments[len(names): len(names) + len(items)]
-            if not own:  # it comes after the cut
-                break
-            size = sizes[own[0]]._replace(sampled=items[0][0].sampled)
-            shown = own[0] in content and not size.sampled
-            media.append(content[own[0]][0] if shown else sized(size))
-            names |= dict.fromkeys(own, KINDS[kind_of(size)].content)
-        spans = before(self.processor.rendered(row.turns), len(media))
+        media, names = self._media(every, segments, sizes, content)
+        spans = before(row.spans or self.processor.rendered(row.turns), len(media))
+        known = Tokens(row.token_ids, row.supervised, [], row.digest) if row.digest else None
         tokens, arguments = self.processor.load(
-            spans, media, self.max_example_tokens, _options(KINDS[VISION].content, raw))
+            spans, media, self.max_example_tokens, known, _options(KINDS[VISION].content, raw))
         found = layout_of(int(layout.example_id[0]), tokens)
         if found.to_payload().tolist() != layout.to_payload().tolist():
             raise RowError("the processor makes other lengths of it")
-        ids = torch.from_numpy(tokens.ids.astype(np.int64))
-        learnt = torch.from_numpy(tokens.learnt & (not failed))
         arguments.pop(VIDEOS, None)  # without pixels
         slices = [self.processor.videos.pixels(frames, *layout.grid[s, 1:].tolist(),
                                                _options(VIDEOS, raw))
                   for s, frames in content.items() if names[s] == VIDEOS]
         if slices:
             arguments[VIDEOS] = torch.cat(slices)
+        ids = torch.from_numpy(tokens.ids.astype(np.int64))
+        learnt = torch.from_numpy(tokens.learnt & (not failed))
         return ProcessedExample(
             int(layout.example_id[0]), ids, ids.where(learnt, torch.tensor(IGNORE_INDEX)),
             arguments, layout, arguments=names)
+
+    @staticmethod
+    def _media(every: list[list[list[Medium]]], segments: Sequence[int],
+               sizes: Mapping[int, Size], content: Mapping[int, list[Content]]
+               ) -> tuple[list[Content], dict[int, str]]:
+        """(Of each medium of a row, up to the cut, what the processor is given; of each segment the
+        argument that holds it). every: see items_of; content: of the segments that were decoded. Of
+        a video, and of what was not decoded, the processor is given the size."""
+        media, names = [], {}
+        for items in every:
+            own = segments[len(names): len(names) + len(items)]
+            if not own:  # it comes after the cut
+                break
+            size = sizes[own[0]]._replace(sampled=items[0][0].sampled)
+            is_shown = own[0] in content and not size.sampled
+            media.append(content[own[0]][0] if is_shown else sized(size))
+            names |= dict.fromkeys(own, KINDS[kind_of(size)].content)
+        return media, names
 
     def _decoded(self, items: Mapping[int, list[Medium]], sizes: Mapping[int, Size],
                  on_error: OnError) -> tuple[dict[int, list[Content]], bool]:
@@ -212,12 +223,8 @@ class ProcessedReader(LengthReader):
         sizes, options = [Size(*size) for size in row.sizes], dict(
             _options(KINDS[VISION].content, raw))
         if processor.videos and sizes:  # the row, which says what is an image, may be gone
-            sizes, options = [], {"do_resize": False}  # the pixels are zeros
+            sizes, options = self._as_videos(layout, segments), {"do_resize": False}  # zeros
             token[VISION], names = token[VIDEO], dict.fromkeys(names, VIDEOS)
-            for own in np.split(segments, np.flatnonzero(np.diff(segments) > 1) + 1):
-                count = processor.videos.merged * len(own)
-                sizes.append(Size(*(layout.grid[own[0], 1:] * processor.patch).tolist(),
-                                  Sampled(0, tuple(range(count)), count)))
         ids = torch.from_numpy(np.repeat([token[m] for m in layout.modality.tolist()],
                                          layout.num_tokens))
         arguments = processor.arguments_like(ids, sizes, **options)
@@ -226,6 +233,15 @@ class ProcessedReader(LengthReader):
             arguments[VIDEOS] = torch.zeros(rows, arguments[VIDEOS].shape[1])
         return ProcessedExample(int(layout.example_id[0]), ids, torch.full_like(ids, IGNORE_INDEX),
                                 arguments, layout, arguments=names)
+
+    def _as_videos(self, layout: BatchLayout, segments: np.ndarray) -> list[Size]:
+        """Videos that have the grids of these items of the vision encoder: one for each run of
+        items without text between them, since those of an image and of a video look alike."""
+        runs = np.split(segments, np.flatnonzero(np.diff(segments) > 1) + 1)
+        counts = [self.processor.videos.merged * len(run) for run in runs]  # frames
+        return [Size(*(layout.grid[run[0], 1:] * self.processor.patch).tolist(),
+                     Sampled(0, tuple(range(count)), count))
+                for run, count in zip(runs, counts, strict=True)]
 
 
 def layout_of(example_id: int, tokens: Tokens) -> BatchLayout:
