@@ -86,10 +86,15 @@ class BalanceConfig(BalancePolicy):
 
     def conflicts(self) -> Iterator[Conflict]:
         """balance.nodewise_solver: its packages are installed, some phase has `nodewise`, and
-        balance.group is world; balance.measure_every leaves balanced steps."""
+        balance.group is world; balance.measure_every leaves balanced steps; balance.llm.nodewise
+        is not for `load`."""
         if self.measure_every == 1:
             yield Conflict(("measure_every",), "no step would be balanced: set it to 2 or more, or "
                            "set balance.enabled to false")
+        if self.dispatch == "load" and self.llm.nodewise:
+            yield Conflict(
+                ("llm.nodewise", "dispatch"), "every rank reads the texts that it takes, so "
+                "nothing moves that it could spare: set it to false")
         if self.nodewise_solver == "search":
             return
         if not self.num_programs:

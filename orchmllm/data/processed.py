@@ -9,22 +9,27 @@ that failed.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
+from types import MappingProxyType
+from typing import Any
 
 import numpy as np
 import torch
 from PIL import Image
+from torch import Tensor
 
 from orchmllm.batch import IGNORE_INDEX, ProcessedExample
 from orchmllm.config.recipe import DataConfig
 from orchmllm.data.formats.conversation import Conversation
+from orchmllm.data.leaving import row_of_medium
 from orchmllm.data.lengths import LengthReader, MeasuredExample
 from orchmllm.data.media.decode import OnError, decode_samples, fail, upright_image
 from orchmllm.data.media.headers import audio_header, image_header
 from orchmllm.data.media.kinds import VIDEO
 from orchmllm.data.media.medium import MediaError, Medium, RowError, Sampled
+from orchmllm.data.media.raw import AS_BYTES, Arithmetic, with_bytes
 from orchmllm.data.media.shapes import Content, Size, blank, kind_of, sized
 from orchmllm.data.media.video import pictures
 from orchmllm.data.media.video_processor import items_of
@@ -34,6 +39,8 @@ from orchmllm.data.text.spans import Tokens, before
 from orchmllm.data.text.tokenizer import ChatTokenizer
 from orchmllm.plan.geometry import AudioGeometry
 from orchmllm.plan.layout import TEXT, VISION, BatchLayout
+
+NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 
 class ProcessedReader(LengthReader):
@@ -77,6 +84,7 @@ class ProcessedReader(LengthReader):
         except MediaError as error:
             return self.stand_in(error, example_id)
         of_items = [size[:2] for items, size in zip(every, sizes, strict=True) for _ in items]
+        spans = [Medium(span.modality, "") if isinstance(span, Medium) else span for span in spans]
         return MeasuredExample(
             layout, tokens.ids, tokens.learnt, [item[0] for item in chain.from_iterable(every)],
             None, turns, of_items[: int((layout.modality != TEXT).sum())], spans, tokens.digest)
@@ -97,35 +105,52 @@ class ProcessedReader(LengthReader):
         return Size(*sizes[0], first.sampled)
 
     def load(self, row: MeasuredExample, name: Callable[[], str], *, text: bool = True,
-             segments: Collection[int] | None = None, on_error: OnError = None
-             ) -> ProcessedExample:
+             segments: Collection[int] | None = None, encoded: Collection[int] = (),
+             raw: Mapping[str, int] = NOTHING, on_error: OnError = None) -> ProcessedExample:
         """The example of a row with the lengths that were measured, or parts of it. name: tells
         where the row is.
 
         text: False leaves ids and labels None. segments: None for the whole example; else the
         positions in the segment list of the media to decode, whose tensors are in `parts`, as the
-        processor makes them beside the others of the example. A medium that cannot be decoded
-        raises MediaError with `segment` set; with `on_error`, it is called with (segment, error)
-        instead, the image is black or the clip silent, and nothing is learnt. A row that cannot be
-        used, or has changed since it was measured, is told of as segment 0 (the first where its
-        text is loaded) and has the planned lengths."""
+        processor makes them beside the others of the example. encoded: those of them that are not
+        decoded: in their place is a row from which another rank loads this medium alone. raw:
+        arguments that hold images or videos which are bytes in `parts` -> the copies of a frame in
+        them, see orchmllm.data.media.raw. A medium that cannot be decoded raises MediaError with
+        `segment` set; with `on_error`, it is called with (segment, error) instead, the image is
+        black or the clip silent, and nothing is learnt. A row that cannot be used, or has changed
+        since it was measured, is told of as segment 0 (the first where its text is loaded) and has
+        the planned lengths."""
         problem, example = row.problem, None
+        here = None if segments is None else [s for s in segments if s not in encoded]
         if problem is None:
             try:
-                example = self._example(row, segments, on_error)
+                example = self._example(row, here, raw, on_error)
             except RowError as error:
                 problem = MediaError(name(), f"cannot be used as it was planned: {error}")
         if problem is not None:
             if text or row.problem is None:
                 fail(0, problem, on_error)
-            example = self._filler(row, segments)
-        if segments is not None:
-            example = _parted(example, segments)
+            example = self._filler(row, here, raw)
+        if here is not None:
+            example = _parted(example, here, raw)
+            example.parts.update({s: row_of_medium(
+                row._replace(problem=problem), s, self.processor, on_error) for s in encoded})
         return example if text else replace(example, input_ids=None, labels=None)
 
-    def _example(self, row: MeasuredExample, wanted: Collection[int] | None, on_error: OnError
-                 ) -> ProcessedExample:
-        """wanted: segments that are decoded (None: all). Raises RowError where the row is not as
+    def arithmetic(self) -> Iterator[Arithmetic]:
+        """Of images that travel as bytes, see orchmllm.data.media.raw."""
+        return self.processor.arithmetic()
+
+    def blank(self, modality: int) -> dict[str, Tensor]:
+        """The tensors of a small black image or a silent clip, for a rank that encodes nothing
+        where others do."""
+        size = Size(224, 224) if modality == VISION else Size(0, self.processor.audio.sample_rate)
+        return self.processor.parts([blank(size)])[0]
+
+    def _example(self, row: MeasuredExample, wanted: Collection[int] | None,
+                 raw: Collection[str], on_error: OnError) -> ProcessedExample:
+        """wanted: segments that are decoded (None: all). raw: arguments whose pixels are neither
+        rescaled nor normalised. Raises RowError where the row is not as
         planned."""
         layout, every = row.layout, items_of(row.turns, self.processor.videos)
         segments = np.flatnonzero(layout.modality != TEXT).tolist()
@@ -137,12 +162,13 @@ class ProcessedReader(LengthReader):
         spans = before(row.spans or self.processor.rendered(row.turns), len(media))
         known = Tokens(row.token_ids, row.supervised, [], row.digest) if row.digest else None
         tokens, arguments = self.processor.load(
-            spans, media, self.max_example_tokens, known)
+            spans, media, self.max_example_tokens, _options(KINDS[VISION].content, raw), known)
         found = layout_of(int(layout.example_id[0]), tokens)
         if found.to_payload().tolist() != layout.to_payload().tolist():
             raise RowError("the processor makes other lengths of it")
         arguments.pop(VIDEOS, None)  # without pixels
-        slices = [self.processor.videos.pixels(frames, *layout.grid[s, 1:].tolist())
+        slices = [self.processor.videos.pixels(frames, *layout.grid[s, 1:].tolist(),
+                                               _options(VIDEOS, raw))
                   for s, frames in content.items() if names[s] == VIDEOS]
         if slices:
             arguments[VIDEOS] = torch.cat(slices)
@@ -186,15 +212,17 @@ class ProcessedReader(LengthReader):
                 out[segment] = [blank(sizes[segment])] * len(item)
         return out, failed
 
-    def _filler(self, row: MeasuredExample, wanted: Collection[int] | None) -> ProcessedExample:
+    def _filler(self, row: MeasuredExample, wanted: Collection[int] | None, raw: Collection[str]
+                ) -> ProcessedExample:
         """An example of the planned lengths that nothing is learnt of: media are black or silent.
-        wanted: segments whose content is loaded (None: all)."""
+        wanted: segments whose content is loaded (None: all). raw: see `_example`."""
         layout, processor = row.layout, self.processor
         segments = np.flatnonzero(layout.modality != TEXT)
         token = {TEXT: self.tokenizer.end_id or 0, **processor.token_ids}
         names = {s: KINDS[m].content for s, m in zip(
             segments.tolist(), layout.modality[segments].tolist(), strict=True)}
-        sizes, options = [Size(*size) for size in row.sizes], {}
+        sizes, options = [Size(*size) for size in row.sizes], dict(
+            _options(KINDS[VISION].content, raw))
         if processor.videos and sizes:  # the row, which says what is an image, may be gone
             sizes, options = self._as_videos(layout, segments), {"do_resize": False}
             token[VISION], names = token[VIDEO], dict.fromkeys(names, VIDEOS)
@@ -238,15 +266,21 @@ def open_processor(folder: str | os.PathLike, data: DataConfig) -> Processor:
     return processor
 
 
-def _parted(example: ProcessedExample, segments: Collection[int]) -> ProcessedExample:
+def _options(name: str, raw: Collection[str]) -> Mapping[str, Any]:
+    """Of the call for images or videos, whose pixels are the argument `name`."""
+    return AS_BYTES if name in raw else NOTHING
+
+
+def _parted(example: ProcessedExample, segments: Collection[int], raw: Mapping[str, int]
+            ) -> ProcessedExample:
     """Of an example the tensors of these media, and those that the text model reads. Of videos it
-    has the pixels of these media alone."""
+    has the pixels of these media alone. raw: see ProcessedReader.load."""
     cut = {}
     for kind in KINDS.values():
         media = [s for s, name in example.arguments.items()
                  if name == kind.content and (name != VIDEOS or s in segments)]
         cut |= zip(media, kind.parts(example.media, example.lengths.grid[media]), strict=True)
-    return replace(example, parts={s: cut[s] for s in segments}, media={
+    return replace(example, parts={s: with_bytes(cut[s], raw) for s in segments}, media={
         n: v for n, v in example.media.items() if not is_content(n)})
 
 

@@ -54,16 +54,29 @@ def plan_batches(
     else:
         tokens = np.zeros(len(first), np.int64)
         np.add.at(tokens, item, lengths)
-        for i in np.flatnonzero(tokens > (max_tokens or np.inf))[:1].tolist():
-            name = f"example {first[i]}" if groups is None else f"the group {groups[first[i]]!r}"
-            raise ValueError(f"{name} has {tokens[i]} tokens, more than max_tokens = {max_tokens}: "
-                             "leave it out, or raise max_tokens")
-        slot = _slots(tokens, costs, num_ranks, num_microbatches, max_tokens)
+        try:
+            slot = _slots(tokens, costs, num_ranks, num_microbatches, max_tokens)
+        except CapError as error:
+            longest = first[tokens.argmax()]
+            name = f"example {longest}" if groups is None else f"the group {groups[longest]!r}"
+            raise ValueError(_why(f"{name} has {tokens.max()} tokens", tokens, num_ranks,
+                                  num_microbatches, max_tokens)) from error
     count = num_microbatches or 1 + int(slot.max(initial=0)) // num_ranks
     plan: list[list[list[int]]] = [[[] for _ in range(num_ranks)] for _ in range(count)]
     for example, at in enumerate(slot[item].tolist()):
         plan[at // num_ranks][at % num_ranks].append(example)
     return plan
+
+
+def _why(
+    longest: str, tokens: np.ndarray, num_ranks: int, num_microbatches: int | None, max_tokens: int,
+) -> str:
+    """Why there is no plan. longest: what it says of the longest item."""
+    if tokens.max() > max_tokens:
+        return f"{longest}, more than max_tokens = {max_tokens}: leave it out, or raise max_tokens"
+    return (f"max_tokens = {max_tokens}: no plan was found for {tokens.sum()} tokens in "
+            f"{num_microbatches} microbatches of {num_ranks} ranks ({longest}): give more "
+            "microbatches, or a larger max_tokens")
 
 
 def _items(groups: Sequence[Hashable] | None, n: int) -> tuple[np.ndarray, list[int]]:
@@ -120,7 +133,7 @@ def _slots(
     tokens: np.ndarray, costs: np.ndarray, num_ranks: int, num_microbatches: int | None,
     max_tokens: int | None,
 ) -> np.ndarray:
-    """(n,) microbatch * num_ranks + rank of each item. Raises ValueError."""
+    """(n,) microbatch * num_ranks + rank of each item. Raises CapError."""
     n = len(tokens)
     table = np.zeros((n, 2, 7), np.int64)
     table[:, 0, [0, 2]] = np.column_stack([np.full(n, VISION), costs])
@@ -133,15 +146,9 @@ def _slots(
         row_bytes={"vision": 0}, feature_bytes=0, ranks_per_node=num_ranks, fills=True,
         balance=BalancePolicy(whole_examples=True, llm=PhasePolicy(
             max_rank_tokens=max_tokens or 0)))
-    try:
-        plans = plan_microbatches(layout, spec, num_microbatches or int(not max_tokens))
-    except CapError as error:
-        raise ValueError(
-            f"max_tokens = {max_tokens}: no plan was found for {tokens.sum()} tokens, the longest "
-            f"{tokens.max()}, in {num_microbatches} microbatches of {num_ranks} ranks: give more "
-            "microbatches, or a larger max_tokens") from error
     slot = np.zeros(n, np.int64)
-    for k, (at, plan) in enumerate(plans):
+    for k, (at, plan) in enumerate(
+            plan_microbatches(layout, spec, num_microbatches or int(not max_tokens))):
         slot[at[plan.llm.order]] = k * num_ranks + np.repeat(
             np.arange(num_ranks), plan.llm.target_sizes)
     return slot

@@ -13,8 +13,8 @@ Divisions of a step into microbatches that are tried:
 Those whose bound is below the shortest plan so far are planned; the shortest plan is the result.
 
 Caps of a rank and microbatch, in positions of a phase: max_rank_tokens is hard. `PlanSpec.room`,
-what the memory of a rank was predicted to hold, is kept where a plan is found; one item that is
-longer raises it. Without either, divisions that are not alike are planned with a cap of the LLM's
+what the memory of a rank was predicted to hold, is kept where a plan is found; one example that
+has more raises it. Without either, divisions that are not alike are planned with a cap of the LLM's
 positions: the longest example, or USUAL times an even share, which is what a rank of microbatches
 that are alike holds.
 
@@ -69,8 +69,8 @@ def plan_microbatches(
                 return [_planned(layout, division, k, planner) for k in range(count)]
             except CapError as e:
                 error = e
-    assert error is not None
-    raise error
+    raise error or CapError("no division of the step keeps below the caps of a rank: " + ", ".join(
+        f"{phase} {cap}" for phase, cap in with_caps(layout, spec).hard_caps.items()))
 
 
 def assert_invariants(layout: BatchLayout, plans: Plans, spec: PlanSpec) -> None:
@@ -135,7 +135,7 @@ def with_caps(layout: BatchLayout, spec: PlanSpec, num_microbatches: int = 1) ->
             continue
         lengths = layout.item_lengths(phase)
         cap = cap or int(USUAL * lengths.sum() / (layout.num_ranks * num_microbatches))
-        cap = max(cap, int(lengths.max(initial=0)), 1)
+        cap = max(cap, int(_positions(layout, phase).max(initial=0)), 1)
         balance = replace(balance, **{phase: replace(policy, max_rank_tokens=cap)})
     return spec if balance is spec.balance else replace(spec, balance=balance)
 
@@ -158,6 +158,11 @@ def divisions(
     if large or count == 1:
         best = min(found[1:] or found, key=itemgetter(0))[1]
         return [best, *(one for _, one in found if one.rank is not None), *loose]
+    if spec.room or spec.hard_caps:  # divisions that look for no cap may be below it, too
+        free = replace(spec, room={}, balance=replace(spec.balance, **{
+            p: replace(getattr(spec.balance, p), max_rank_tokens=0) for p in spec.hard_caps}))
+        found += [(bound, Division(one.micro, capped)) for bound, one in _found(
+            layout, free, with_caps(layout, free, count), count, large)]
     least, chosen = np.inf, []
     for bound, division in [(0.0, alike), *sorted(found[1:], key=itemgetter(0))]:
         if bound < least:
@@ -239,13 +244,17 @@ def _found(
 def _slots(cost: np.ndarray, sizes: np.ndarray, caps: np.ndarray, num_slots: int
            ) -> np.ndarray | None:
     """(n,) slot of each example, those of the largest cost first; None where no packing is found.
-    The most expensive examples are packed first, and where that fails those that are the largest
-    for their cap. cost: (n,), sizes: (n, c), caps: (c,)."""
+    The most expensive examples are packed first; where that fails those that are the largest for
+    their cap; and where that fails these into the first slot that has room. cost: (n,), sizes:
+    (n, c), caps: (c,)."""
     share = np.zeros(len(cost)) if not len(caps) else (sizes / caps).max(axis=1)
-    for first in (cost, (2**30 * share).astype(np.int64)):
-        slot = core().fill_slots(first, sizes.ravel(), caps, num_slots)
-        if slot is not None:
+    largest, as_given = np.argsort(-share, kind="stable"), np.arange(len(cost))
+    for order, first in ((as_given, cost), (as_given, (2**30 * share).astype(np.int64)),
+                         (largest, np.zeros_like(cost))):
+        packed = core().fill_slots(first, sizes[order].ravel(), caps, num_slots)
+        if packed is not None:
             held, place = np.zeros((2, num_slots), np.int64)
+            slot = at_least(packed[np.argsort(order)], cost, num_slots, 1)
             np.add.at(held, slot, cost)
             place[np.argsort(-held, kind="stable")] = np.arange(num_slots)
             return place[slot]

@@ -68,10 +68,10 @@ def described(layouts: Sequence[BatchLayout], spec: PlanSpec, num_microbatches: 
 def with_count(
     recipe: Recipe, layouts: Sequence[BatchLayout], spec: PlanSpec, memory: MemoryModel,
     budget_bytes: float
-) -> tuple[Recipe, dict[str, int]]:
-    """The recipe with a number in place of train.accumulation_steps=auto, and the room of a rank in
-    its microbatches; {} where nothing fits. layouts: of some steps. Raises ValueError where no
-    number keeps below that."""
+) -> tuple[Recipe, PlanSpec, str]:
+    """(the recipe with a number in place of train.accumulation_steps=auto; the spec with the room
+    of a rank in a microbatch, without one where nothing fits; that in words). layouts: of some
+    steps. Raises ValueError where no number of microbatches keeps below that."""
     pad, count = padded_phases(recipe.model), recipe.train.accumulation_steps
     loads = joined([loads_of(plan, pad) for layout in layouts
                     for _, plan in plan_microbatches(layout, spec, count or 1)])
@@ -80,17 +80,19 @@ def with_count(
     except ValueError:
         if not count:
             raise
-        return recipe, {}  # what follows says so
+        return recipe, spec, ""  # what follows says so
     room = room_for(recipe, memory, loads, budget_bytes, MISSED, choice)
+    spec = replace(spec, room=room)
+    text = described(layouts, spec, count) if room and spec.balance.enabled else ""
     if count:
-        return recipe, room
-    count = fewest(layouts, replace(spec, room=room))
+        return recipe, spec, text
+    count = fewest(layouts, spec)
     if not count:
         raise ValueError("train.accumulation_steps=auto: no number of microbatches keeps below the "
                          f"caps of a rank ({room}): give more memory, or shorter examples")
     return replace(recipe, train=replace(
         recipe.train, accumulation_steps=count,
-        batch_size=-(-recipe.train.batch_size // count))), room
+        batch_size=-(-recipe.train.batch_size // count))), spec, text
 
 
 def room_for(

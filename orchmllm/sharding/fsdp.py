@@ -48,8 +48,13 @@ def make_mesh(shard_size: int, device_type: str) -> DeviceMesh:
     world = dist.get_world_size()
     if shard_size in (0, world):
         return init_device_mesh(device_type, (world,), mesh_dim_names=("shard",))
-    return init_device_mesh(device_type, (world // shard_size, shard_size),
+    mesh = init_device_mesh(device_type, (world // shard_size, shard_size),
                             mesh_dim_names=("replicate", "shard"))
+    options = dist.group.WORLD._get_backend(torch.device(device_type)).options
+    if options is not None:  # a backend may have no timeout
+        for group in mesh.get_all_groups():  # to which torch gives one of its own
+            dist.distributed_c10d._set_pg_timeout(options._timeout, group)
+    return mesh
 
 
 def build_model(model: ModelConfig, config: FsdpConfig, device: torch.device, seed: int,

@@ -21,6 +21,7 @@ from orchmllm.data.dataset import ConversationDataset
 from orchmllm.data.loading.workers import Workers
 from orchmllm.data.media.medium import MediaError
 from orchmllm.data.processed import ProcessedReader, open_processor
+from orchmllm.data.sampler import capped_groups
 from orchmllm.data.stream import StreamDataset
 from orchmllm.data.text.processor import Processor
 from orchmllm.plan.layout import VISION
@@ -136,6 +137,12 @@ def test_headers_pixels_and_transformers_agree(tmp_path, family, monkeypatch):
         patch.delattr(Image.Image, "load")
         assert all(rows.problem(i) is None for i in range(len(sizes)))
     assert check(rows, stock(tmp_path), talks, OPTIONS.get(family, {})) == sum(map(len, sizes))
+    build_index(rows.sources[0], rows.reader, tmp_path / "index", num_workers=1)
+    rows = opened(tmp_path, family)
+    tiles = np.array([rows.layout(i).grid[:, 0].sum() for i in range(len(sizes))])
+    groups = capped_groups(rows, np.arange(len(sizes)), DataConfig(
+        path="x", batching="capped", max_batch_tokens=10**6, max_batch_images=int(tiles.max())), 0)
+    assert groups.sums(tiles).max() == tiles.max() > max(map(len, sizes)) and groups.sizes.max() > 1
 
 
 @pytest.mark.slow

@@ -40,6 +40,7 @@ def balanced(policy: str = "greedy", dispatch: str = "tensors") -> BalanceConfig
     return BalanceConfig(dispatch=dispatch, ranks_per_node=2, vision=phase, audio=phase, llm=phase)
 
 
+CAPPED = replace(balanced("least_move"), llm=PhasePolicy(max_rank_tokens=80))
 PLAIN = {
     "off": Case(recipe(balance=OFF)),
     **{f"{policy}/{dispatch}": Case(recipe(balance=balanced(policy, dispatch)))
@@ -49,6 +50,9 @@ PLAIN = {
                                accumulation_steps=3),
     "accumulate3": Case(recipe(balance=balanced()), accumulation_steps=3),
     "off/accumulate3": Case(recipe(balance=OFF), accumulation_steps=3),
+    # Several microbatches on any number of ranks, of unequal numbers of examples.
+    "auto": Case(recipe(balance=CAPPED), accumulation_steps=0),
+    "off/auto": Case(recipe(balance=replace(CAPPED, enabled=False)), accumulation_steps=0),
     "checkpointed": Case(recipe(balance=balanced(), fsdp=FsdpConfig(
         param_dtype="float64", activation_checkpointing="full"))),
 }
@@ -110,8 +114,8 @@ def policies_with(dispatch: str) -> set[str]:
 
 
 # What does not depend on how many ranks there are, if there are two.
-ON_TWO = {"off", "off/accumulate3", "accumulate3", "checkpointed", "frozen encoders", "frozen LLM",
-          "no targets at all"}
+ON_TWO = {"off", "off/accumulate3", "off/auto", "accumulate3", "checkpointed", "frozen encoders",
+          "frozen LLM", "no targets at all"}
 
 
 @pytest.mark.parametrize("num_ranks, left_out", [  # each policy with either dispatch, fast

@@ -59,6 +59,8 @@ def test_invariants(ranks: int, count: int, capped: bool, group: int, seed: int)
         assert sums(plan, lengths).max(initial=0) <= cap
         fewest = -(-first_fit_decreasing(of_item, cap) // ranks)
         assert -(-lengths.sum() // (cap * ranks)) <= len(plan) <= max(1, fewest)
+        as_many = plan_batches(lengths, ranks, num_microbatches=max(1, fewest), **how)
+        assert len(as_many) == max(1, fewest) and sums(as_many, lengths).max(initial=0) <= cap
     if items >= len(plan) * ranks:
         assert all(one for micro in plan for one in micro)
     if group:
@@ -111,7 +113,7 @@ def test_costs_in_any_unit_give_the_same_plan() -> None:
 @pytest.mark.parametrize("how, text", [
     (dict(max_tokens=7), r"example 2 has 8 tokens, more than max_tokens = 7"),
     (dict(max_tokens=9, groups="aabbcc"), "the group 'b' has 10 tokens, more than max_tokens = 9"),
-    (dict(max_tokens=8, num_microbatches=1), "no plan was found for 26 tokens, the longest 8 of"),
+    (dict(max_tokens=8, num_microbatches=1), "no plan was found for 26 tokens in 1 micro"),
     (dict(max_tokens=0), "max_tokens must be an integer >= 1"),
     (dict(num_microbatches=0), "num_microbatches must be an integer >= 1"),
     (dict(num_ranks=0), "num_ranks must be an integer >= 1"),

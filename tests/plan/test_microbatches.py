@@ -17,7 +17,8 @@ from orchmllm.plan.assign import PHASES, PhasePolicy, PlanSpec, example_costs
 from orchmllm.plan.balance import assign_microbatches as alike
 from orchmllm.plan.balance import core
 from orchmllm.plan.cost import CostModel
-from orchmllm.plan.layout import BatchLayout
+from orchmllm.plan.geometry import SegmentLengths
+from orchmllm.plan.layout import VISION, BatchLayout
 from orchmllm.plan.microbatches import (
     MOST_PLANNED,
     assert_invariants,
@@ -218,6 +219,12 @@ def test_auto_follows_the_step(enabled: bool) -> None:
     off = replace(BALANCED, balance=replace(BALANCED.balance, enabled=enabled))
     for spec_ in (capped(430, off), replace(off, room={"llm": 430})):
         assert [len(plan_microbatches(layout, spec_, 0)) for layout in texts] == [1, 3]
+    parts = [(VISION, SegmentLengths(n, n, 1, (1, 1, n))) for n in (300, 300)]
+    images = BatchLayout.concat([BatchLayout.from_segments(i, 1, parts) for i in range(3)], [3])
+    assert len(plan_microbatches(images, replace(off, room={"vision": 430}), 0)) == 3
+    if enabled:
+        with pytest.raises(ValueError, match="keeps below the caps of a rank: vision 430, llm 430"):
+            plan_microbatches(images, capped(430, off, vision=430), 0)
     long = batch_layout(range(2), [100, 700], [1, 1])
     assert len(plan_microbatches(long, replace(off, room={"llm": 430}), 0)) == 1
     with pytest.raises(ValueError, match="max_rank_tokens = 430 is below the 700"):
@@ -242,7 +249,7 @@ def test_slots(num_slots: int, sizes: int, seed: int) -> None:
 
 def drawn(rng: np.random.Generator) -> tuple[BatchLayout, int]:
     """(a step of texts with images and clips or without, its microbatches)."""
-    ranks, count, each = (int(rng.integers(low, high)) for low, high in ((1, 13), (2, 7), (1, 6)))
+    ranks, count, each = (int(rng.integers(low, high)) for low, high in ((1, 9), (2, 6), (1, 6)))
     spread, table, per_example = rng.choice([.3, 1., 1.8]), [], []
     media = int(rng.integers(0, 4))
     for _ in range(ranks * count * each):
@@ -268,5 +275,5 @@ def test_random_steps(steps: int) -> None:
         above.append(time_of(plans) / bound_of(plans))
         caps = {phase: 51 * fullest(plans, phase) // 50 for phase in PHASES}
         below = planned(layout, capped(caps.pop("llm"), **caps), count)
-        assert time_of(below) <= 1.1 * time_of(plans)
+        assert time_of(below) <= 1.01 * time_of(plans)
     assert np.median(above) <= 1.05

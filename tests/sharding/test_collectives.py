@@ -8,10 +8,12 @@ from itertools import product
 from unittest.mock import patch
 
 import pytest
+import torch
 
 from orchmllm import orchestrator
 from orchmllm.comm import exchange
 from orchmllm.config.recipe import FsdpConfig
+from orchmllm.sharding.fsdp import make_mesh
 from tests.lib.collectives import Collective, Setting, collectives, difference
 from tests.lib.ranks import run_ranks
 
@@ -28,6 +30,16 @@ SETTINGS = [
         llm_checkpointing="full:1" if b == 1 else "", prefetch=(a + 2 * b) % 3,
         loss_chunk_rows=16 * (b == 1)))
     for a, b in product(range(3), repeat=2)]
+
+
+def timeouts(world) -> list[float]:
+    return [group._get_backend(torch.device("cpu")).options._timeout.total_seconds()
+            for group in make_mesh(1, "cpu").get_all_groups()]
+
+
+@pytest.mark.dist
+def test_groups_of_a_hybrid_mesh_have_the_timeout_of_the_run():
+    assert run_ranks(timeouts, 2, timeout_s=123.0) == [[123.0] * 2] * 2
 
 
 def without_what_is_empty(x, exchanged, group=None):

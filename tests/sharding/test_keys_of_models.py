@@ -4,7 +4,10 @@ example, and a run that goes on in the middle trains the same rows."""
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+from functools import cached_property
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -13,6 +16,8 @@ import transformers
 
 from orchmllm.config.model import ModelConfig
 from orchmllm.config.recipe import DataConfig, Recipe, load_recipe
+from orchmllm.data.segments import VIDEOS
+from orchmllm.encoders.planned import PlannedEncoders
 from orchmllm.hf.whole_model import open_dataset
 from orchmllm.plan.layout import ENCODERS
 from orchmllm.tools.data.build_index import build_index
@@ -23,7 +28,8 @@ from tests.lib.ranks import run_ranks
 from tests.lib.whole_folders import write_model, write_rows
 from tests.sharding.test_planned_phases import gradients, reference, summed
 
-pytestmark = [pytest.mark.dist, pytest.mark.whole, pytest.mark.slow]
+pytestmark = [pytest.mark.dist, pytest.mark.whole, pytest.mark.slow,
+              pytest.mark.timeout(3600)]  # the code generator takes 20 CPU seconds a graph and rank
 # What a recipe says of each key. {folder}: of the model; {shard}: ranks of a shard.
 KEYS = {
     "data.tokenizer": ["data.tokenizer={folder}"],
@@ -31,7 +37,19 @@ KEYS = {
     "data.batching": ["data.batching=capped", "data.max_batch_tokens=150",
                       "data.max_batch_images=2"],
     "balance.group": ["balance.group=shard", "fsdp.shard_size={shard}"],
-    "balance.nodewise": ["balance.vision.nodewise=true", "balance.audio.nodewise=true"],
+    "load": ["balance.dispatch=load"],
+    "tensors": ["balance.dispatch=tensors", "train.accumulation_steps=2"],
+    "bytes": ["balance.dispatch=bytes", "data.num_workers=1"],
+    "tensors, float32": ["balance.dispatch=tensors"],  # images are not proven to be bytes
+    "bytes, float32": ["balance.dispatch=bytes"],
+    **{f"balance.nodewise.{dispatch}": [
+        "balance.vision.nodewise=true", "balance.audio.nodewise=true",
+        f"balance.dispatch={dispatch}"] for dispatch in ("tensors", "load")},
+    "train.sample_every": ["train.sample_every=2", "data.num_validation=3", "train.num_samples=3",
+                           "train.sample_tokens=4"],
+    "fsdp.compile": ["fsdp.compile=true"],
+    "fsdp.loss_chunk_rows": ["fsdp.loss_chunk_rows=3"],
+    "model.config": ["model.pretrained=", "model.config={folder}"],
 }
 NAMES = ("qwen2_5_vl", "qwen3_vl", "internvl", "gemma3", "llava_onevision", "qwen2_5_omni")
 SHARDS = {1: 1, 2: 1, 3: 1, 4: 2}  # by the number of ranks
@@ -62,11 +80,29 @@ class Family:
             (folder / f"part-{k}.jsonl").write_text("".join(
                 some[3 * k: 3 * k + 3] + none[6 * k: 6 * k + 6]))
         (folder / "recipe.yaml").write_text(RECIPE.format(folder=folder, steps=STEPS))
-        stock, rows = models.stock_of(folder), open_dataset(DataConfig(
+        self.dataset = rows = open_dataset(DataConfig(
             path=f"{folder}/part-*.jsonl", index_dir=str(folder / "none")),
             ModelConfig(pretrained=str(folder)), seed=0)
-        self.rows = {rows.name(i): reference(stock, rows, [i]) for i in range(ROWS)}
         build_index(rows.sources[0], rows.reader, folder / "index", num_workers=1)
+
+    @cached_property
+    def rows(self) -> dict[str, tuple]:
+        """What stock transformers makes of each row."""
+        return self._by_stock(models.stock_of(self.folder))
+
+    @cached_property
+    def drawn_rows(self) -> dict[str, tuple]:
+        """The same with the weights that one rank draws for model.config."""
+        stock, run = models.stock_of(self.folder), self.recipe(
+            "model.config", 1, f"run.dir={self.folder}/drawn")
+        drawn = run_ranks(weights, 1, run, self.name)[0]
+        with torch.no_grad():
+            for n, p in stock.named_parameters():
+                p.copy_(torch.from_numpy(drawn[n]))
+        return self._by_stock(stock)
+
+    def _by_stock(self, stock: torch.nn.Module) -> dict[str, tuple]:
+        return {self.dataset.name(i): reference(stock, self.dataset, [i]) for i in range(ROWS)}
 
     def recipe(self, key: str, ranks: int, *more: str) -> Recipe:
         said = [text.format(folder=self.folder, shard=SHARDS[ranks]) for text in KEYS[key]]
@@ -80,23 +116,43 @@ def family(request, tmp_path_factory):
     return Family(request.param, tmp_path_factory.mktemp(request.param))
 
 
+def trainer_of(key: str, run: Recipe, world, **keys) -> Trainer:
+    refused = mock.patch.object(PlannedEncoders, "prove", side_effect=ValueError("not proven"))
+    with refused if "float32" in key else nullcontext():
+        return Trainer(run, world, **keys)
+
+
+def weights(world, run: Recipe, name: str) -> dict[str, np.ndarray]:
+    """All of a model that was built."""
+    FAMILIES[name](transformers)
+    trainer = Trainer(run, world)
+    try:
+        return {n: p.detach().full_tensor().numpy()
+                for n, p in trainer.model.hf.named_parameters()}
+    finally:
+        trainer.close()
+
+
 def steps(world, runs: dict[str, Recipe], name: str) -> dict[str, list[tuple]]:
     """Of each step of each run: the names of its rows, its loss, targets and gradients, and of each
     phase the media that each rank encodes and that its text has; of rank 0."""
     FAMILIES[name](transformers)  # imports a processor that would need torchvision
     found = {key: [] for key in runs}
     for key, run in runs.items():
-        trainer = Trainer(run, world)
+        trainer = trainer_of(key, run, world)
         try:
+            media = {"pixel_values", *[VIDEOS] * ("qwen" in name and "omni" not in name)}
+            assert trainer.model.encoders.raw.keys() == (set() if "float32" in key else media)
             for step in trainer.loader():
+                trainer._sample()
                 loss, grads = summed(trainer, step), gradients(trainer)
                 plan = step.micro[0].plan
-                media = [np.stack([plan.encode[phase].target_sizes, np.bincount(
+                held = [np.stack([plan.encode[phase].target_sizes, np.bincount(
                     plan.feature[phase].target_rank, minlength=world.world_size)])
                     for phase in ENCODERS]
                 found[key].append((
                     [*map(trainer.dataset.name, step.example_ids.tolist())], loss,
-                    step.num_global_targets, {n: g.numpy() for n, g in grads.items()}, media))
+                    step.num_global_targets, {n: g.numpy() for n, g in grads.items()}, held))
         finally:
             trainer.close()
     return found if world.rank == 0 else {}
@@ -108,11 +164,12 @@ def test_gradients_are_those_of_stock_transformers(ranks, family):
     exact, without = models.LOOSE.get(family.name, models.EXACT), np.zeros(2, bool)
     runs = {key: family.recipe(key, ranks, f"run.dir={family.folder}/{key}{ranks}")
             for key in KEYS}
-    for key, found in run_ranks(steps, ranks, runs, family.name)[0].items():
+    for key, found in run_ranks(steps, ranks, runs, family.name, timeout_s=1700.0)[0].items():
         assert len(found) == STEPS, key
         worst = 0.0
         for names, loss, targets, grads, media in found:
-            losses, wanted, counts = zip(*map(family.rows.get, names), strict=True)
+            of_row = family.drawn_rows if key == "model.config" else family.rows
+            losses, wanted, counts = zip(*map(of_row.get, names), strict=True)
             assert targets == sum(counts), key
             assert loss == pytest.approx(sum(losses), rel=exact), key
             worst = max(worst, models.difference(
@@ -131,8 +188,9 @@ def trained(world, runs: dict[str, Recipe], name: str) -> dict[str, list]:
     found = {}
     for key, run in runs.items():
         losses, ids = [], []
-        trainer = Trainer(run, world, on_step=lambda step, row, losses=losses, ids=ids: (
-            losses.append(row["loss"]), ids.append(step.example_ids.tolist())))
+        trainer = trainer_of(
+            key, run, world, on_step=lambda step, row, losses=losses, ids=ids: (
+                losses.append(row["loss"]), ids.append(step.example_ids.tolist())))
         try:
             trainer.run()
             found[key] = [([*map(trainer.dataset.name, some)], loss)
@@ -151,7 +209,7 @@ def test_a_run_goes_on_in_the_middle(family, tmp_path):
             f"run.dir={tmp_path}/{key}/{what}", *(text.format(key=key) for text in more))
             for key in KEYS}
 
-    whole = run_ranks(trained, 2, runs(2, "whole"), family.name)[0]
+    whole = run_ranks(trained, 2, runs(2, "whole"), family.name, timeout_s=1700.0)[0]
     rest = run_ranks(trained, 1, runs(1, "rest", f"run.resume={tmp_path}/{{key}}/whole/checkpoints/"
                                       "step_00000003"), family.name)[0]
     for key, steps_ in whole.items():

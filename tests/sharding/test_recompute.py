@@ -24,6 +24,7 @@ from orchmllm.models.mllm import MultimodalModel
 from orchmllm.plan.assign import PHASES
 from orchmllm.plan.geometry import text_lengths
 from orchmllm.plan.layout import TEXT, BatchLayout
+from orchmllm.plan.microbatches import assert_invariants, plan_microbatches
 from orchmllm.plan.step import plan_step
 from orchmllm.runtime import measured
 from orchmllm.runtime.metrics import read_rows
@@ -104,11 +105,39 @@ def test_the_choice_is_that_of_enumeration_and_monotone():
 AUTO = FsdpConfig(activation_checkpointing="auto", memory_gb=0.0017)
 
 
-def run_memory(said: list[str], known: dict, fsdp: FsdpConfig = AUTO) -> RunMemory:
+def run_memory(said: list[str], known: dict, fsdp: FsdpConfig = AUTO, **train: int) -> RunMemory:
+    """said: gets its lines, but for those of the caps."""
     one = recipe(model=DEEP, fsdp=fsdp)
-    one = replace(one, train=replace(one.train, batch_size=4))
-    return RunMemory(one, SyntheticDataset(), range(24), plan_spec(resolve(one, 3, 8)), 3, 0,
-                     known=known, log=said.append)
+    one = replace(one, train=replace(one.train, **{"batch_size": 4, **train}))
+    return RunMemory(
+        one, SyntheticDataset(), range(24), plan_spec(resolve(one, 3, 8)), 3, 0, known=known,
+        log=lambda line: said.append(line) if train or not line.startswith(
+            "memory of") else None)
+
+
+def test_memory_asks_for_microbatches():
+    """As many as the steps of the run need, told at the start; a run that goes on keeps its caps,
+    whatever its steps took."""
+    said, known, fsdp = [], {}, replace(AUTO, memory_gb=0.00148)
+    memory = run_memory(said, known, fsdp, accumulation_steps=0, batch_size=8)
+    assert set(memory.choice.values()) == {"full"} and memory.loads.phases["llm"].tokens.size == 6
+    room = memory.spec.room
+    assert f"at most vision {room['vision']}, audio {room['audio']}, llm {room['llm']}" in said[1]
+    counts = []
+    for layout in memory.layouts:
+        plans = plan_microbatches(layout, memory.spec, 0)
+        assert_invariants(layout, plans, memory.spec)
+        counts.append(len(plans))
+        for _, plan in plans:
+            assert memory.memory.peak(loads_of(plan), memory.choice) <= memory.budget
+            assert plan.positions("llm").max() <= max(
+                room["llm"], plan.layout.tokens_per_example.max())
+    assert max(counts) > 1 and f"the fewest microbatches that keep it: {max(counts)}" in said[1]
+    again = run_memory([], {**json.loads(json.dumps(known)), "measured": 1.5}, fsdp,
+                       accumulation_steps=0, batch_size=8)
+    assert again.spec.digest == memory.spec.digest
+    with pytest.raises(ValueError, match="auto needs to know what a rank can hold: set fsdp.mem"):
+        run_memory([], {}, FsdpConfig(), accumulation_steps=0)
 
 
 def test_what_steps_take_decides_once_more():

@@ -29,7 +29,8 @@ def load_processor(folder: Path) -> tuple[Any, Any]:
         processor = of_images(PROCESSOR_MAPPING[whole]).from_pretrained(
             folder, backend="pil", **keys)
     except (OSError, ValueError, TypeError, ImportError, AttributeError) as error:
-        raise ValueError(f"{folder}: its processor cannot be read: {error}") from error
+        raise ValueError(f"{folder}: its processor cannot be read: {error}; give a folder that has "
+                         "the model's own, as its save_pretrained writes it") from error
     images, clips = (getattr(processor, name, None)
                      for name in ("image_processor", "feature_extractor"))
     if not isinstance(images, PilBackend) and (images is not None or clips is None):

@@ -14,7 +14,7 @@ from __future__ import annotations
 import copy
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property, lru_cache
 from pathlib import Path
 from types import MappingProxyType
@@ -29,7 +29,9 @@ from orchmllm.data.formats.conversation import Turn, media_of
 from orchmllm.data.formats.scanned import digest
 from orchmllm.data.media.kinds import VIDEO
 from orchmllm.data.media.medium import Medium, RowError
+from orchmllm.data.media.raw import Arithmetic, of_images
 from orchmllm.data.media.shapes import (
+    Content,
     Shapes,
     Size,
     adapted,
@@ -58,7 +60,7 @@ from orchmllm.plan.layout import AUDIO, VISION
 
 _TYPES = {VISION: 1, VIDEO: 2, AUDIO: 3}  # of tokens, in mm_token_type_ids
 # What is said in the conversations that are compared when a folder is opened.
-_SAID = ("Who is it?", " Anna,\u4e16\u754c \n\n", "\tGr\u00fc\u00dfe 1234567 e\u0301\r\n",
+_SAID = ("Who is it?", " Anna,\u4e16\u754c \n\n", "\tGr\u00fc\u00dfe 1234567\r\n",
          "it's\u00a0\U0001f469\u200d\U0001f680 <b>")
 
 
@@ -185,7 +187,7 @@ class Processor:
             if [*map(str, whole)] != [*map(str, found._replace(digest=b""))]:
                 raise RowError("its parts make something else of media than the whole")
         try:
-            _, made = self.load(spans, media, 0, found)
+            _, made = self.load(spans, media, 0, known=found)
         except RowError:  # it asks its tokenizer for places, too
             self._takes_ids = False
         else:
@@ -244,18 +246,19 @@ class Processor:
                 return tokens if is_cut else tokens._replace(digest=digest_of(encoded.text))
             spans, sizes = before(spans, fit), sizes[:fit]
 
-    def load(self, spans: Sequence[Span], media: list, limit: int, known: Tokens | None = None
+    def load(self, spans: Sequence[Span], media: list, limit: int,
+             options: Mapping[str, Any] = MappingProxyType({}), known: Tokens | None = None
              ) -> tuple[Tokens, dict[str, Tensor]]:
         """(The sequence of a rendered conversation and its media, the processor's other tensors by
         argument name). media: images of Pillow, as arrays small ones can be read with another side
         for the channels; clips (n,) float32; or as `sized` makes them, whose content is not wanted.
         The tensor of videos is on the meta device: see Videos.pixels. limit: see `tokens`; no
-        medium crosses it. known: what `tokens` made of these spans; it is not made again where the
-        processor writes the same text. Raises RowError."""
+        medium crosses it. options: of the call for images; known: what `tokens` made of these
+        spans; it is not made again where the processor writes the same text. Raises RowError."""
         has_pixels = any(isinstance(medium, Image.Image) for medium in media)
         asked = OneCall(self._ids_of, known if self._takes_ids else None)
         out, expanded = self._run(self._some if has_pixels else self._shapes, asked,
-                                  self._placed(spans), media, "pt")
+                                  self._placed(spans), media, "pt", options)
         if asked.encoded is None:
             ids, learnt = known.ids, known.learnt
         else:
@@ -268,17 +271,36 @@ class Processor:
         return tokens, {name: value[:, :n] if name.endswith("type_ids") else value
                         for name, value in out.items()}
 
+    def parts(self, media: Sequence[Image.Image | np.ndarray], **options: Any
+              ) -> list[dict[str, Tensor]]:
+        """The tensors of each of these media, images or clips, in an example of their own."""
+        out, expanded = self._run(self._processor, OneCall(self._ids_of), self._written(media),
+                                  [*media], "pt", options)
+        return KINDS[kind_of(media[0])].parts(
+            out, np.array([grids[0] for grids in expanded.grids]))
+
+    def arithmetic(self) -> Iterator[Arithmetic]:
+        """Of the pixels of images, and of those of videos."""
+        if images := getattr(self._processor, "image_processor", None):
+            yield of_images(images, self.options, KINDS[VISION].content, self.parts)
+        if self.videos is not None and self.videos.processor is not None:
+            yield self.videos.arithmetic()
+
     def arguments_like(self, ids: Tensor, sizes: Sequence[Size], **options: Any
                        ) -> dict[str, Tensor]:
         """The processor's tensors for an example with these ids (n,) and blank media. options: of
         its call, for images and videos alike."""
-        text = "\n".join(self._marks[kind_of(size)] for size in sizes) or "no media"
+        text = self._written(sizes) or "no media"
         out, _ = self._run(self._processor, OneCall(self._ids_of), text, [*map(blank, sizes)],
                            "pt", options)
         del out["input_ids"]
         types = sum(_TYPES[kind] * (ids == token).long()[None]
                     for kind, token in self.token_ids.items())
         return {name: types if name.endswith("type_ids") else value for name, value in out.items()}
+
+    def _written(self, media: Sequence[Content]) -> str:
+        """The placeholders of media, or of their sizes."""
+        return "\n".join(self._marks[kind_of(medium)] for medium in media)
 
     def _placed(self, spans: Sequence[Span]) -> str:
         """A conversation as the processor is given it. Raises RowError where the data write a
@@ -313,7 +335,7 @@ class Processor:
         several in another way than one. Those parts of the processor run that decide it. Raises
         RowError."""
         media, kinds = [*map(sized, sizes)], [*map(kind_of, sizes)]
-        text = "\n".join(self._marks[kind] for kind in kinds)
+        text = self._written(sizes)
         if VIDEO in kinds:  # whose settings are those of its frames
             return self._run(self._shapes, OneCall(self._ids_of), text, media, None)[1]
         processor, out, texts = self._shapes, {}, {}

@@ -12,6 +12,7 @@ from orchmllm.config.recipe import DataConfig, Recipe, TrainConfig
 from orchmllm.data.formats.open import DataSource, beside, index_path
 from orchmllm.data.index import LengthIndex
 from orchmllm.models.flops import plan_spec
+from orchmllm.sharding.caps import with_count
 from orchmllm.sharding.fits import with_real_batch
 from orchmllm.sharding.longest import Room, heaviest, table
 from orchmllm.tools.data.composition import (
@@ -74,11 +75,16 @@ def show(recipe: Recipe, args: argparse.Namespace, sources: Sequence[DataSource]
           f"{share} examples" if recipe.data.batching == "sample" else
           f"{count} mini-batches" if count > 1 else "1 mini-batch")
     job, hardware = cluster().job(recipe, ranks)
-    room = Room.of(job, hardware.sheet.memory_bytes, memory_of(job, hardware))
+    memory = memory_of(job, hardware)
+    room = Room.of(job, hardware.sheet.memory_bytes, memory)
     room = replace(room, why=f"{room.why}; assumed GPU: {hardware.name}")
     own = of_indexes(recipe, sources, indexes)
     found = heaviest(batches, plan_spec(job).costs, own.rows(), room.fits)
-    print("", *table(found, room, own.place), *room.misfits(own.rows(), own.place), sep="\n")
+    real = with_real_batch(recipe, ranks)
+    step = own.draw(ranks, real.train.batch_size * real.train.least_microbatches, recipe.run.seed)
+    _, _, caps = with_count(real, [step], plan_spec(job), memory, room.budget)
+    print("", *[caps] * bool(caps), *table(found, room, own.place),
+          *room.misfits(own.rows(), own.place), sep="\n")
     if not can_draw():
         print(f"no plot: {CANNOT_DRAW}")
         return

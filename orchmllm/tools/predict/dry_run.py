@@ -30,7 +30,7 @@ from orchmllm.plan.assign import PHASES, PhasePolicy, PlanSpec
 from orchmllm.plan.layout import ENCODERS, BatchLayout
 from orchmllm.plan.microbatches import plan_microbatches
 from orchmllm.plan.step import StepPlan, imbalance, plan_step
-from orchmllm.sharding.caps import described, with_count
+from orchmllm.sharding.caps import with_count
 from orchmllm.sharding.fits import decide, joined, with_real_batch
 from orchmllm.sharding.longest import Room, heaviest, table
 from orchmllm.sharding.memory import Loads, MemoryModel, loads_of
@@ -80,9 +80,8 @@ def dry_run(recipe: Recipe, num_ranks: int, hardware: Hardware, steps: int = 20,
     drawn = functools.partial(examples.draw, num_ranks)
     room = Room.of(job, hardware.sheet.memory_bytes, memory)
     step = drawn(recipe.train.batch_size * recipe.train.least_microbatches, recipe.run.seed)
-    auto = not recipe.train.accumulation_steps
-    recipe, caps = with_count(recipe, [step], spec, memory, room.budget)
-    job, train, spec = replace(job, recipe=recipe), recipe.train, replace(spec, room=caps)
+    recipe, spec, caps = with_count(recipe, [step], spec, memory, room.budget)
+    job, train = replace(job, recipe=recipe), recipe.train
     memory = memory_of(job, hardware)
     first = [plan for _, plan in plan_microbatches(step, spec, train.accumulation_steps)]
     choice = _checkpointing(recipe, first, room, hardware, examples)
@@ -95,7 +94,7 @@ def dry_run(recipe: Recipe, num_ranks: int, hardware: Hardware, steps: int = 20,
     report = {
         "world_size": num_ranks, "batch_size": held, "steps": steps,
         "microbatches": train.accumulation_steps,
-        "caps": described([step], spec, 0 if auto else train.accumulation_steps) * bool(caps),
+        "caps": caps,
         "examples_per_step": job.global_batch_size * held / train.batch_size,
         "lengths": examples.what, "epoch": examples.epoch,
         "not_modelled": not_modelled(recipe, examples),

@@ -86,7 +86,7 @@ def main(argv: list[str]) -> int:
           f"tensors ({search.allowed_by})\n"
           f"{f'{whole} examples a step' if whole else 'any number of examples a step'}, lengths "
           f"{search.examples.what}\n\nPredicted, the best that fit (vision/audio/llm):\n"
-          f"{settings_table(best, search)}")
+          f"{settings_table(best, search)}", search.caps(best[0].setting), sep="\n\n")
     # With balance.group: shard a shard size of 0 is refused, also for one shard of all ranks.
     lines = best[0].setting.overrides(gpus if recipe.balance.group == "world" else 0)
     absent = tuple(f"fsdp.{p}_" for p in PHASES if p not in search.phases())

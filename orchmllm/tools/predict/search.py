@@ -19,7 +19,7 @@ from orchmllm.config.fsdp import CHOICES, RESHARD
 from orchmllm.config.job import check_world, resolve
 from orchmllm.config.recipe import Recipe
 from orchmllm.models.flops import padded_phases, plan_spec
-from orchmllm.plan.assign import PHASES
+from orchmllm.plan.assign import PHASES, PlanSpec
 from orchmllm.plan.balance import CapError
 from orchmllm.plan.microbatches import plan_microbatches
 from orchmllm.sharding.caps import with_count
@@ -110,11 +110,19 @@ class Search:
         self.recipe = replace(recipe, train=replace(recipe.train, global_batch_size=0))
         self.budget, self.allowed_by = budget_of(self.recipe, self.hardware.sheet.memory_bytes)
         if not self.recipe.train.accumulation_steps:
-            job = resolve(self.recipe, self.num_ranks, self.hardware.ranks_per_node)
-            step = self.examples.draw(self.num_ranks, self.recipe.train.batch_size,
-                                      self.recipe.run.seed)
-            self.recipe, _ = with_count(self.recipe, [step], plan_spec(job),
-                                        memory_of(job, self.hardware), self.budget)
+            self.recipe = self._with_caps(self.recipe)[0]
+
+    def _with_caps(self, recipe: Recipe) -> tuple[Recipe, PlanSpec, str]:
+        """with_count of a step of the recipe."""
+        job = resolve(recipe, self.num_ranks, self.hardware.ranks_per_node)
+        step = self.examples.draw(self.num_ranks, recipe.train.batch_size
+                                  * recipe.train.least_microbatches, recipe.run.seed)
+        return with_count(recipe, [step], plan_spec(job), memory_of(job, self.hardware),
+                          self.budget)
+
+    def caps(self, setting: Setting) -> str:
+        """What a rank may hold by a setting, in words."""
+        return self._with_caps(setting.of(self.recipe))[2]
 
     def phases(self) -> list[str]:
         """Those of which the model has layers."""

@@ -94,6 +94,7 @@ def test_a_whole_model_is_trained_with_its_own_processor(tmp_path, capsys):
     model.mkdir()
     write_model("qwen2_5_vl", model)
     rows = write_rows(tmp_path, 12, "qwen2_5_vl")
+    capsys.readouterr()  # a bar of transformers
     code, said = init(capsys, model, "--out", out)
     assert code == 2 and said == (
         f"error: {model} is the folder of a model: orchmllm init DATA --model {model}\n")
@@ -106,6 +107,11 @@ def test_a_whole_model_is_trained_with_its_own_processor(tmp_path, capsys):
     out.unlink()
     code, said = init(capsys, *argv, "--model", model)
     assert code == 2 and "its model_type 'qwen2_5_vl' is of a second whole model" in said
+    settings = (model / "processor_config.json").rename(tmp_path / "settings.json")
+    code, said = init(capsys, *argv)
+    assert code == 2 and said.startswith(f"error: {model}: its processor cannot be read: ") and (
+        said.endswith("give a folder that has the model's own, as its save_pretrained writes it\n"))
+    settings.rename(model / "processor_config.json")
     config = json.loads((model / "config.json").read_text())
     (model / "config.json").write_text(json.dumps(config | {"model_type": "llama"}))
     code, said = init(capsys, *argv)

@@ -6,16 +6,22 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
-from orchmllm.models.flops import Lengths, padded_phases
+from orchmllm.config.job import resolve
+from orchmllm.models.flops import Lengths, padded_phases, plan_spec
 from orchmllm.plan.assign import PHASES
-from orchmllm.sharding.fits import MISSED, decide, joined
-from orchmllm.sharding.memory import Loads, loads_of
+from orchmllm.plan.microbatches import plan_microbatches
+from orchmllm.plan.step import plan_step
+from orchmllm.sharding.caps import with_count
+from orchmllm.sharding.fits import MISSED, decide, joined, scaled
+from orchmllm.sharding.memory import Loads, MemoryModel, loads_of
+from orchmllm.tools.predict.examples import of_mix
 from tests.lib import whole_models as models
 from tests.lib.recipes import frozen as froze
 from tests.lib.recipes import read
-from tests.lib.tracked import planned, tracked, tracked_text
+from tests.lib.tracked import planned, tracked, tracked_peak, tracked_text
 
 ENCODERS = ("vision", "audio")
 
@@ -134,3 +140,30 @@ def test_what_auto_chooses_is_never_over_the_budget(name, share):
     peak, _ = tracked(replace(asked, fsdp=replace(asked.fsdp, **{
         f"{p}_checkpointing": c for p, c in choice.items()})), ranks)
     assert 0.85 * budget < peak + memory.state_bytes()["optimizer"] <= budget
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", AUTO)
+def test_microbatches_that_memory_asks_for_fit_it(name):
+    """A step of 24 examples a rank, for 0.4 of which there is memory: no rank of any microbatch is
+    predicted to need more, and the fullest one of rank 0 takes what is predicted."""
+    ranks, recipe = CASES[name]
+    recipe = replace(recipe, train=replace(recipe.train, batch_size=24, accumulation_steps=0))
+    job, pad = resolve(recipe, ranks, 8), padded_phases(recipe.model)
+    choice = {p: recipe.fsdp.checkpointing(p) for p in PHASES}
+    memory, spec = MemoryModel.of(job, on_cpu=True), plan_spec(job)
+    step = of_mix(recipe).draw(ranks, recipe.train.batch_size, 0)
+    loads = loads_of(plan_step(step, spec), pad)
+    budget = MISSED * memory.peak(scaled(loads, 0.4), choice)
+    counted, spec, _ = with_count(recipe, [step], spec, memory, budget)
+    count = counted.train.accumulation_steps
+    assert 1 < count < 8
+    plans = [plan for _, plan in plan_microbatches(step, spec, count)]
+    peaks = [memory.peaks(loads_of(plan, pad), choice) for plan in plans]
+    assert max(float(np.max(v)) for peak in peaks for v in peak.values()) <= budget
+    moves = memory.state_bytes()["optimizer"]
+    of_rank = [max(float(v[0]) for moment, v in peak.items() if moment != "optimizer") - moves
+               for peak in peaks]
+    at = int(np.argmax(of_rank))
+    peak = tracked_peak(counted, plans[at].for_rank(0), ranks)
+    assert of_rank[at] == pytest.approx(peak, rel=0.1) and peak + moves <= budget
