@@ -84,6 +84,7 @@ class ProcessedReader(LengthReader):
         except MediaError as error:
             return self.stand_in(error, example_id)
         of_items = [size[:2] for items, size in zip(every, sizes, strict=True) for _ in items]
+        spans = [Medium(span.modality, "") if isinstance(span, Medium) else span for span in spans]
         return MeasuredExample(
             layout, tokens.ids, tokens.learnt, [item[0] for item in chain.from_iterable(every)],
             None, turns, of_items[: int((layout.modality != TEXT).sum())], spans, tokens.digest)
@@ -161,7 +162,7 @@ class ProcessedReader(LengthReader):
         spans = before(row.spans or self.processor.rendered(row.turns), len(media))
         known = Tokens(row.token_ids, row.supervised, [], row.digest) if row.digest else None
         tokens, arguments = self.processor.load(
-            spans, media, self.max_example_tokens, known, _options(KINDS[VISION].content, raw))
+            spans, media, self.max_example_tokens, _options(KINDS[VISION].content, raw), known)
         found = layout_of(int(layout.example_id[0]), tokens)
         if found.to_payload().tolist() != layout.to_payload().tolist():
             raise RowError("the processor makes other lengths of it")
@@ -223,7 +224,7 @@ class ProcessedReader(LengthReader):
         sizes, options = [Size(*size) for size in row.sizes], dict(
             _options(KINDS[VISION].content, raw))
         if processor.videos and sizes:  # the row, which says what is an image, may be gone
-            sizes, options = self._as_videos(layout, segments), {"do_resize": False}  # zeros
+            sizes, options = self._as_videos(layout, segments), {"do_resize": False}
             token[VISION], names = token[VIDEO], dict.fromkeys(names, VIDEOS)
         ids = torch.from_numpy(np.repeat([token[m] for m in layout.modality.tolist()],
                                          layout.num_tokens))

@@ -49,7 +49,10 @@ def test_a_row_is_rendered_and_encoded_once(tmp_path, monkeypatch, family):
 def test_a_special_token_that_data_and_template_write_together_is_refused(tmp_path):
     write_rows(tmp_path, "llava", [[], []])
     path = tmp_path / "chat_template.jinja"
-    path.write_text(path.read_text().replace("{{ p['text'] }}", "{{ '<' + p['text'] }}"))
+    text = path.read_text()
+    for written in ("p['text']", "m['content']"):
+        text = text.replace(f"{{{{ {written} }}}}", f"{{{{ '<' + {written} }}}}")
+    path.write_text(text)
     edited(tmp_path, 0, messages=talk([{"type": "text", "text": "end> it"}], "a"))
     rows = opened(tmp_path)
     assert "special token <end>" in str(rows.problem(0)) and rows.problem(1) is None
@@ -77,7 +80,7 @@ def test_a_tokenizer_that_is_not_that_of_its_file_is_told_of(tmp_path, monkeypat
     with monkeypatch.context() as patch:
         patch.setattr(TokenizersBackend, "_encode_plus", lambda self, text, *args, **keys: was(
             self, text, *args, **{**keys, "truncation_strategy": keys["truncation_strategy"].
-                                  __class__("longest_first"), "max_length": 8}))
+                                  __class__("longest_first"), "max_length": 26}))
         with pytest.raises(ValueError, match="leaves out the end"):
             opened(tmp_path)
     wanted = ChatTokenizer.encode_spans

@@ -59,7 +59,7 @@ from orchmllm.plan.layout import AUDIO, VISION
 
 _TYPES = {VISION: 1, VIDEO: 2, AUDIO: 3}  # of tokens, in mm_token_type_ids
 # What is said in the conversations that are compared when a folder is opened.
-_SAID = ("Who is it?", " Anna,\u4e16\u754c \n\n", "\tGr\u00fc\u00dfe 1234567 e\u0301\r\n",
+_SAID = ("Who is it?", " Anna,\u4e16\u754c \n\n", "\tGr\u00fc\u00dfe 1234567\r\n",
          "it's\u00a0\U0001f469\u200d\U0001f680 <b>")
 
 
@@ -186,7 +186,7 @@ class Processor:
             if [*map(str, whole)] != [*map(str, found._replace(digest=b""))]:
                 raise RowError("its parts make something else of media than the whole")
         try:
-            _, made = self.load(spans, media, 0, found)
+            _, made = self.load(spans, media, 0, known=found)
         except RowError:  # it asks its tokenizer for places, too
             self._takes_ids = False
         else:
@@ -245,15 +245,15 @@ class Processor:
                 return tokens if is_cut else tokens._replace(digest=digest_of(encoded.text))
             spans, sizes = before(spans, fit), sizes[:fit]
 
-    def load(self, spans: Sequence[Span], media: list, limit: int, known: Tokens | None = None,
-             options: Mapping[str, Any] = MappingProxyType({})
+    def load(self, spans: Sequence[Span], media: list, limit: int,
+             options: Mapping[str, Any] = MappingProxyType({}), known: Tokens | None = None
              ) -> tuple[Tokens, dict[str, Tensor]]:
         """(The sequence of a rendered conversation and its media, the processor's other tensors by
         argument name). media: images of Pillow, as arrays small ones can be read with another side
         for the channels; clips (n,) float32; or as `sized` makes them, whose content is not wanted.
         The tensor of videos is on the meta device: see Videos.pixels. limit: see `tokens`; no
-        medium crosses it. known: what `tokens` made of these spans; it is not made again where the
-        processor writes the same text. options: of the call for images. Raises RowError."""
+        medium crosses it. options: of the call for images; known: what `tokens` made of these
+        spans; it is not made again where the processor writes the same text. Raises RowError."""
         has_pixels = any(isinstance(medium, Image.Image) for medium in media)
         asked = OneCall(self._ids_of, known if self._takes_ids else None)
         out, expanded = self._run(self._some if has_pixels else self._shapes, asked,
@@ -273,9 +273,8 @@ class Processor:
     def parts(self, media: Sequence[Image.Image | np.ndarray], **options: Any
               ) -> list[dict[str, Tensor]]:
         """The tensors of each of these media, images or clips, in an example of their own."""
-        text = "\n".join(self._marks[kind_of(medium)] for medium in media)
-        out, expanded = self._run(self._processor, OneCall(self._ids_of), text, [*media], "pt",
-                                  options)
+        out, expanded = self._run(self._processor, OneCall(self._ids_of), self._written(media),
+                                  [*media], "pt", options)
         return KINDS[kind_of(media[0])].parts(
             out, np.array([grids[0] for grids in expanded.grids]))
 
@@ -290,13 +289,17 @@ class Processor:
                        ) -> dict[str, Tensor]:
         """The processor's tensors for an example with these ids (n,) and blank media. options: of
         its call, for images and videos alike."""
-        text = "\n".join(self._marks[kind_of(size)] for size in sizes) or "no media"
+        text = self._written(sizes) or "no media"
         out, _ = self._run(self._processor, OneCall(self._ids_of), text, [*map(blank, sizes)],
                            "pt", options)
         del out["input_ids"]
         types = sum(_TYPES[kind] * (ids == token).long()[None]
                     for kind, token in self.token_ids.items())
         return {name: types if name.endswith("type_ids") else value for name, value in out.items()}
+
+    def _written(self, media: Sequence[Content]) -> str:
+        """The placeholders of media, or of their sizes."""
+        return "\n".join(self._marks[kind_of(medium)] for medium in media)
 
     def _placed(self, spans: Sequence[Span]) -> str:
         """A conversation as the processor is given it. Raises RowError where the data write a
@@ -331,7 +334,7 @@ class Processor:
         several in another way than one. Those parts of the processor run that decide it. Raises
         RowError."""
         media, kinds = [*map(sized, sizes)], [*map(kind_of, sizes)]
-        text = "\n".join(self._marks[kind] for kind in kinds)
+        text = self._written(sizes)
         if VIDEO in kinds:  # whose settings are those of its frames
             return self._run(self._shapes, OneCall(self._ids_of), text, media, None)[1]
         processor, out, texts = self._shapes, {}, {}
