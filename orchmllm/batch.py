@@ -74,8 +74,9 @@ class ProcessedExample:
     it gives a batch of this one example (pixel_values, image_grid_thw, mm_token_type_ids (1, n),
     ...); of the parts of an example those that the text model reads. lengths: as planned.
     parts: segment index (within the example) -> the tensors of this medium alone, by the name of
-    the model's argument, with the shapes of a batch of this one medium. arguments: segment index of
-    each medium -> the name of the argument that holds its content.
+    the model's argument, with the shapes of a batch of this one medium; of a medium that another
+    rank decodes, what that rank loads it from. arguments: segment index of each medium -> the name
+    of the argument that holds its content.
     """
 
     example_id: int
@@ -83,7 +84,7 @@ class ProcessedExample:
     labels: Tensor | None
     media: dict[str, Tensor]
     lengths: BatchLayout
-    parts: dict[int, dict[str, Tensor]] = field(default_factory=dict)
+    parts: dict[int, Any] = field(default_factory=dict)
     arguments: dict[int, str] = field(default_factory=dict)
 
 
@@ -160,6 +161,11 @@ class PackedExamples:
         return replace(
             self.moved(partial(on_device, device=device)),
             seqlens=SequenceLengths.from_lengths(np.array(self.seqlens.lengths), device))
+
+    def exchanged(self, group: Any) -> PackedExamples:
+        """With the media that come from other ranks of a process group; collective."""
+        return replace(self, phases={
+            name: items.exchanged(group) for name, items in self.phases.items()})
 
     def moved(self, move: Callable[[Tensor], Tensor]) -> PackedExamples:
         """With `move` of every tensor but the lengths."""

@@ -52,7 +52,7 @@ class Orchestrator:
 
     spec: what the planner knows; the same on all ranks. gather: CPU groups owned by the thread that
     calls gather_layout and commit. group: CPU group of the ranks, owned by the same thread as
-    `gather`; dispatch `bytes` needs it.
+    `gather`; dispatch `bytes` needs it, and whole examples whose media move.
     commit_gather: where the ranks of `gather` are one shard of those that share a step,
     all of these: they fail together and count targets together, but each shard has its own plans.
     device_group: of `dispatch`, on the device (default: the default group)."""
@@ -187,13 +187,13 @@ class Orchestrator:
 
     def dispatch(self, micro: Microbatch, num_global_targets: int) -> Batch | PackedExamples:
         """Moves one of the trainer's microbatches to the ranks that process it (training thread).
-        Collective: every rank dispatches all microbatches of a step, in their order. Whole examples
-        are there already."""
+        Collective: every rank dispatches all microbatches of a step, in their order. Of whole
+        examples the text is there already."""
         if isinstance(micro.content, PackedExamples):
             packed = micro.content
             if len(micro.ignored):
                 packed = packed.without_labels(np.isin(micro.rank_plan.examples, micro.ignored))
-            return packed.to(self.device)
+            return packed.to(self.device).exchanged(self._device_group)
         plan, group = micro.rank_plan, self._device_group
         moves = self.spec.balance.dispatch == "tensors"
         inputs, input_lengths, scatter = {}, {}, {}

@@ -96,7 +96,7 @@ class Trainer:
             self._log(source.describe())
         self.model = kind.build(recipe, self.device, self.memory.choice, sources, on_cpu,
                                 spec.ranks_per_node, group, self._log)
-        self._feed = kind.feed(self.model)
+        self._feed = kind.feed(self.model, self.dataset, on_cpu, self._log)
         self.timer = StepTimer(self.model.clock, self.device)
         train, self.parts = recipe.train, learning_parts(self.model)
         self.optimizer = make_optimizer(self.model, train)

@@ -53,7 +53,7 @@ class WholeExamples(WholeFeed):
     def load(self, step):
         for micro in self._requested.popleft():
             calls = [((i,), {}) for i in micro.rank_plan.example_ids.tolist()]
-            micro.content = self._join([
+            micro.content = self._model.join([
                 example for example, _ in self._workers.request("load", calls)()])
         return -1, -1
 
@@ -118,7 +118,7 @@ def trained(world, folder: Path, steps: int, turns: int, workers: int) -> dict[s
                 train=TrainConfig(num_steps=steps + 2, batch_size=5, lr=1e-4))
             trainer = Trainer(replace(run, balance=replace(run.balance, dispatch="load")), world)
             if way == "hook":
-                trainer._feed = partial(WholeExamples, join=trainer.model.join)
+                trainer._feed = partial(WholeExamples, model=trainer.model)
                 balance_encoders(trainer.model.hf, when="always")
             try:
                 measured(trainer, out[way])

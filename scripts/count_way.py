@@ -3,10 +3,12 @@ that run while a step is made of rows and trained on.
 
     python scripts/count_way.py [--base REVISION] [--list WAY]
 
-Four ways: the trainer with dispatch `tensors` and with `load`, a loop with BalancedDataLoader, and
-images through balance_encoders. Each runs on one rank with a profile hook in every thread; recorded
-are steps after the first, so nothing of the set-up counts. --base: the same of another revision,
-checked out and built in a temporary folder. --list: the functions of one way, by file.
+Five ways: the trainer with dispatch `tensors` and with `load`, the trainer with a whole model of
+transformers (a tiny Qwen2-VL), a loop with BalancedDataLoader, and images through balance_encoders.
+Each runs on one rank with a profile hook in every thread; recorded are steps after the first, so
+nothing of the set-up counts. `either` is what a reader meets who follows a row of both kinds of
+models, `load` and `whole`. --base: the same of another revision, checked out and built in a
+temporary folder. --list: the functions of one way, by file.
 
 A change of file is a call from a function of one file into one of another. Lambdas and
 comprehensions count as part of the function that holds them.
@@ -28,7 +30,8 @@ from pathlib import Path
 from compare_versions import ROOT, TINY, checked_out
 
 TRAINER = [*TINY, "launch.nproc_per_node=1", "data.num_workers=0", "train.num_steps=4"]
-WAYS = ("tensors", "load", "loader", "encoders")
+WAYS = ("tensors", "load", "whole", "loader", "encoders")
+EITHER = "either", ("load", "whole")
 
 
 class Recorder:
@@ -69,7 +72,7 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
-def run_trainer(recorder: Recorder, dispatch: str, data: Path, folder: Path) -> None:
+def run_trainer(recorder: Recorder, way: str, data: Path, folder: Path) -> None:
     """Steps 2 and 3 of a run of 4."""
     from orchmllm.trainer import Trainer
 
@@ -88,10 +91,30 @@ def run_trainer(recorder: Recorder, dispatch: str, data: Path, folder: Path) -> 
 
     os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1",
                    "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    if train.main([str(ROOT / "recipes/demo.yaml"), *TRAINER,
-                   f"data.path={data / 'data.jsonl'}", f"run.dir={folder / dispatch}",
-                   f"balance.dispatch={dispatch}"]):
-        raise RuntimeError(f"the run with dispatch {dispatch} failed")
+    recipe = whole_recipe(folder) if way == "whole" else [
+        str(ROOT / "recipes/demo.yaml"), *TRAINER, f"data.path={data / 'data.jsonl'}",
+        f"balance.dispatch={way}"]
+    if train.main([*recipe, f"run.dir={folder / way}"]):
+        raise RuntimeError(f"the run of {way} failed")
+
+
+def whole_recipe(folder: Path) -> list[str]:
+    """The arguments for training a tiny Qwen2-VL on rows with images."""
+    import torch
+
+    from tests.lib.whole_folders import write_model, write_rows
+
+    for name in ("model", "rows"):
+        (folder / name).mkdir()
+    write_model("qwen2_vl", folder / "model", torch.float32)
+    recipe = folder / "recipe.yaml"
+    recipe.write_text(json.dumps({
+        "model": {"pretrained": str(folder / "model")},
+        "data": {"path": str(write_rows(folder / "rows", 60, "qwen2_vl")), "num_workers": 0,
+                 "index_dir": str(folder / "index")},
+        "train": {"num_steps": 4, "batch_size": 4}, "launch": {"nproc_per_node": 1},
+        "fsdp": {"param_dtype": "float32"}}), encoding="utf-8")
+    return [str(recipe)]
 
 
 def run_loader(recorder: Recorder, _: str) -> None:
@@ -128,7 +151,7 @@ def child(way: str, tree: Path, data: Path, out: Path) -> None:
     """One way in this process, with the package of `tree`; writes what was recorded to `out`."""
     recorder = Recorder(tree / "orchmllm")
     with tempfile.TemporaryDirectory() as folder:
-        if way in ("tensors", "load"):
+        if way in ("tensors", "load", "whole"):
             run_trainer(recorder, way, data, Path(folder))
         else:
             import torch.distributed as dist
@@ -178,12 +201,16 @@ def main() -> None:
         try:
             print(f"{'way':<10} {'revision':<12} {'functions':>9} {'files':>6} "
                   f"{'changes of file':>16}")
-            for way in WAYS:
-                for label, tree in trees.items():
-                    found = count(tree, way, data, folder)
-                    files = {file for file, _ in found["functions"]}
-                    print(f"{way:<10} {label:<12} {len(found['functions']):>9} {len(files):>6} "
-                          f"{len(found['changes']):>16}", flush=True)
+            for label, tree in trees.items():
+                found = {way: count(tree, way, data, folder) for way in WAYS}
+                name, of = EITHER
+                found[name] = {what: sorted({tuple(map(tuple, x)) if what == "changes" else tuple(x)
+                                             for way in of for x in found[way][what]})
+                               for what in ("functions", "changes")}
+                for way, met in found.items():
+                    files = {file for file, _ in met["functions"]}
+                    print(f"{way:<10} {label:<12} {len(met['functions']):>9} {len(files):>6} "
+                          f"{len(met['changes']):>16}", flush=True)
         finally:
             if args.base:
                 subprocess.run(["git", "worktree", "remove", "--force", str(trees[args.base])],

@@ -9,7 +9,6 @@ import importlib.util
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -29,9 +28,6 @@ __all__ = ["TRAIN_PARTS", "DataConfig", "FsdpConfig", "Recipe", "RecipeError", "
            "to_yaml"]
 
 TRACKERS = ("tensorboard", "wandb")  # names of packages
-# Keys that keep their default with a whole model of transformers, and what else they may be.
-OF_PARTS_ALONE = (
-    ("balance.dispatch", "load"),)
 
 
 @dataclass(frozen=True)
@@ -220,12 +216,6 @@ class Recipe:
             yield Conflict(("data.preprocess", key_), "servers send what this project's own parts "
                            "read, and not yet what a processor of transformers makes: leave it "
                            "out, and set data.num_workers")
-        for name, *others in OF_PARTS_ALONE:
-            value, default = attrgetter(name)(self), attrgetter(name)(Recipe())
-            if value not in (default, *others):
-                choices = " or ".join(map(repr, (default, *others)))
-                yield Conflict((name, key_), f"is not available with {key_}: " + (
-                    f"set it to {choices}" if others else "leave it out"))
 
     def _of_train(self) -> Iterator[Conflict]:
         """Keys of train.* that do not fit those of other sections."""

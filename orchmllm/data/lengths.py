@@ -18,6 +18,7 @@ from orchmllm.data.formats.conversation import DOCUMENT, Conversation, media_of
 from orchmllm.data.media.headers import audio_header, audio_lengths, image_header
 from orchmllm.data.media.medium import OUT_OF, MediaError, Medium, RowError
 from orchmllm.data.storage.remote import fetch_ahead
+from orchmllm.data.text.spans import Span
 from orchmllm.data.text.tokenizer import ChatTokenizer, Tokenized
 from orchmllm.plan.geometry import AudioGeometry, SegmentLengths, VisionGeometry, text_lengths
 from orchmllm.plan.layout import TEXT, VISION, BatchLayout
@@ -28,8 +29,9 @@ _TOO_LONG = 1 << 30  # of a medium after the cut, whatever its length
 class MeasuredExample(NamedTuple):
     """One example as planned. token_ids (T,) int32, supervised (T,) bool: of its text. media: in
     reading order, those after the cut too. problem: why it is a stand-in, or how its row differs
-    from the index, or None. turns, sizes: where a processor of transformers made the lengths, the
-    conversation, and the sizes of the media before the cut."""
+    from the index, or None. turns, sizes, spans, digest: where a processor of transformers made the
+    lengths, the conversation, the sizes of the media before the cut, what the chat template wrote,
+    and Tokens.digest; the last two are empty where the lengths are an index's."""
 
     layout: BatchLayout
     token_ids: np.ndarray
@@ -38,6 +40,8 @@ class MeasuredExample(NamedTuple):
     problem: MediaError | None
     turns: Conversation = ()
     sizes: Sequence[tuple[int, int]] = ()
+    spans: Sequence[Span] = ()
+    digest: bytes = b""
 
     @property
     def media_at(self) -> dict[int, Medium]:

@@ -9,22 +9,27 @@ that failed.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
+from types import MappingProxyType
+from typing import Any
 
 import numpy as np
 import torch
 from PIL import Image
+from torch import Tensor
 
 from orchmllm.batch import IGNORE_INDEX, ProcessedExample
 from orchmllm.config.recipe import DataConfig
 from orchmllm.data.formats.conversation import Conversation
+from orchmllm.data.leaving import row_of_medium
 from orchmllm.data.lengths import LengthReader, MeasuredExample
 from orchmllm.data.media.decode import OnError, decode_samples, fail, upright_image
 from orchmllm.data.media.headers import audio_header, image_header
 from orchmllm.data.media.kinds import VIDEO
 from orchmllm.data.media.medium import MediaError, Medium, RowError, Sampled
+from orchmllm.data.media.raw import AS_BYTES, Arithmetic, with_bytes
 from orchmllm.data.media.shapes import Content, Size, blank, kind_of, sized
 from orchmllm.data.media.video import pictures
 from orchmllm.data.media.video_processor import items_of
@@ -34,6 +39,8 @@ from orchmllm.data.text.spans import Tokens, before
 from orchmllm.data.text.tokenizer import ChatTokenizer
 from orchmllm.plan.geometry import AudioGeometry
 from orchmllm.plan.layout import TEXT, VISION, BatchLayout
+
+NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 
 class ProcessedReader(LengthReader):
@@ -79,7 +86,7 @@ class ProcessedReader(LengthReader):
         of_items = [size[:2] for items, size in zip(every, sizes, strict=True) for _ in items]
         return MeasuredExample(
             layout, tokens.ids, tokens.learnt, [item[0] for item in chain.from_iterable(every)],
-            None, turns, of_items[: int((layout.modality != TEXT).sum())])
+            None, turns, of_items[: int((layout.modality != TEXT).sum())], spans, tokens.digest)
 
     def _size(self, media: list[Medium]) -> Size:
         """Of an image, a clip, or the frames of a video. Raises MediaError, and RowError."""
@@ -97,35 +104,52 @@ class ProcessedReader(LengthReader):
         return Size(*sizes[0], first.sampled)
 
     def load(self, row: MeasuredExample, name: Callable[[], str], *, text: bool = True,
-             segments: Collection[int] | None = None, on_error: OnError = None
-             ) -> ProcessedExample:
+             segments: Collection[int] | None = None, encoded: Collection[int] = (),
+             raw: Mapping[str, int] = NOTHING, on_error: OnError = None) -> ProcessedExample:
         """The example of a row with the lengths that were measured, or parts of it. name: tells
         where the row is.
 
         text: False leaves ids and labels None. segments: None for the whole example; else the
         positions in the segment list of the media to decode, whose tensors are in `parts`, as the
-        processor makes them beside the others of the example. A medium that cannot be decoded
-        raises MediaError with `segment` set; with `on_error`, it is called with (segment, error)
-        instead, the image is black or the clip silent, and nothing is learnt. A row that cannot be
-        used, or has changed since it was measured, is told of as segment 0 (the first where its
-        text is loaded) and has the planned lengths."""
+        processor makes them beside the others of the example. encoded: those of them that are not
+        decoded: in their place is a row from which another rank loads this medium alone. raw:
+        arguments that hold images or videos which are bytes in `parts` -> the copies of a frame in
+        them, see orchmllm.data.media.raw. A medium that cannot be decoded raises MediaError with
+        `segment` set; with `on_error`, it is called with (segment, error) instead, the image is
+        black or the clip silent, and nothing is learnt. A row that cannot be used, or has changed
+        since it was measured, is told of as segment 0 (the first where its text is loaded) and has
+        the planned lengths."""
         problem, example = row.problem, None
+        here = None if segments is None else [s for s in segments if s not in encoded]
         if problem is None:
             try:
-                example = self._example(row, segments, on_error)
+                example = self._example(row, here, raw, on_error)
             except RowError as error:
                 problem = MediaError(name(), f"cannot be used as it was planned: {error}")
         if problem is not None:
             if text or row.problem is None:
                 fail(0, problem, on_error)
-            example = self._filler(row, segments)
-        if segments is not None:
-            example = _parted(example, segments)
+            example = self._filler(row, here, raw)
+        if here is not None:
+            example = _parted(example, here, raw)
+            example.parts.update({s: row_of_medium(
+                row._replace(problem=problem), s, self.processor, on_error) for s in encoded})
         return example if text else replace(example, input_ids=None, labels=None)
 
-    def _example(self, row: MeasuredExample, wanted: Collection[int] | None, on_error: OnError
-                 ) -> ProcessedExample:
-        """wanted: segments that are decoded (None: all). Raises RowError where the row is not as
+    def arithmetic(self) -> Iterator[Arithmetic]:
+        """Of images that travel as bytes, see orchmllm.data.media.raw."""
+        return self.processor.arithmetic()
+
+    def blank(self, modality: int) -> dict[str, Tensor]:
+        """The tensors of a small black image or a silent clip, for a rank that encodes nothing
+        where others do."""
+        size = Size(224, 224) if modality == VISION else Size(0, self.processor.audio.sample_rate)
+        return self.processor.parts([blank(size)])[0]
+
+    def _example(self, row: MeasuredExample, wanted: Collection[int] | None,
+                 raw: Collection[str], on_error: OnError) -> ProcessedExample:
+        """wanted: segments that are decoded (None: all). raw: arguments whose pixels are neither
+        rescaled nor normalised. Raises RowError where the row is not as
         planned."""
         layout, every = row.layout, items_of(row.turns, self.processor.videos)
         segments = np.flatnonzero(layout.modality != TEXT).tolist()
@@ -133,30 +157,43 @@ class ProcessedReader(LengthReader):
         content, failed = self._decoded({
             s: item for s, item in zip(segments, chain.from_iterable(every), strict=False)
             if wanted is None or s in wanted}, sizes, on_error)
+        media, names = self._media(every, segments, sizes, content)
+        spans = before(row.spans or self.processor.rendered(row.turns), len(media))
+        known = Tokens(row.token_ids, row.supervised, [], row.digest) if row.digest else None
+        tokens, arguments = self.processor.load(
+            spans, media, self.max_example_tokens, known, _options(KINDS[VISION].content, raw))
+        found = layout_of(int(layout.example_id[0]), tokens)
+        if found.to_payload().tolist() != layout.to_payload().tolist():
+            raise RowError("the processor makes other lengths of it")
+        arguments.pop(VIDEOS, None)  # without pixels
+        slices = [self.processor.videos.pixels(frames, *layout.grid[s, 1:].tolist(),
+                                               _options(VIDEOS, raw))
+                  for s, frames in content.items() if names[s] == VIDEOS]
+        if slices:
+            arguments[VIDEOS] = torch.cat(slices)
+        ids = torch.from_numpy(tokens.ids.astype(np.int64))
+        learnt = torch.from_numpy(tokens.learnt & (not failed))
+        return ProcessedExample(
+            int(layout.example_id[0]), ids, ids.where(learnt, torch.tensor(IGNORE_INDEX)),
+            arguments, layout, arguments=names)
+
+    @staticmethod
+    def _media(every: list[list[list[Medium]]], segments: Sequence[int],
+               sizes: Mapping[int, Size], content: Mapping[int, list[Content]]
+               ) -> tuple[list[Content], dict[int, str]]:
+        """(Of each medium of a row, up to the cut, what the processor is given; of each segment the
+        argument that holds it). every: see items_of; content: of the segments that were decoded. Of
+        a video, and of what was not decoded, the processor is given the size."""
         media, names = [], {}
         for items in every:
             own = segments[len(names): len(names) + len(items)]
             if not own:  # it comes after the cut
                 break
             size = sizes[own[0]]._replace(sampled=items[0][0].sampled)
-            shown = own[0] in content and not size.sampled
-            media.append(content[own[0]][0] if shown else sized(size))
+            is_shown = own[0] in content and not size.sampled
+            media.append(content[own[0]][0] if is_shown else sized(size))
             names |= dict.fromkeys(own, KINDS[kind_of(size)].content)
-        spans = before(self.processor.rendered(row.turns), len(media))
-        tokens, arguments = self.processor.load(spans, media, self.max_example_tokens)
-        found = layout_of(int(layout.example_id[0]), tokens)
-        if found.to_payload().tolist() != layout.to_payload().tolist():
-            raise RowError("the processor makes other lengths of it")
-        ids = torch.from_numpy(tokens.ids.astype(np.int64))
-        learnt = torch.from_numpy(tokens.learnt & (not failed))
-        arguments.pop(VIDEOS, None)  # without pixels
-        slices = [self.processor.videos.pixels(frames, *layout.grid[s, 1:].tolist())
-                  for s, frames in content.items() if names[s] == VIDEOS]
-        if slices:
-            arguments[VIDEOS] = torch.cat(slices)
-        return ProcessedExample(
-            int(layout.example_id[0]), ids, ids.where(learnt, torch.tensor(IGNORE_INDEX)),
-            arguments, layout, arguments=names)
+        return media, names
 
     def _decoded(self, items: Mapping[int, list[Medium]], sizes: Mapping[int, Size],
                  on_error: OnError) -> tuple[dict[int, list[Content]], bool]:
@@ -174,22 +211,20 @@ class ProcessedReader(LengthReader):
                 out[segment] = [blank(sizes[segment])] * len(item)
         return out, failed
 
-    def _filler(self, row: MeasuredExample, wanted: Collection[int] | None) -> ProcessedExample:
+    def _filler(self, row: MeasuredExample, wanted: Collection[int] | None, raw: Collection[str]
+                ) -> ProcessedExample:
         """An example of the planned lengths that nothing is learnt of: media are black or silent.
-        wanted: segments whose content is loaded (None: all)."""
+        wanted: segments whose content is loaded (None: all). raw: see `_example`."""
         layout, processor = row.layout, self.processor
         segments = np.flatnonzero(layout.modality != TEXT)
         token = {TEXT: self.tokenizer.end_id or 0, **processor.token_ids}
         names = {s: KINDS[m].content for s, m in zip(
             segments.tolist(), layout.modality[segments].tolist(), strict=True)}
-        sizes, options = [Size(*size) for size in row.sizes], {}
+        sizes, options = [Size(*size) for size in row.sizes], dict(
+            _options(KINDS[VISION].content, raw))
         if processor.videos and sizes:  # the row, which says what is an image, may be gone
-            sizes, options = [], {"do_resize": False}
+            sizes, options = self._as_videos(layout, segments), {"do_resize": False}  # zeros
             token[VISION], names = token[VIDEO], dict.fromkeys(names, VIDEOS)
-            for own in np.split(segments, np.flatnonzero(np.diff(segments) > 1) + 1):
-                count = processor.videos.merged * len(own)
-                sizes.append(Size(*(layout.grid[own[0], 1:] * processor.patch).tolist(),
-                                  Sampled(0, tuple(range(count)), count)))
         ids = torch.from_numpy(np.repeat([token[m] for m in layout.modality.tolist()],
                                          layout.num_tokens))
         arguments = processor.arguments_like(ids, sizes, **options)
@@ -198,6 +233,15 @@ class ProcessedReader(LengthReader):
             arguments[VIDEOS] = torch.zeros(rows, arguments[VIDEOS].shape[1])
         return ProcessedExample(int(layout.example_id[0]), ids, torch.full_like(ids, IGNORE_INDEX),
                                 arguments, layout, arguments=names)
+
+    def _as_videos(self, layout: BatchLayout, segments: np.ndarray) -> list[Size]:
+        """Videos that have the grids of these items of the vision encoder: one for each run of
+        items without text between them, since those of an image and of a video look alike."""
+        runs = np.split(segments, np.flatnonzero(np.diff(segments) > 1) + 1)
+        counts = [self.processor.videos.merged * len(run) for run in runs]  # frames
+        return [Size(*(layout.grid[run[0], 1:] * self.processor.patch).tolist(),
+                     Sampled(0, tuple(range(count)), count))
+                for run, count in zip(runs, counts, strict=True)]
 
 
 def layout_of(example_id: int, tokens: Tokens) -> BatchLayout:
@@ -221,15 +265,21 @@ def open_processor(folder: str | os.PathLike, data: DataConfig) -> Processor:
     return processor
 
 
-def _parted(example: ProcessedExample, segments: Collection[int]) -> ProcessedExample:
+def _options(name: str, raw: Collection[str]) -> Mapping[str, Any]:
+    """Of the call for images or videos, whose pixels are the argument `name`."""
+    return AS_BYTES if name in raw else NOTHING
+
+
+def _parted(example: ProcessedExample, segments: Collection[int], raw: Mapping[str, int]
+            ) -> ProcessedExample:
     """Of an example the tensors of these media, and those that the text model reads. Of videos it
-    has the pixels of these media alone."""
+    has the pixels of these media alone. raw: see ProcessedReader.load."""
     cut = {}
     for kind in KINDS.values():
         media = [s for s, name in example.arguments.items()
                  if name == kind.content and (name != VIDEOS or s in segments)]
         cut |= zip(media, kind.parts(example.media, example.lengths.grid[media]), strict=True)
-    return replace(example, parts={s: cut[s] for s in segments}, media={
+    return replace(example, parts={s: with_bytes(cut[s], raw) for s in segments}, media={
         n: v for n, v in example.media.items() if not is_content(n)})
 
 

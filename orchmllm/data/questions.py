@@ -47,13 +47,16 @@ class Questions:
         """As the dataset does it; nothing of it is learnt. wanted: see there."""
         row = self.row(i)
         example = self._rows.load(i, text=text, row=row, **wanted)
-        if not text:
-            return example
-        first = _first(row)
-        media = {name: value[:, :first] if name.endswith("type_ids") else value
-                 for name, value in example.media.items()}
-        return replace(example, input_ids=example.input_ids[:first], media=media,
-                       labels=example.labels[:first].fill_(IGNORE_INDEX))
+        return before_answer(example, row) if text else example
+
+
+def before_answer(example: ProcessedExample, row: MeasuredExample) -> ProcessedExample:
+    """What of the example of a row comes before what is learnt."""
+    first = _first(row)
+    media = {name: value[:, :first] if name.endswith("type_ids") else value
+             for name, value in example.media.items()}
+    return replace(example, input_ids=example.input_ids[:first], media=media,
+                   labels=example.labels[:first].fill_(IGNORE_INDEX))
 
 
 def _first(row: MeasuredExample) -> int:

@@ -18,6 +18,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
+from orchmllm.batch import on_device
+
 
 @dataclass(frozen=True)
 class Items:
@@ -173,7 +175,7 @@ class Packed(Layout):
         return meta.prod(1), meta[:, 0] if self.frames else None
 
     def build(self, meta: np.ndarray, values: tuple[Tensor | None, ...]) -> tuple[Any, ...]:
-        counts = torch.tensor(meta, device=values[0].device)
+        counts = on_device(meta.copy(), values[0].device)
         return values[0], counts if meta.shape[1] > 1 else counts[:, 0]
 
 
@@ -199,7 +201,7 @@ class Masked(Layout):
         padded = pad_sequence(values[0].split(meta[:, 0].tolist()), batch_first=True)  # (n, T, C)
         mask = np.arange(padded.shape[1]) < meta[:, :1]
         return (padded.transpose(1, 2).contiguous(),
-                torch.tensor(mask, dtype=torch.int64, device=padded.device))
+                on_device(mask.astype(np.int64), padded.device))
 
 
 @dataclass(frozen=True)
@@ -239,7 +241,7 @@ class Tiles(Layout):
         return meta[:, 2], meta[:, 2]  # a tile is a frame: attention stays inside
 
     def build(self, meta: np.ndarray, values: tuple[Tensor | None, ...]) -> tuple[Any, ...]:
-        return values[0], torch.tensor(meta[:, :2], device=values[0].device)
+        return values[0], on_device(meta[:, :2].copy(), values[0].device)
 
 
 @dataclass(frozen=True)
@@ -275,7 +277,7 @@ class Cropped(Layout):
             h, w = h // p, w // p
             part = part.unflatten(0, (h, w)).permute(2, 0, 3, 1, 4)
             image[:, : h * p, : w * p] = part.reshape(-1, h * p, w * p)
-        return out, torch.tensor(sizes, device=rows.device)
+        return out, on_device(sizes.copy(), rows.device)
 
 
 @dataclass(frozen=True)

@@ -1,17 +1,19 @@
 """The encoders of a model of transformers, where a plan says which rank encodes which medium.
 
-In the prefetch thread `packed` makes the arguments of a rank's encoders from the tensors of single
-media. In the forward `answering` runs each encoder once, moves its features to the ranks that the
-plan names in one exchange, and lets the model's own calls of its encoders return them. Nothing is
-gathered: what a rank has to know of the others is in the plan.
+In the prefetch thread `described` says what an encoder takes of the tensors of one medium, and
+`packed` puts those of a rank's media together; Orchestrator.dispatch moves them where the recipe
+says so. In the forward `answering` makes the arguments of each encoder, runs it once, moves its
+features to the ranks that the plan names in one exchange, and lets the model's own calls of its
+encoders return them. Nothing is gathered: what a rank has to know of the others is in the plan.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from itertools import groupby
 from operator import attrgetter
 from typing import Any, Protocol
 
@@ -20,11 +22,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from orchmllm.batch import Microbatch, ProcessedExample, joined
+from orchmllm.batch import Microbatch, ProcessedExample, joined, on_device
 from orchmllm.comm.exchange import exchange_rows
+from orchmllm.comm.pieces import Form, Media, Piece
 from orchmllm.encoders.answers import Answers
 from orchmllm.encoders.infer import infer_encoders
 from orchmllm.encoders.items import Items, Layout, Tiles, table_of
+from orchmllm.encoders.pixels import Pixels, proven
 from orchmllm.encoders.results import Features, flatten
 from orchmllm.encoders.sharing import run_encoder
 from orchmllm.encoders.spec import Encoder, check_encoder
@@ -47,16 +51,15 @@ class Clock(Protocol):
 class EncodedItems:
     """What a rank encodes of one phase of a microbatch, and which features its LLM takes.
 
-    arguments: of the encoder, in the order of its layout, for k items; meta (k, columns): of each,
-    see orchmllm.encoders.items. is_placeholder: they are made for a rank that encodes nothing while
-    others do. items_per_segment, num_tokens (s,): items and planned features of each segment that
-    it encodes. exchange: of features, from encoder ranks to LLM ranks. num_segments: of each call
-    of the model here; num_rows (n,): features of each of these, those of the first call, then of
-    the next; order (R,): where their rows are among those that arrive (None: in this order).
+    media: in the order of the encoder; is_placeholder: they are made for a rank that encodes
+    nothing while others do. items_per_segment, num_tokens (s,): items and planned features of each
+    segment that it encodes. exchange: of features, from encoder ranks to LLM ranks. num_segments:
+    of each call of the model here; num_rows (n,): features of each of these, those of the first
+    call, then of the next; order (R,): where their rows are among those that arrive (None: in this
+    order).
     """
 
-    arguments: tuple[Tensor | None, ...]
-    meta: np.ndarray
+    media: Media
     is_placeholder: bool
     items_per_segment: np.ndarray
     num_tokens: np.ndarray
@@ -65,11 +68,19 @@ class EncodedItems:
     num_rows: np.ndarray
     order: Tensor | None
 
+    @property
+    def meta(self) -> np.ndarray:
+        """(k, columns) of each item, see orchmllm.encoders.items."""
+        return np.concatenate([piece.meta for piece in self.media.pieces])
+
     def moved(self, move: Callable[[Tensor], Tensor]) -> EncodedItems:
         """With `move` of every tensor."""
-        arguments = tuple(None if a is None else move(a) for a in self.arguments)
-        return replace(self, arguments=arguments,
+        return replace(self, media=self.media.moved(move),
                        order=None if self.order is None else move(self.order))
+
+    def exchanged(self, group: dist.ProcessGroup | None) -> EncodedItems:
+        """With the media that come from other ranks, see Media."""
+        return replace(self, media=self.media.exchanged(group))
 
 
 class PlannedEncoders:
@@ -81,6 +92,7 @@ class PlannedEncoders:
         self._owner, found = infer_encoders(model)
         self._group = group
         self._encoders: dict[str, Encoder] = {}
+        self.pixels: dict[str, Pixels] = {}  # by argument, of those that are given as bytes
         for encoder in found:  # images come before video, where these are encoded apart
             check_encoder(self._owner, encoder)
             encoder = replace(encoder, calls={
@@ -88,30 +100,42 @@ class PlannedEncoders:
                 for call, layout in encoder.calls.items()})
             self._encoders.setdefault("audio" if encoder.name == "audio" else "vision", encoder)
 
-    def packed(
-        self, examples: Sequence[ProcessedExample],
-        media: Mapping[str, Sequence[dict[str, Tensor]]], micro: Microbatch,
-    ) -> dict[str, EncodedItems]:
+    @property
+    def raw(self) -> dict[str, int]:
+        """Arguments that are given as bytes -> the copies of a frame that do not travel."""
+        return {name: pixels.copies for name, pixels in self.pixels.items()}
+
+    def prove(self, table: Tensor, copies: int, samples: Iterable[tuple[Mapping, Mapping]]
+              ) -> Pixels:
+        """What images need that travel as bytes, see `proven`. Raises ValueError."""
+        return proven(table, copies, samples, lambda tensors: _items(
+            self._encoders["vision"], self._owner, tensors))
+
+    def described(self, phase: str, tensors: Mapping[str, Tensor]) -> Piece:
+        """What the encoder takes of the tensors of one medium. Raises ValueError for tensors that
+        it does not understand."""
+        encoder = self._encoders[phase]
+        items = _items(encoder, self._owner, tensors)
+        return Piece(_layout_of(encoder, tensors).value, items.meta, tuple(
+            None if v is None else Form(v.dtype, tuple(v.shape)) for v in items.values),
+            items.values)
+
+    def packed(self, examples: Sequence[ProcessedExample], media: Mapping[str, Media],
+               micro: Microbatch) -> dict[str, EncodedItems]:
         """The phases of which any rank has media. examples: those of this rank's LLM; media[phase]:
-        tensors (rows, ...) of each segment that this rank encodes, in slot order, or of any one if
-        it encodes none. On the CPU. Raises ValueError for tensors that the encoder does not
-        understand."""
+        what this rank encodes, or any one medium if it encodes none. On the CPU."""
         return {phase: self._packed(phase, examples, media[phase], micro)
                 for phase in ENCODERS if len(micro.plan.encode[phase].order)}
 
     def _packed(
-        self, phase: str, examples: Sequence[ProcessedExample], media: Sequence[dict[str, Tensor]],
-        micro: Microbatch,
+        self, phase: str, examples: Sequence[ProcessedExample], media: Media, micro: Microbatch,
     ) -> EncodedItems:
         encoder, plan, layout = self._encoders[phase], micro.rank_plan, micro.plan.layout
-        items = [_layout_of(encoder, tensors).describe(self._owner, tensors) for tensors in media]
         # Images that are not cut come last, see _Numbered.
-        of_slot = np.argsort([isinstance(encoder.layout, _Numbered) and len(item.values[0]) == 1
-                              for item in items], kind="stable")
-        items = [items[slot] for slot in of_slot]
-        meta = np.concatenate([item.meta for item in items])
-        values = [None if parts[0] is None else joined(parts, 0)
-                  for parts in zip(*(item.values for item in items), strict=True)]
+        of_slot = np.argsort([isinstance(encoder.layout, _Numbered) and piece.forms[0].shape[0] == 1
+                              for piece in media.pieces], kind="stable")
+        media = replace(media, pieces=[media.pieces[slot] for slot in of_slot],
+                        starts=media.starts[of_slot])
         mine = plan.media[phase]
         segments = layout.segment_start[mine[:, 0]] + mine[:, 1]
         num_tokens, exchange = layout.num_tokens[segments], plan.feature[phase]
@@ -129,8 +153,8 @@ class PlannedEncoders:
         order = ranges(start[in_order], exchange.lengths[in_order])
         stays = np.array_equal(in_order, np.arange(len(in_order)))
         return EncodedItems(
-            encoder.layout.build(meta, tuple(values)), meta, is_placeholder=not len(mine),
-            items_per_segment=np.array([len(item.meta) for item in items[: len(mine)]], np.int64),
+            media, is_placeholder=not len(mine), items_per_segment=np.array(
+                [len(piece.meta) for piece in media.pieces[: len(mine)]], np.int64),
             num_tokens=num_tokens, exchange=exchange,
             num_segments=np.bincount(call_of, minlength=len(taken)).tolist(),
             num_rows=exchange.lengths[in_order],
@@ -152,8 +176,7 @@ class PlannedEncoders:
             for phase, items in phases.items():
                 encoder = self._encoders[phase]
                 clock.switch(phase)
-                arguments = [a.to(dtype) if a is not None and a.is_floating_point() else a
-                             for a in items.arguments]
+                arguments = self._arguments(encoder, items, dtype)
                 features = self._encoded(encoder, items, arguments)
                 rows = clock.mark(features.rows, before=phase, after="exchange")
                 rows = exchange_rows(rows, items.exchange, self._group)
@@ -173,6 +196,30 @@ class PlannedEncoders:
             error = answers.close()
         if error is not None:
             raise error
+
+    def _arguments(self, encoder: Encoder, items: EncodedItems, dtype: torch.dtype
+                   ) -> tuple[Tensor | None, ...]:
+        """Of the encoder, in the order of its layout. dtype: of those that are no integers."""
+        media = items.media
+        names = [piece.argument for piece in media.pieces]
+        columns = zip(*(piece.views(media.data, start) for piece, start in zip(
+            media.pieces, media.starts.tolist(), strict=True)), strict=True)
+        values = [None if column[0] is None else joined(
+            [*self._restored(names, column, dtype)], 0) for column in columns]
+        return encoder.layout.build(items.meta, tuple(values))
+
+    def _restored(self, names: Sequence[str], column: Sequence[Tensor], dtype: torch.dtype
+                  ) -> Iterator[Tensor]:
+        """The tensors of media, with those joined that follow each other and have one shape.
+        names: of the argument that holds each medium."""
+        def kind(at: int) -> tuple:
+            return names[at], column[at].dtype, column[at].shape[1:]
+
+        for (name, there, _), run in groupby(range(len(names)), kind):
+            value = torch.cat([column[at] for at in run])
+            if there == torch.uint8 and name in self.pixels:  # else the processor makes bytes
+                value = self.pixels[name].restored(value, dtype)
+            yield value.to(dtype) if value.is_floating_point() else value
 
     def _encoded(
         self, encoder: Encoder, items: EncodedItems, arguments: Sequence[Tensor | None]
@@ -208,13 +255,17 @@ class _Numbered(Tiles):
         """Images with one tile have to be the last ones."""
         uncut = int((meta[:, 2] == 1).sum())
         numbers = [1] * (len(meta) - uncut) + [max(2, uncut)] * (uncut > 0)
-        return *super().build(meta, values), torch.tensor(numbers)
+        return *super().build(meta, values), on_device(np.array(numbers), values[0].device)
 
 
 def _numbered(layout: Layout, call: Callable) -> Layout:
     if isinstance(layout, Tiles) and _NUMBERS in inspect.signature(call).parameters:
         return _Numbered(layout.value, layout.sizes, layout.count)
     return layout
+
+
+def _items(encoder: Encoder, owner: nn.Module, tensors: Mapping[str, Tensor]) -> Items:
+    return _layout_of(encoder, tensors).describe(owner, tensors)
 
 
 def _layout_of(encoder: Encoder, tensors: Mapping[str, Tensor]) -> Layout:

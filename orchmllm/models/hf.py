@@ -80,13 +80,12 @@ class WholeModel(nn.Module):
         return stacks
 
     def join(
-        self, examples: Sequence[ProcessedExample],
-        media: Mapping[str, Sequence[dict[str, Tensor]]] | None = None,
+        self, examples: Sequence[ProcessedExample], media: Mapping[str, Any] | None = None,
         micro: Microbatch | None = None,
     ) -> PackedExamples:
-        """One packed row; on the CPU. media (tensors (rows, ...) of segments), micro: of a planned
-        microbatch, see PlannedEncoders.packed; examples are then those of its LLM, without the
-        content of media, and for none of them the row is one token, of which nothing is learnt."""
+        """One packed row; on the CPU. media, micro: of a planned microbatch, see
+        PlannedEncoders.packed; examples are then those of its LLM, without the content of media,
+        and for none of them the row is one token, of which nothing is learnt."""
         examples = examples or [_FILLER]
         ids = torch.cat([e.input_ids for e in examples])
         labels = torch.cat([F.pad(e.labels[1:], (0, 1), value=IGNORE_INDEX) for e in examples])

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import math
 import re
-from dataclasses import replace
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -198,23 +197,25 @@ def whole_work(phase: str, model: ModelConfig, lengths: Lengths, checkpointing: 
 
 
 def plan_whole(job: Job) -> PlanSpec:
-    """What the planner has to know. Each rank reads the text that its LLM takes and the media that
-    it encodes. A medium costs by its positions and an example by its tokens what they compute,
+    """What the planner has to know. Images move as bytes, frames of clips in float32. A medium
+    costs by its positions and an example by its tokens what they compute,
     without the logits of what is learnt: exactly, but for an LLM with sliding windows, whose cost
     is exact for examples of one and of four windows, and for the edges of windows of images."""
     recipe, model, parts = job.recipe, job.recipe.model, part_flops(job.recipe.model.folder)
     rows, tokens = {"llm": 0, "vision": 1, "audio": 2}, {"llm": 1.0, "audio": 0.5}  # of a position
+    row_bytes, config = dict.fromkeys(ENCODERS, 0), meta_model(model.folder).hf.config
     if "vision" in parts:
-        tokens["vision"] = 1 / patches_of_token(meta_model(model.folder).hf.config)
+        tokens["vision"] = 1 / patches_of_token(config)
+        row_bytes["vision"] = 3 * int(np.max(config.vision_config.patch_size))**2
+    if "audio" in parts:
+        row_bytes["audio"] = 4 * config.audio_config.num_mel_bins
     costs = dict.fromkeys(PHASES, CostModel(1, 0))  # what the model has not has no items
     for part, flops in parts.items():
         n = flops.window * np.array([1, 4])
         costs[part] = CostModel(*terms(
             part, model, Lengths(rows[part] * n, n, tokens[part] * n)))
     return PlanSpec(
-        costs=costs,
-        row_bytes=dict.fromkeys(ENCODERS, 0),  # media are read where they are encoded
+        costs=costs, row_bytes=row_bytes,
         feature_bytes=feature_width(model.folder) * DTYPE_BYTES[recipe.fsdp.forward_dtype],
-        ranks_per_node=job.ranks_per_node, fills=True,
-        balance=replace(recipe.balance, dispatch="load"),
+        ranks_per_node=job.ranks_per_node, fills=True, balance=recipe.balance,
         group_size=job.shard_size if recipe.balance.group == "shard" else 0)

@@ -34,6 +34,8 @@ def build_orchestrator(
     """One with groups of its own, for one prefetch thread. Collective. device_group: see
     Orchestrator."""
     timeout = recipe.launch.timeout_s
-    group = bytes_group(range(world_size), timeout) if spec.balance.dispatch == "bytes" else None
+    # The text of whole examples moves in the prefetch thread.
+    kinds = ("bytes", "tensors") if spec.fills else ("bytes",)
+    group = bytes_group(range(world_size), timeout) if spec.balance.dispatch in kinds else None
     return Orchestrator(spec, RowGather(spec.ranks_per_node, timeout), device=device, group=group,
                         device_group=device_group)

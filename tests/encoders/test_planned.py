@@ -12,6 +12,7 @@ import torch
 
 from orchmllm.batch import Microbatch, ProcessedExample
 from orchmllm.comm.exchange import RowGather
+from orchmllm.comm.pieces import Media
 from orchmllm.config.model import ModelConfig
 from orchmllm.config.recipe import DataConfig
 from orchmllm.encoders.planned import PlannedEncoders
@@ -68,7 +69,9 @@ def example(i: int, inputs: dict) -> ProcessedExample:
 def packed(whole: WholeModel, examples: list[ProcessedExample], layout: BatchLayout):
     plan = plan_step(layout, SPEC)
     micro = Microbatch(plan, plan.for_rank(0), positions=np.arange(len(examples)))
-    media = {"vision": [examples[e].parts[s] for e, s in micro.rank_plan.media["vision"].tolist()]}
+    media = {"vision": Media.here([
+        whole.encoders.described("vision", examples[e].parts[s])
+        for e, s in micro.rank_plan.media["vision"].tolist()])}
     text = [replace(one, parts={}) for one in examples]
     return whole.join([text[e] for e in micro.rank_plan.examples], media, micro)
 

@@ -186,6 +186,20 @@ class WholeDataset:
     def layout(self, i: int) -> BatchLayout:
         return self.load(i).lengths
 
-    def load(self, i: int, text: bool = True, segments=None, on_error=None) -> ProcessedExample:
+    @property
+    def reader(self) -> WholeDataset:
+        return self
+
+    def arithmetic(self) -> tuple:
+        return ()  # its tensors are made without a processor
+
+    def blank(self, modality: int) -> dict[str, Tensor]:
+        i, segment = next((i, s) for i in range(len(self)) for s, kind in enumerate(
+            self.layout(i).modality.tolist()) if kind == modality)
+        return self.load(i, segments=[segment]).parts[segment]
+
+    def load(self, i: int, text: bool = True, segments=None, encoded=(), raw=None, on_error=None
+             ) -> ProcessedExample:
+        assert not encoded and not raw
         example = as_example(i, self.inputs[i])
         return example if segments is None else parts_of(example, segments)

@@ -58,11 +58,13 @@ def test_gradients_are_those_of_stock_transformers(name, ranks, shard_size, tmp_
     run = recipe(tmp_path)
     run = replace(run, fsdp=replace(run.fsdp, shard_size=shard_size), balance=replace(
         run.balance, audio=PhaseConfig(policy="greedy"), vision=PhaseConfig(policy="greedy")))
-    off = replace(run, balance=replace(run.balance, enabled=False),
+    off = replace(run, balance=replace(run.balance, enabled=False, dispatch="load"),
                   train=replace(run.train, accumulation_steps=2))
+    stored = replace(run, balance=replace(run.balance, dispatch="bytes"))
     run = replace(run, fsdp=replace(
         run.fsdp, audio_checkpointing="full:1", llm_checkpointing="selective:1"))
-    first, second, third, last = run_ranks(compared, ranks, tmp_path, name, [run, off], "audio")[0]
+    first, second, third, last = run_ranks(compared, ranks, tmp_path, name,
+                                           [run, stored, off], "audio")[0]
     assert sum(first["encoded"]) == (5 if name == "audioflamingo3" else 9)
     assert sum(second["encoded"]) == 1 and not any(third["encoded"])
     assert sum(last["examples"]) == 2

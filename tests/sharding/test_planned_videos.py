@@ -54,8 +54,9 @@ def test_gradients_of_videos_are_those_of_stock_transformers(name, ranks, shard_
     write_rows(tmp_path)
     run = recipe(tmp_path)
     run = replace(run, fsdp=replace(run.fsdp, shard_size=shard_size, vision_checkpointing="full:1"))
-    off = replace(run, balance=replace(run.balance, enabled=False))
-    first, second = run_ranks(compared, ranks, tmp_path, name, [run, off])[0]
+    stored, off = (replace(run, balance=replace(run.balance, **keys)) for keys in (
+        {"dispatch": "bytes"}, {"dispatch": "load", "enabled": False}))
+    first, second = run_ranks(compared, ranks, tmp_path, name, [run, stored, off])[0]
     assert sum(first["encoded"]) == sum((count + 1) // 2 or 1 for row in MEDIA[:8] for count in row)
     assert sum(second["encoded"]) == 5 and sum(n > 0 for n in second["held"]) == 1
     # One video; of its five slices a rank has two, with a fourth rank, too.

@@ -13,7 +13,7 @@ An example is one call of the dataset on each rank that needs something of it.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -47,7 +47,7 @@ class SegmentFeed:
     planning read, and to read several examples at once."""
 
     num_dropped = 0
-    fills = False  # see Request
+    options: Mapping[str, Any] = {}  # of every call of the dataset's load
 
     def __init__(self, dataset: Any, sampler: GlobalSampler, orchestrator: Orchestrator,
                  num_steps: int, num_workers: int = 0, servers: Servers | None = None) -> None:
@@ -76,7 +76,7 @@ class SegmentFeed:
     def announce(self, step: Step) -> None:
         self._requested.append([
             Request(micro, self.orchestrator.rank, self.dispatch, self.dataset, self._workers,
-                    self.fills)
+                    self.options)
             for micro in step.micro])
 
     def load(self, step: Step) -> tuple[int, int]:
@@ -157,27 +157,25 @@ class SegmentFeed:
 class Request:
     """What this rank reads of a microbatch, one call for each example: for `load` what it
     processes, in slot order, else what it sampled, in source order. media[phase]: (example,
-    segment); texts: examples. fills: where this rank encodes nothing of a phase and others do, it
-    reads the smallest medium, too."""
+    segment); texts: examples. options: further keywords of each call."""
 
     def __init__(self, micro: Microbatch, rank: int, dispatch: str, dataset: Any, workers: Workers,
-                 fills: bool) -> None:
+                 options: Mapping[str, Any]) -> None:
         plan, layout, mine = micro.plan, micro.plan.layout, micro.rank_plan
         self.micro, self.media = micro, {}
         sampled = np.arange(layout.num_examples)[plan.llm.items_of(rank)]
         self.texts = (mine.examples if dispatch == "load" else sampled).tolist()
-        wanted: dict[int, dict] = {e: {"text": True, "segments": []} for e in self.texts}
+        wanted: dict[int, dict] = {
+            e: {"text": True, "segments": [], **options} for e in self.texts}
         for phase, code in ENCODERS.items():
-            here, every = mine.media[phase], layout.segments[code]
-            if fills and not len(here) and len(every):
-                here = layout.places(every[[layout.rows[every].argmin()]])
-            self.media[phase] = here = list(map(tuple, here.tolist()))
+            self.media[phase] = here = list(map(tuple, mine.media[phase].tolist()))
             if dispatch != "load":
                 at = layout.places(layout.segments[code][plan.encode[phase].items_of(rank)])
                 self.media[phase] = list(map(tuple, at.tolist()))
             leaving = set(self.media[phase]).difference(here) if dispatch == "bytes" else ()
             for example, segment in self.media[phase]:
-                keys = wanted.setdefault(example, {"text": False, "segments": []})
+                keys = wanted.setdefault(
+                    example, {"text": False, "segments": [], **options})
                 keys["segments"].append(segment)
                 if (example, segment) in leaving:
                     keys.setdefault("encoded", []).append(segment)
@@ -208,7 +206,7 @@ class Request:
                 [torch.stack([loaded[e].token_ids, loaded[e].labels], dim=1) for e in self.texts])
 
 
-def feed_of(model: Any) -> Callable[..., SegmentFeed]:
+def feed_of(model: Any, *_: Any) -> Callable[..., SegmentFeed]:
     """The feed of a model of this project's own parts."""
     return SegmentFeed
 

@@ -1,40 +1,142 @@
-"""The feed of a model of transformers: each rank loads the media that it encodes and the text of
-the examples that its LLM takes, as the processor makes them, and joins them to the arguments of its
-encoders and one packed row."""
+"""The feed of a model of transformers: what its processor makes of media and of the examples that
+hold them, joined to one packed row and the media that its encoders take. By dispatch:
+
+- `load`: each rank reads the media that it encodes and the text that its LLM takes.
+- `tensors`: whole examples that it sampled. Text, and what ranks have to know of media, move here;
+  the tensors of media move later, on the device's group.
+- `bytes`: text of examples that it sampled, made there without decoding the media that leave; these
+  move here as they are stored, and are decoded and processed after.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
+import pickle
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import cache, partial
 from typing import Any
 
+import numpy as np
+import torch
 from torch import Tensor
 
-from orchmllm.batch import UNCOUNTED, PackedExamples, Step
-from orchmllm.data.loading.step_loader import SegmentFeed
+from orchmllm.batch import UNCOUNTED, FailedSegment, Microbatch, ProcessedExample, Step
+from orchmllm.comm.exchange import RowGather
+from orchmllm.comm.exchange_bytes import Postponed, exchange_bytes
+from orchmllm.comm.pieces import Media, Piece
+from orchmllm.data.lengths import MeasuredExample
+from orchmllm.data.loading.step_loader import Request, SegmentFeed
+from orchmllm.data.loading.workers import convert
+from orchmllm.plan.layout import ENCODERS
+from orchmllm.plan.rearrange import Rearrangement
+
+# Of a microbatch and a rank: media by phase (tensors by argument, for `tensors` a Piece, for
+# `bytes` also the row that a medium is loaded from), and examples without their media.
+Content = tuple[dict[str, list], list[ProcessedExample]]
 
 
 class WholeFeed(SegmentFeed):
-    """join: see orchmllm.models.hf.WholeModel. A rank for which a step has too few examples gets a
-    row of one token, of which it learns nothing: the model needs a row. Other arguments: see
-    SegmentFeed, whose dataset's `load` returns ProcessedExamples here."""
+    """model: an orchmllm.models.hf.WholeModel with encoders. A rank for which a step has too few
+    examples gets a row of one token, of which it learns nothing: the model needs a row; one that
+    encodes nothing where others do encodes a blank medium. Other arguments: see SegmentFeed, whose
+    dataset's reader is an orchmllm.data.processed.ProcessedReader."""
 
-    fills = True
-
-    def __init__(self, *args: Any, join: Callable[..., PackedExamples], **keys: Any) -> None:
+    def __init__(self, *args: Any, model: Any, **keys: Any) -> None:
         super().__init__(*args, **keys)
-        self._join = join
+        self._model, self.options = model, {"raw": model.encoders.raw}
+        self._blank = cache(lambda phase: model.encoders.described(
+            phase, self.dataset.reader.blank(ENCODERS[phase])))
 
     def load(self, step: Step) -> tuple[int, int]:
-        for micro, request in zip(step.micro, self._requested.popleft(), strict=True):
-            loaded = request.loaded(step)
-            media = {p: [loaded[e].parts[s] for e, s in at] for p, at in request.media.items()}
-            micro.content = self._join([loaded[e] for e in request.texts], media, micro)
+        requests, postponed = self._requested.popleft(), Postponed()
+        contents = [postponed.call(self._read, request, step) for request in requests]
+        sent = [content and content[0] for content in contents]
+        if self.dispatch != "load":
+            contents = [self._moved(content, request, postponed)
+                        for content, request in zip(contents, requests, strict=True)]
+        if not postponed.everything_came():
+            return UNCOUNTED
+        if self.dispatch == "bytes":
+            self._decode(contents, step)
+        for micro, (media, examples), own in zip(step.micro, contents, sent, strict=True):
+            there = {phase: self._media(phase, media[phase], own[phase], micro)
+                     for phase in ENCODERS if len(micro.plan.encode[phase].order)}
+            micro.content = self._model.join(examples, there, micro)
             if self.orchestrator.device.type == "cuda":  # see SegmentFeed
                 micro.content = micro.content.moved(Tensor.pin_memory)
         return UNCOUNTED  # the lengths tell it
 
+    def _read(self, request: Request, step: Step) -> Content:
+        """What this rank reads of a microbatch."""
+        loaded = request.loaded(step)
+        media = {p: [loaded[e].parts[s] for e, s in at] for p, at in request.media.items()}
+        if self.dispatch == "tensors":
+            media = {p: [self._model.encoders.described(p, tensors) for tensors in some]
+                     for p, some in media.items()}
+        return media, [replace(loaded[e], parts={}) for e in request.texts]
 
-def feed_of(model: Any) -> Callable[..., WholeFeed]:
-    """The feed of an orchmllm.models.hf.WholeModel."""
-    return partial(WholeFeed, join=model.join)
+    def _moved(self, content: Content | None, request: Request, postponed: Postponed) -> Content:
+        """The same on the ranks that process it, in slot order; of media whose tensors move later
+        what has to be known before. content: None where this rank has nothing to send."""
+        plan = request.micro.plan
+        media, examples = content or ({}, None)
+        there = {p: self._exchanged(media.get(p), len(at), plan.encode[p], postponed)
+                 for p, at in request.media.items()}
+        return there, self._exchanged(examples, len(request.texts), plan.llm, postponed)
+
+    def _exchanged(self, items: Sequence[Any] | None, count: int, move: Rearrangement,
+                   postponed: Postponed) -> list[Any]:
+        """items: `count` of them, or None where this rank has none to send."""
+        def data(at: int) -> np.ndarray | None:
+            if items is None:
+                return None
+            item = items[at].described if isinstance(items[at], Piece) else items[at]
+            return np.frombuffer(pickle.dumps(convert(item, Tensor, Tensor.numpy)), np.uint8)
+
+        came = exchange_bytes([partial(data, k) for k in range(count)], move,
+                              self.orchestrator.rank, self.orchestrator.group)
+        postponed.incomplete |= any(item is None for item in came)
+        return [items and items[item] if isinstance(item, int) else item is not None and convert(
+            pickle.loads(item), np.ndarray, torch.from_numpy) for item in came]
+
+    def _decode(self, contents: Sequence[Content], step: Step) -> None:
+        """Tensors in place of the media that came as they are stored."""
+        calls, places = [], []
+        for micro, (media, _) in zip(step.micro, contents, strict=True):
+            for phase, came in media.items():
+                for slot, (example, segment) in enumerate(micro.rank_plan.media[phase].tolist()):
+                    if isinstance(came[slot], MeasuredExample):
+                        calls.append(((int(micro.plan.layout.example_id[example]),), {
+                            "text": False, "segments": [segment], "row": came[slot],
+                            **self.options}))
+                        places.append((came, slot, segment, int(micro.positions[example])))
+        results = self._workers.request("load", calls)()
+        for (came, slot, segment, position), (loaded, failures) in zip(
+                places, results, strict=True):
+            came[slot] = loaded.parts[segment]
+            step.failed += [FailedSegment(position, *failure) for failure in failures]
+
+    def _media(self, phase: str, media: list, sent: list[Piece], micro: Microbatch) -> Media:
+        """What this rank encodes, or a blank medium."""
+        if self.dispatch == "tensors":
+            return Media.elsewhere(media, sent, micro.plan.encode[phase], self.orchestrator.rank,
+                                   partial(self._blank, phase))
+        return Media.here([self._model.encoders.described(phase, tensors) for tensors in media]
+                          or [self._blank(phase)])
+
+
+def feed_of(model: Any, dataset: Any, gather: RowGather, log: Callable[[str], None]
+            ) -> Callable[..., WholeFeed]:
+    """The feed of a model, in which images are bytes until they are encoded where that is exact on
+    all ranks; says of what it is not. Collective; gather: of all ranks."""
+    for name, table, copies, samples in dataset.reader.arithmetic():
+        why, pixels = "another rank cannot make them of bytes", None
+        try:
+            pixels = model.encoders.prove(table, copies, samples)
+        except ValueError as error:
+            why = str(error)
+        if gather(np.array([pixels is not None], np.int64)).all():
+            model.encoders.pixels[name] = pixels
+        else:
+            log(f"{name} travel as float32, which is four times the bytes: {why}")
+    return partial(WholeFeed, model=model)

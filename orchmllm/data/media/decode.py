@@ -182,11 +182,12 @@ class SegmentReader:
         `segment` set; with `on_error`, it is called with (segment, error) instead, and the rows are
         zeros (there are no bytes)."""
         try:
-            for problem in (medium, picture):
-                if isinstance(problem, MediaError):
-                    raise problem
+            if isinstance(medium, MediaError):
+                raise medium
             if encoded:
-                return _bytes_of(medium, picture)
+                return stored_bytes(medium, picture)
+            if isinstance(picture, MediaError):
+                raise picture
             decoded = (patchify(picture, self.vision) if picture is not None
                        else decode_image(medium, self.vision) if modality == VISION
                        else decode_audio(medium, self.audio))
@@ -205,11 +206,13 @@ class SegmentReader:
         return torch.zeros(rows, self.vision.row_size, dtype=torch.uint8)
 
 
-def _bytes_of(medium: Medium, picture: np.ndarray | None) -> Tensor:
+def stored_bytes(medium: Medium, picture: np.ndarray | MediaError | None) -> Tensor:
     """Of the file; of a frame of a video (H, W, 3) as a PPM file, as it is cut into patches; of a
-    part of a clip as a WAV file."""
+    part of a clip as a WAV file. Raises MediaError."""
     import soundfile
 
+    if isinstance(picture, MediaError):
+        raise picture
     if picture is not None:
         height, width, _ = picture.shape
         data = b"P6 %d %d 255\n" % (width, height) + picture.tobytes()

@@ -4,8 +4,10 @@ samples, or only those of some: which shapes their results have is decided by th
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from types import FunctionType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from PIL import Image
@@ -60,6 +62,12 @@ def _resized(image: np.ndarray, size: tuple[int, int], **options) -> np.ndarray:
     return np.broadcast_to(np.zeros((), np.uint8), (len(image), *size))
 
 
+def _with_other_resizing(resized: Callable) -> FunctionType:
+    """PilBackend's step, which chooses the size, with another function that resizes."""
+    return FunctionType(PilBackend.resize.__code__, {**vars(backends), "np_resize": resized},
+                        "resize", PilBackend.resize.__defaults__)
+
+
 class Shapes(PilBackend):
     """What the steps that read pixels do to shapes, of images as `sized` makes them. Images are
     (3, H, W) uint8."""
@@ -67,9 +75,7 @@ class Shapes(PilBackend):
     def process_image(self, image: np.ndarray, *args, **options) -> np.ndarray:
         return np.moveaxis(image, -1, 0)
 
-    # PilBackend's own choice of the size, with another function that resizes.
-    resize = FunctionType(PilBackend.resize.__code__, {**vars(backends), "np_resize": _resized},
-                          "resize", PilBackend.resize.__defaults__)
+    resize = _with_other_resizing(_resized)
 
     def center_crop(self, image: np.ndarray, size, **options) -> np.ndarray:
         return _resized(image, (size.height, size.width))
@@ -81,21 +87,75 @@ class Shapes(PilBackend):
         return np.broadcast_to(np.zeros((), np.float32), image.shape)
 
 
-class Some(Shapes):
-    """Steps that read the pixels of an image, unless `sized` made it: of such an image they compute
-    the shape alone, as Shapes does."""
+class _Picture:
+    """The pixels (3, H, W) uint8 of an image of Pillow, which are copied out of it where they are
+    read: most families resize it first, and Pillow does that without the copy. To all others it is
+    an array."""
+
+    ndim, dtype = 3, np.dtype(np.uint8)
+
+    def __init__(self, image: Image.Image) -> None:
+        self.image, self.shape = image, (3, image.height, image.width)
+
+    def __array__(self, dtype: np.dtype | None = None, copy: bool | None = None) -> np.ndarray:
+        return np.moveaxis(np.array(self.image, dtype), -1, 0)
+
+    def __getitem__(self, key: object) -> np.ndarray:
+        return np.asarray(self)[key]
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):  # what numpy looks for before __array__
+            raise AttributeError(name)
+        return getattr(np.asarray(self), name)
+
+
+def _is_made_up(image: object) -> bool:
+    """By `sized`."""
+    return isinstance(image, np.ndarray) and not any(image.strides)
+
+
+def _resized_or_made_up(image: np.ndarray | _Picture, size: tuple[int, int], **options: Any
+                        ) -> np.ndarray:
+    if _is_made_up(image):
+        return _resized(image, size)
+    if isinstance(image, _Picture):
+        keys = {name: options[name] for name in ("resample", "reducing_gap")}
+        return np.moveaxis(np.array(image.image.resize(size[::-1], **keys)), -1, 0)
+    return backends.np_resize(image, size, **options)
 
 
 def _step(name: str) -> FunctionType:
     def run(self, image, *args, **options):
-        made_up = isinstance(image, np.ndarray) and not any(image.strides)
-        return getattr(Shapes if made_up else PilBackend, name)(self, image, *args, **options)
+        image = np.asarray(image) if isinstance(image, _Picture) else image
+        of = Shapes if _is_made_up(image) else PilBackend
+        return getattr(of, name)(self, image, *args, **options)
 
     return run
 
 
-for _name in ("process_image", "resize", "center_crop", "rescale", "normalize"):
-    setattr(Some, _name, _step(_name))
+class Some(Shapes):
+    """Steps that read the pixels of an image, unless `sized` made it: of such an image they compute
+    the shape alone, as Shapes does. copies_late: whether images stay Pillow's until they are
+    resized, which steps of a family that want an array refuse."""
+
+    copies_late = False
+    resize = _with_other_resizing(_resized_or_made_up)
+    center_crop, normalize = map(_step, ("center_crop", "normalize"))
+
+    def rescale(self, image: np.ndarray | _Picture, scale: float, **options: Any) -> np.ndarray:
+        """As transformers does it, in float64 and rounded to float32, with no array of float64."""
+        if _is_made_up(image):
+            return image
+        image = np.asarray(image)
+        return np.multiply(image, scale, out=np.empty_like(image, np.float32), dtype=np.float64,
+                           casting="unsafe")
+
+    def process_image(self, image: Image.Image | np.ndarray, *args: Any, **options: Any
+                      ) -> np.ndarray | _Picture:
+        if self.copies_late and isinstance(image, Image.Image) and image.mode == "RGB":
+            return _Picture(image)
+        of = Shapes if _is_made_up(image) else PilBackend
+        return of.process_image(self, image, *args, **options)
 
 
 def adapted(image_processor: PilBackend, steps: type[Shapes]) -> PilBackend:
@@ -105,6 +165,22 @@ def adapted(image_processor: PilBackend, steps: type[Shapes]) -> PilBackend:
     family = type(image_processor)
     out.__class__ = type(family.__name__, (family, steps), {})
     return out
+
+
+def reading(image_processor: PilBackend, options: Mapping[str, Any]) -> PilBackend:
+    """`adapted` with Some, in the way that was found to make the same of an image, bit by bit, as
+    the image processor itself, with these options of its call. Raises ValueError."""
+    noise = np.random.default_rng(0).integers(0, 256, (112, 168, 3), np.uint8)
+    image, out = Image.fromarray(noise), adapted(image_processor, Some)
+    wanted = image_processor([[image]], **options, return_tensors="np")
+    for out.copies_late in (True, False):
+        with suppress(TypeError if out.copies_late else ()):
+            found = out([[image]], **options, return_tensors="np")
+            if wanted.keys() == found.keys() and all(
+                    np.array_equal(value, found[name]) for name, value in wanted.items()):
+                return out
+    raise ValueError(f"{type(image_processor).__name__} makes something else of an image than its "
+                     "steps, one by one")
 
 
 class _Heard(WhisperFeatureExtractor):

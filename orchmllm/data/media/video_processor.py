@@ -11,7 +11,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
-from types import ModuleType
+from types import MappingProxyType, ModuleType
 from typing import Any
 
 import numpy as np
@@ -23,7 +23,9 @@ from transformers.video_processing_utils import BaseVideoProcessor
 from orchmllm.data.formats.conversation import Conversation, media_of
 from orchmllm.data.media.kinds import VIDEO
 from orchmllm.data.media.medium import Medium, RowError
+from orchmllm.data.media.raw import AS_BYTES, Arithmetic, as_bytes, sample_images, table_of
 from orchmllm.data.media.shapes import Size
+from orchmllm.data.segments import VIDEOS
 
 # Class of a processor, which several families share -> folder and name of the class that cuts its
 # videos. Attention of these encoders stays inside the frames that are merged in time, so each such
@@ -116,13 +118,36 @@ class Videos:
         return {"videos": videos, "videos_kwargs": {**_GIVEN, **options,
                                                     "video_metadata": metadata}}
 
-    def pixels(self, frames: Sequence[Image.Image], h: int, w: int) -> Tensor:
-        """(h * w, values) float32: what the encoder reads of an item, which has h x w patches."""
+    def pixels(self, frames: Sequence[Image.Image], h: int, w: int,
+               options: Mapping[str, Any] = MappingProxyType({})) -> Tensor:
+        """(h * w, values) float32: what the encoder reads of an item, which has h x w patches.
+        options: of the call of the processor."""
         size = w * self.processor.patch_size, h * self.processor.patch_size
         video = torch.from_numpy(np.stack([
             np.asarray(frame.resize(size, self.processor.resample)) for frame in frames]))
-        return self.processor([video.permute(0, 3, 1, 2)], **_GIVEN, do_resize=False,
-                              return_tensors="pt")["pixel_values_videos"]
+        return self.processor([video.permute(0, 3, 1, 2)], **_GIVEN, do_resize=False, **options,
+                              return_tensors="pt")[VIDEOS]
+
+    def arithmetic(self) -> Arithmetic:
+        """Of the pixels of frames."""
+        one = self.processor
+
+        def made(image: np.ndarray) -> Tensor:
+            return one.rescale_and_normalize(
+                torch.from_numpy(image)[None, None], one.do_rescale, one.rescale_factor,
+                one.do_normalize, one.image_mean, one.image_std)
+
+        def samples() -> Iterator[tuple[dict[str, Tensor], dict[str, Tensor]]]:
+            side = 2 * one.merge_size
+            grid = {"video_grid_thw": torch.tensor([[1, side, side]])}
+            for images in sample_images():
+                for frames in (*([image] * self.merged for image in images),
+                               [*images, *images][-self.merged:]):
+                    pixels = self.pixels(frames, side, side, AS_BYTES)
+                    yield ({**grid, VIDEOS: as_bytes(pixels, self.merged)},
+                           {**grid, VIDEOS: self.pixels(frames, side, side)})
+
+        return Arithmetic(VIDEOS, table_of(made), self.merged, samples())
 
     @staticmethod
     def grids(out: Mapping[str, Any]) -> Iterator[tuple[tuple[int, int, int], ...]]:

@@ -1,12 +1,16 @@
-"""What the folder of a model of transformers says to those who make its examples."""
+"""What the folder of a model of transformers says to those who make its examples, and how its
+processor is called."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+
+from orchmllm.data.media.medium import RowError
 
 
 def load_processor(folder: Path) -> tuple[Any, Any]:
@@ -78,6 +82,34 @@ def image_grids(processor: Any, out: Mapping[str, Any], features: Sequence[int],
     pinpoints = processor.image_processor.image_grid_pinpoints
     return tuple((image_size_to_num_patches(size, pinpoints, shape[-1]), h, w)
                  for size in sizes.tolist())  # padded to the most tiles of the example
+
+
+@contextmanager
+def refused() -> Iterator[None]:
+    """Raises RowError for what a processor raises: processors check little themselves."""
+    try:
+        yield
+    except (MemoryError, RowError):
+        raise
+    except Exception as error:
+        raise RowError(f"the processor of the model refuses it: {type(error).__name__}: {error}"
+                       ) from error
+
+
+def settled(merge: Callable) -> Callable:
+    """What a processor does with the options of a call, which it checks slowly: done once for those
+    that were met before. Those of videos are other ones in each call."""
+    known: dict[str, dict] = {}
+
+    def merged(*args: Any, tokenizer_init_kwargs: Any = None, **options: Any) -> dict:
+        if options.get("videos_kwargs"):
+            return merge(*args, tokenizer_init_kwargs=tokenizer_init_kwargs, **options)
+        if (key := repr((args, options))) not in known:
+            known[key] = merge(*args, tokenizer_init_kwargs=tokenizer_init_kwargs, **options)
+        return {name: value.copy() if isinstance(value, dict) else value
+                for name, value in known[key].items()}
+
+    return merged
 
 
 def most_tokens(config: Any) -> int:

@@ -42,11 +42,13 @@ class Expanded(NamedTuple):
 
 class Tokens(NamedTuple):
     """An example's sequence. ids (n,) int32, learnt (n,) bool; segments: (modality, lengths) in
-    reading order."""
+    reading order. digest: of the text that has these ids, with what its media become; empty where
+    the sequence was cut."""
 
     ids: np.ndarray
     learnt: np.ndarray
     segments: list[tuple[int, SegmentLengths]]
+    digest: bytes = b""
 
 
 class Placeholder(NamedTuple):

@@ -7,17 +7,20 @@ of transformers that takes images and text. The answer goes to the standard outp
 
 FOLDER is the run.dir of a run, of which the newest checkpoint is taken, one of its checkpoints, an
 export, or a folder of transformers' save_pretrained, whose code is never run. Media come before the
-question, in their order; `<image>` and `<audio>` in the question put them elsewhere.
+question, in their order; `<image>` and `<audio>` in the question put them elsewhere where the parts
+are our own. Clips and videos are for the models of transformers that are trained here.
 """
 
 from __future__ import annotations
 
 import sys
+from argparse import ArgumentTypeError
 from functools import partial
 from pathlib import Path
 
 from orchmllm.cli.options import command_parser, in_one_line
-from orchmllm.data.media.medium import Medium
+from orchmllm.data.media.medium import Medium, RowError, VideoSampling
+from orchmllm.data.media.video import expand
 from orchmllm.hf.tensors import DTYPES
 from orchmllm.plan.layout import AUDIO, VISION
 
@@ -33,9 +36,10 @@ def main(argv: list[str]) -> int:
     parser.usage = "%(prog)s [options] FOLDER QUESTION"
     parser.add_argument("folder", type=Path, metavar="FOLDER")
     parser.add_argument("question", metavar="QUESTION")
-    for flag, modality in (("--image", VISION), ("--audio", AUDIO)):
-        parser.add_argument(flag, dest="media", action="append", default=[], metavar="FILE",
-                            type=partial(_medium, modality), help="any number of them")
+    for flag, read in (("--image", partial(_medium, VISION)), ("--audio", partial(_medium, AUDIO)),
+                       ("--video", _frames)):
+        parser.add_argument(flag, dest="media", action="extend", default=[], metavar="FILE",
+                            type=read, help="any number of them")
     parser.add_argument("--dtype", choices=list(DTYPES), default="", metavar="DTYPE",
                         help=f"{', '.join(DTYPES)} (default: as saved)")
     args = parser.parse_args(argv)
@@ -52,5 +56,13 @@ def main(argv: list[str]) -> int:
     return 0
 
 
-def _medium(modality: int, path: str) -> Medium:
-    return Medium(modality, path, path)
+def _medium(modality: int, path: str) -> list[Medium]:
+    return [Medium(modality, path, path)]
+
+
+def _frames(path: str) -> list[Medium]:
+    """Those that training would read. Raises ArgumentTypeError for what is no video."""
+    try:
+        return expand(Medium(VISION, path, path), VideoSampling(), {})
+    except RowError as error:
+        raise ArgumentTypeError(f"{path}: {error.reason}") from error

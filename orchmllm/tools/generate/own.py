@@ -11,16 +11,13 @@ from typing import NamedTuple
 
 import torch
 
-from orchmllm.batch import Example
 from orchmllm.config.job import resolve
 from orchmllm.config.model import ModelConfig
 from orchmllm.config.recipe import Recipe
-from orchmllm.data.dataset import token_ids_and_labels
-from orchmllm.data.formats.conversation import Turn, chat
-from orchmllm.data.lengths import LengthReader
-from orchmllm.data.media.decode import SegmentReader
-from orchmllm.data.media.medium import MediaError, Medium
+from orchmllm.data.formats.conversation import chat
+from orchmllm.data.media.medium import Medium
 from orchmllm.data.media.root import MediaRoot
+from orchmllm.data.reader import RowReader
 from orchmllm.data.text.tokenizer import ChatTokenizer
 from orchmllm.hf.folder import read_json
 from orchmllm.hf.sources import find_sources
@@ -34,7 +31,7 @@ from orchmllm.plan.layout import VISION
 from orchmllm.sharding.pretrained import load_pretrained
 from orchmllm.tools.export.checkpoints import checkpoint_in, is_other, model_of, tokenizer_of
 from orchmllm.tools.export.export import NOTE
-from orchmllm.tools.generate.sampling import device, length_told, sampling
+from orchmllm.tools.generate.sampling import asked, device, length_told, sampling
 from orchmllm.tools.generate.whole import ADAPTERS
 
 
@@ -109,18 +106,8 @@ def read_prompt(question: str, media: list[Medium], trained: Trained) -> Prompt:
         "audios": [m for m in media if m.modality != VISION],
         "messages": [{"role": "user", "content": question}]}, MediaRoot(""))
     geometries = trained.config.vision.geometry, trained.config.audio.geometry
-    [row] = LengthReader(trained.tokenizer, *geometries).plan(
-        lambda _: (*turns, Turn("assistant", ("a",), True)), [0])
-    layout, read = row.layout, SegmentReader(*geometries)
-    try:
-        if row.problem is not None:
-            raise row.problem
-        decoded = {s: read(m, int(layout.modality[s]), int(layout.rows[s]), s, None)
-                   for s, m in row.media_at.items()}
-    except MediaError as error:
-        raise ValueError(str(error)) from error
-    ids, labels = map(torch.from_numpy, token_ids_and_labels(row))
-    return prompt_of(Example(0, ids, labels, decoded), layout)[0]
+    example, row = asked(RowReader(trained.tokenizer, *geometries), turns)
+    return prompt_of(example, row.layout)[0]
 
 
 @torch.no_grad()

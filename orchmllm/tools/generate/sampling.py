@@ -1,10 +1,29 @@
-"""What both ways to an answer share: how tokens are chosen, and where."""
+"""What both ways to an answer share: how a question is read, how tokens are chosen, and where."""
 
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 
 import torch
+
+from orchmllm.batch import Example, ProcessedExample
+from orchmllm.data.formats.conversation import Turn
+from orchmllm.data.lengths import LengthReader, MeasuredExample
+from orchmllm.data.media.medium import MediaError
+
+
+def asked(reader: LengthReader, turns: Sequence[Turn]
+          ) -> tuple[Example | ProcessedExample, MeasuredExample]:
+    """A question as training reads a row of data, with an answer behind it. reader: one that loads
+    rows, too. Raises ValueError for what cannot be read."""
+    [row] = reader.plan(lambda _: (*turns, Turn("assistant", ("a",), True)), [0])
+    try:
+        if row.problem is not None:
+            raise row.problem
+        return reader.load(row, lambda: "the question"), row
+    except MediaError as error:
+        raise ValueError(str(error)) from error
 
 
 def sampling(args: argparse.Namespace) -> dict:

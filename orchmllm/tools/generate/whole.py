@@ -6,15 +6,22 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
+from torch import Tensor
 
+from orchmllm.data.formats.conversation import Turn
+from orchmllm.data.processed import ProcessedReader
+from orchmllm.data.questions import before_answer
 from orchmllm.data.text.model_folder import load_processor
+from orchmllm.data.text.processor import Processor
 from orchmllm.hf.folder import read_json
 from orchmllm.models.adapters import need_peft
+from orchmllm.models.families import model_class, read_config
 from orchmllm.models.generate import generated
 from orchmllm.plan.layout import VISION
-from orchmllm.tools.generate.sampling import device, length_told, sampling
+from orchmllm.tools.generate.sampling import asked, device, length_told, sampling
 
 ADAPTERS = "adapter_config.json"  # peft's
 LOCAL = {"local_files_only": True, "trust_remote_code": False}
@@ -31,36 +38,50 @@ def answer_whole(args: argparse.Namespace, log: Callable[[str], None]) -> str:
         folder = read_json(adapters)["base_model_name_or_path"]
     config = AutoConfig.from_pretrained(folder, **LOCAL)
     takes_images = type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
-    if hasattr(config, "audio_config") and not takes_images:
-        raise ValueError(f"{args.folder} is a {config.model_type}, to which this command gives no "
-                         "clips: use its class and its processor in transformers")
-    if any(m.modality != VISION for m in args.media) or (args.media and not takes_images):
+    hears = hasattr(getattr(config, "thinker_config", config), "audio_config")
+    clips = any(medium.modality != VISION for medium in args.media)
+    if clips and not hears or args.media and not (hears or takes_images):
         raise ValueError(f"{args.folder} is a {config.model_type}: only "
                          + ("images and text are" if takes_images else "text is")
                          + " given to it; leave the other media out, or give the folder of a run")
-    for medium in args.media:
-        if not Path(medium.path).is_file():
-            raise ValueError(f"--image {medium.path}: no such file")
-    reader = _reader(args, folder, takes_images)
-    content = [*({"type": "image", "path": str(m.path)} for m in args.media),
-               {"type": "text", "text": args.question}] if takes_images else args.question
-    given = reader.apply_chat_template(
-        [{"role": "user", "content": content}], add_generation_prompt=True, tokenize=True,
-        return_dict=True, return_tensors="pt").to(device())
     kind = AutoModelForImageTextToText if takes_images else AutoModelForCausalLM
-    model = kind.from_pretrained(folder, dtype=getattr(torch, args.dtype) if args.dtype
-                                 else "auto", **LOCAL)
+    if clips or not takes_images and hears or any(medium.sampled for medium in args.media):
+        config = read_config(Path(folder))
+        reader, given = _read(args, folder)
+        kind = model_class(config)
+    else:
+        for medium in args.media:
+            if not Path(medium.path).is_file():
+                raise ValueError(f"--image {medium.path}: no such file")
+        reader = _reader(args, folder, takes_images)
+        content = [*({"type": "image", "path": str(m.path)} for m in args.media),
+                   {"type": "text", "text": args.question}] if takes_images else args.question
+        given = reader.apply_chat_template(
+            [{"role": "user", "content": content}], add_generation_prompt=True, tokenize=True,
+            return_dict=True, return_tensors="pt")
+    model = kind.from_pretrained(
+        folder, config=config, dtype=getattr(torch, args.dtype) if args.dtype else "auto", **LOCAL)
     if adapters.is_file():
         need_peft()
         from peft import PeftModel
 
         model = PeftModel.from_pretrained(model, args.folder)
     model.to(device()).eval()
+    given = {name: value.to(device(), model.dtype if value.is_floating_point() else None)
+             for name, value in given.items()}
     ids = generated(model, given, **sampling(args))
     ends = model.generation_config.eos_token_id
     ended = ids[-1:] == [ends] if isinstance(ends, int) else ids and ids[-1] in (ends or ())
     log(length_told(given["input_ids"].shape[1], len(ids), args, ended=bool(ended)))
     return reader.decode(ids, skip_special_tokens=True)
+
+
+def _read(args: argparse.Namespace, folder: str | Path) -> tuple[Any, dict[str, Tensor]]:
+    """(The tokenizer; the question as training reads a row of data up to its answer). Raises
+    ValueError for what cannot be read."""
+    reader = ProcessedReader(Processor(args.tokenizer or folder))
+    example = before_answer(*asked(reader, [Turn("user", (*args.media, args.question), False)]))
+    return reader.tokenizer.tokenizer, {"input_ids": example.input_ids[None], **example.media}
 
 
 def _reader(args: argparse.Namespace, folder: str | Path, takes_images: bool):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 
@@ -12,9 +13,14 @@ from PIL import Image
 from transformers import AutoProcessor
 
 from orchmllm.cli import dispatch
+from orchmllm.config.model import ModelConfig
+from orchmllm.config.recipe import DataConfig
 from orchmllm.data.text.model_folder import load_processor
+from orchmllm.hf.whole_model import open_dataset
 from tests.lib.tiny_models import shrink
 from tests.lib.tokenizers import SPECIAL, write_tokenizer
+from tests.lib.videos import write_video
+from tests.lib.whole_folders import write_clip
 from tests.lib.whole_folders import write_model as write_folder
 
 TEMPLATE = (
@@ -96,7 +102,7 @@ def test_a_model_of_transformers_answers_as_it_does_there(tmp_path, capsys, monk
     Qwen2AudioConfig().save_pretrained(tmp_path)
     (tmp_path / "orchmllm.json").write_text("{}")  # as in an export
     assert dispatch(["generate", str(tmp_path), "What is heard?"]) == 2
-    assert "is a qwen2_audio, to which this command gives no clips" in capsys.readouterr().err
+    assert "its processor cannot be read" in capsys.readouterr().err
 
 
 @torch.no_grad()
@@ -118,3 +124,39 @@ def test_a_model_that_takes_videos_answers_without_torchvision(tmp_path, capsys)
     ids = model.eval().generate(**given, do_sample=False, max_new_tokens=6)
     assert answer == processor.decode(ids[0, given["input_ids"].shape[1]:],
                                       skip_special_tokens=True)
+
+
+@torch.no_grad()
+@pytest.mark.slow
+@pytest.mark.whole
+@pytest.mark.parametrize("family, flag", [
+    ("qwen2_audio", "--audio"), ("qwen2_5_omni", "--audio"), ("qwen3_vl", "--video")])
+def test_clips_and_videos_are_read_as_in_training(family, flag, tmp_path, capsys):
+    """A row of data with the same question has the same ids and tensors before its answer."""
+    model = write_folder(family, tmp_path)
+    kind = flag.removeprefix("--")
+    path = tmp_path / ("v.mp4" if kind == "video" else "a.wav")
+    if kind == "video":
+        write_video(path, count=12, rate=8, size=(56, 56))
+    else:
+        write_clip(path, 0.7, np.random.default_rng(0))
+    (tmp_path / "data.jsonl").write_text(json.dumps({"messages": [
+        {"role": "user", "content": [{"type": kind, kind: path.name},
+                                     {"type": "text", "text": "What is it?"}]},
+        {"role": "assistant", "content": "b"}]}) + "\n")
+    assert dispatch(["generate", str(tmp_path), flag, str(path), "What is it?",
+                     "--max-tokens", "6"]) == 0
+    answer = capsys.readouterr().out.removesuffix("\n")
+    example = open_dataset(DataConfig(path=str(tmp_path / "data.jsonl")), ModelConfig(
+        pretrained=str(tmp_path)), seed=0).load(0)
+    first = int((example.labels != -100).nonzero()[0])
+    ids = example.input_ids[None, :first]
+    media = {n: v[:, :first] if n.endswith("type_ids") else v for n, v in example.media.items()}
+    assert media
+    out = model.eval().generate(input_ids=ids, attention_mask=torch.ones_like(ids), **media,
+                                do_sample=False, max_new_tokens=6)
+    processor, _ = load_processor(tmp_path)
+    assert answer == processor.decode(out[0, first:], skip_special_tokens=True)
+    with pytest.raises(SystemExit) as stop:
+        sys.exit(dispatch(["generate", str(tmp_path), flag, "none", "What is it?"]))
+    assert stop.value.code == 2 and "none: the file is missing" in capsys.readouterr().err

@@ -1,0 +1,87 @@
+"""The text of a row for a model of transformers is encoded once, and what is learnt of it, or
+refused, is told by where its tokens are."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+import torch
+from tokenizers import Tokenizer, processors
+from transformers import TokenizersBackend
+
+from orchmllm.data.text.templates import ChatTemplate
+from orchmllm.data.text.tokenizer import ChatTokenizer
+from tests.data.test_processed import edited, indexed, opened, talk, write_rows
+
+
+@pytest.mark.parametrize("family", [
+    "qwen3_vl", pytest.param("idefics3", marks=pytest.mark.slow)])
+def test_a_row_is_rendered_and_encoded_once(tmp_path, monkeypatch, family):
+    """Loading what was measured here does neither; the processor of idefics3 asks its tokenizer for
+    places, too."""
+    write_rows(tmp_path, family, [[(40, 60)], [(90, 30), (50, 50)], []])
+    rows, known = opened(tmp_path), indexed(tmp_path)
+    calls: Counter = Counter()
+
+    def count(where: type, name: str) -> None:
+        was = getattr(where, name)
+        monkeypatch.setattr(where, name, lambda *args, **keys: (
+            calls.update([name]), was(*args, **keys))[1])
+
+    count(TokenizersBackend, "_encode_plus")
+    count(ChatTemplate, "spans")
+
+    def asked(call) -> tuple[int, int]:
+        calls.clear()
+        for i in range(3):
+            call(i)
+        return calls["spans"], calls["_encode_plus"]
+
+    assert asked(rows.layout) == (3, 3)
+    assert asked(rows.load) == ((0, 0) if family == "qwen3_vl" else (0, 3))
+    assert asked(known.load) == (3, 3)
+    for i in range(3):
+        assert torch.equal(rows.load(i).input_ids, known.load(i).input_ids)
+        assert torch.equal(rows.load(i).labels, known.load(i).labels)
+
+
+def test_a_special_token_that_data_and_template_write_together_is_refused(tmp_path):
+    write_rows(tmp_path, "llava", [[], []])
+    path = tmp_path / "chat_template.jinja"
+    path.write_text(path.read_text().replace("{{ p['text'] }}", "{{ '<' + p['text'] }}"))
+    edited(tmp_path, 0, messages=talk([{"type": "text", "text": "end> it"}], "a"))
+    rows = opened(tmp_path)
+    assert "special token <end>" in str(rows.problem(0)) and rows.problem(1) is None
+
+
+def test_space_that_a_tokenizer_leaves_out_of_its_tokens_is_learnt(tmp_path):
+    """Its post-processor cuts space off the characters of tokens, and not off the ids."""
+    write_rows(tmp_path, "llava", [[], []])
+    edited(tmp_path, 0, messages=talk([{"type": "text", "text": "a"}], "  the\n red  "))
+    wanted = opened(tmp_path).load(0)
+    path = tmp_path / "tokenizer.json"
+    tokenizer = Tokenizer.from_file(str(path))
+    tokenizer.post_processor = processors.Sequence([
+        processors.ByteLevel(trim_offsets=True), tokenizer.post_processor])
+    tokenizer.save(str(path))
+    found = opened(tmp_path).load(0)
+    assert torch.equal(found.input_ids, wanted.input_ids)
+    assert torch.equal(found.labels, wanted.labels)
+
+
+def test_a_tokenizer_that_is_not_that_of_its_file_is_told_of(tmp_path, monkeypatch):
+    """Its ids, or that it does not read a text to the end."""
+    write_rows(tmp_path, "llava", [[]])
+    was = TokenizersBackend._encode_plus
+    with monkeypatch.context() as patch:
+        patch.setattr(TokenizersBackend, "_encode_plus", lambda self, text, *args, **keys: was(
+            self, text, *args, **{**keys, "truncation_strategy": keys["truncation_strategy"].
+                                  __class__("longest_first"), "max_length": 8}))
+        with pytest.raises(ValueError, match="leaves out the end"):
+            opened(tmp_path)
+    wanted = ChatTokenizer.encode_spans
+    monkeypatch.setattr(ChatTokenizer, "encode_spans", lambda self, spans: tuple(
+        value[::-1] for value in wanted(self, spans)))
+    with pytest.raises(ValueError, match="other ids for it than tokenizer.json"):
+        opened(tmp_path)
