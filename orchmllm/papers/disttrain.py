@@ -42,11 +42,10 @@ def disttrain_profiles(name: str, *, images: float = 5) -> dict[str, ModuleProfi
     model = ModelConfig(
         vision=VisionConfig(32, 1280, 5120, 16, patch_size=16, merge_size=1, max_side=side),
         llm=LLMConfig(128256, layers, hidden, ffn, heads, groups))
-    memory = MemoryModel(model, FsdpConfig(compute_dtype="bfloat16"), 1)
-    made = analytic_profiles(memory, {
+    made = analytic_profiles(MemoryModel(model, FsdpConfig(compute_dtype="bfloat16"), 1), {
         phase: lengths_of(phase, getattr(model, phase), np.array([n]))
-        for phase, n in (("vision", (side / 16)**2), ("llm", SEQUENCE))}, A800,
-        {"vision": images}, ASSUMED)
+        for phase, n in (("vision", (side / 16)**2), ("llm", SEQUENCE))}, A800, {
+        "vision": images}, ASSUMED)
     flops, kept = GENERATOR[side]
     rate = A800.sheet.bfloat16 * ASSUMED["generator"]
     made["generator"] = ModuleProfile(
