@@ -55,8 +55,7 @@ class Cell:
 
     @property
     def data(self) -> Examples:
-        packed = self.client == "sft_packed"  # of which few_long would leave 5 rows an epoch
-        return Examples(17 if self.tail else 16, few_long=self.accumulation and not packed)
+        return Examples(17 if self.tail else 16, few_long=self.accumulation)
 
     @property
     def num_steps(self) -> int:
@@ -131,6 +130,12 @@ def recording(model: nn.Module) -> nn.Module:
     return model
 
 
+def forget_filler(model: nn.Module, loader: BalancedDataLoader) -> None:
+    """Takes the batch last seen out of `seen` if the loader says that it holds no example."""
+    if not loader.step.num_examples:
+        model.seen[-1] = []
+
+
 def loss_of(logits: Tensor, labels: Tensor, reduction: str = "mean") -> Tensor:
     """In float64, of a model that shifts its labels (transformers computes it in float32)."""
     return F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(),
@@ -143,7 +148,8 @@ def trainers_loss(outputs: Any, labels: Tensor, num_items_in_batch: Any = None) 
 
 
 def reference(data: Dataset, seen: list[list[int]]) -> dict[str, Tensor]:
-    """Weights after one process trained on the examples of each step."""
+    """Weights after one process trained on the examples of each step; one that a step has twice
+    counts twice."""
     model = tiny()
     optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
     for ids in seen:
@@ -213,6 +219,7 @@ def plain(cell: Cell, wrap: Callable[[nn.Module], nn.Module], whole: Callable, *
             for batch in batches:
                 batch = moved(batch, cell)
                 loss = loss_of(model(input_ids=batch["input_ids"]).logits, batch["labels"])
+                forget_filler(inner, loader)
                 backward(loader.scale_mean(loss, batch["labels"], shifted=True, divided_by=1))
                 if loader.step.is_last_microbatch:
                     optimizer.step()
@@ -300,6 +307,7 @@ def accelerate(cell: Cell, folder: Path) -> Result:
                     asks_for_divisor(loader, "gradient_accumulation_steps")
                 with accelerator.accumulate(model):
                     loss = loss_of(model(input_ids=batch["input_ids"]).logits, batch["labels"])
+                    forget_filler(inner, loader)
                     accelerator.backward(loader.scale_mean(
                         loss, batch["labels"], shifted=True,
                         divided_by=accelerator.gradient_accumulation_steps))
@@ -466,6 +474,7 @@ def lightnings(cell: Cell, folder: Path, strategy: Any) -> Result:
 
         def training_step(self, batch: dict, index: int) -> Tensor:
             loss = loss_of(self.model(input_ids=batch["input_ids"]).logits, batch["labels"])
+            forget_filler(self.model, self.loader)
             if cell.accumulation:
                 asks_for_divisor(self.loader, "accumulate_grad_batches")
             return self.loader.scale_mean(loss, batch["labels"], shifted=True,
@@ -563,11 +572,12 @@ def run_cells(world: Any, cells: list[Cell]) -> list[tuple[float, list[list[int]
         dist.all_gather_object(everyone, seen)
         assert len({len(s) for s in everyone}) == 1
         k = cell.accumulate
-        # A filler is an example of the same step a second time.
-        steps = [sorted({i for s in everyone for batch in s[t: t + k] for i in batch})
+        # With repeats: accelerate completes a Trainer's last step with the epoch's first examples,
+        # which may be in that step already. So a Trainer has no fillers here.
+        steps = [sorted(i for s in everyone for batch in s[t: t + k] for i in batch)
                  for t in range(0, len(seen), k)]
         sizes = {sum(map(len, batches)) for batches in zip(*everyone, strict=True)}
-        assert len(sizes) > 1 or not cell.accumulation or cell.client == "sft_packed", cell
+        assert len(sizes) > 1 or not cell.accumulation, cell
         want = reference(cell.data, steps)
         out.append((max(float((weights[n] - w).abs().max()) for n, w in want.items()), steps))
     return out
