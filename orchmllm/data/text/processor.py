@@ -31,6 +31,7 @@ from orchmllm.data.media.kinds import VIDEO
 from orchmllm.data.media.medium import Medium, RowError
 from orchmllm.data.media.raw import Arithmetic, of_images
 from orchmllm.data.media.shapes import (
+    Content,
     Shapes,
     Size,
     adapted,
