@@ -20,7 +20,7 @@ class Questions:
     answer: what comes after it, media too, is not there. It has what SegmentFeed needs."""
 
     def __init__(self, rows: ConversationDataset) -> None:
-        self._rows = rows
+        self._rows, self.reader = rows, rows.reader
         self.row = lru_cache(maxsize=1024)(self._row)
 
     def _row(self, i: int) -> MeasuredExample:
@@ -30,7 +30,7 @@ class Questions:
             answered = accumulate((turn.supervised for turn in turns), max)
             return turns[: 1 + list(answered).count(False)]
 
-        [row] = self._rows.reader.plan(read, [i])
+        [row] = self.reader.plan(read, [i])
         return row
 
     def layout(self, i: int) -> BatchLayout:

@@ -107,13 +107,14 @@ class PlannedEncoders:
 
     def prove(self, table: Tensor, copies: int, samples: Iterable[tuple[Mapping, Mapping]]
               ) -> Pixels:
-        """What images need that travel as bytes, see `proven`. Raises ValueError."""
+        """What images need that travel as bytes, see `proven`. table: (3, 256). Raises
+        ValueError."""
         return proven(table, copies, samples, lambda tensors: _items(
             self._encoders["vision"], self._owner, tensors))
 
     def described(self, phase: str, tensors: Mapping[str, Tensor]) -> Piece:
-        """What the encoder takes of the tensors of one medium. Raises ValueError for tensors that
-        it does not understand."""
+        """What the encoder takes of the tensors of one medium, of any shapes. Raises ValueError for
+        tensors that it does not understand."""
         encoder = self._encoders[phase]
         items = _items(encoder, self._owner, tensors)
         return Piece(_layout_of(encoder, tensors).value, items.meta, tuple(

@@ -72,7 +72,8 @@ def find_sources(model: ModelConfig) -> list[WeightSource]:
 
 
 def of_parts(model: ModelConfig) -> list[WeightSource]:
-    """Those that parts and connectors of this project start from; see find_sources."""
+    """Those that parts and connectors of this project start from. Raises PretrainedError, see
+    find_sources."""
     sources, problems = [], []
     for part in (*PARTS, "connectors"):
         path = model.connectors if part == "connectors" else getattr(model, part).pretrained

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -12,7 +13,7 @@ from orchmllm.comm.exchange import RowGather
 from orchmllm.config.recipe import Recipe
 from orchmllm.data.dataset import ConversationDataset
 from orchmllm.data.loading.step_loader import StepLoader
-from orchmllm.data.loading.whole_examples import feed_of
+from orchmllm.data.loading.whole_examples import WholeFeed
 from orchmllm.data.questions import Questions
 from orchmllm.data.sampler import GlobalSampler
 from orchmllm.models.hf import WholeModel
@@ -37,7 +38,7 @@ class AskedWhole(AskedParts):
         sampler = GlobalSampler(self._asked, self._gather.world_size, shuffle=False)
         told: list[dict] = []
         for step in StepLoader(self._questions, sampler, self._orchestrator,
-                               num_steps=len(sampler), feed=feed_of(model)):
+                               num_steps=len(sampler), feed=partial(WholeFeed, model=model)):
             [micro] = step.micro
             ids = model(self._orchestrator.dispatch(micro, 0), {
                 "max_new_tokens": self._max_tokens, "do_sample": False,

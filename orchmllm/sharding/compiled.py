@@ -32,7 +32,7 @@ def check_compiles(model: ModelConfig, device: torch.device, dtype: torch.dtype)
 
 
 def check_heads(sizes: Mapping[str, int], device: torch.device, dtype: torch.dtype) -> None:
-    """The same for the sizes of the heads of attention, by phase."""
+    """The same for the sizes of the heads of attention, by phase. Raises ValueError."""
     half = dtype in (torch.bfloat16, torch.float16)
     for phase, size in sizes.items():
         if device.type != "cpu" and (not half or size % 8 or size > 256):

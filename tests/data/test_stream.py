@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 from collections import Counter
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -58,7 +59,8 @@ def answer(dataset, i) -> str:
 def test_a_dataset_that_is_dropped_closes_its_files(name, folder):
     def open_files() -> int:
         gc.collect()
-        return len(os.listdir("/proc/self/fd"))
+        return len([entry for entry in Path("/proc/self/fd").iterdir()
+                    if os.path.realpath(entry).startswith(f"{folder}/")])
 
     answer(stream(folder, name), 0)
     before = open_files()

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from orchmllm.batch import UNCOUNTED, Example, FailedSegment, Microbatch, Step
+from orchmllm.comm.exchange import RowGather
 from orchmllm.comm.exchange_bytes import Postponed, exchange_bytes
 from orchmllm.data.loading.pipeline import Pipeline
 from orchmllm.data.loading.preprocess_client import RemoteWorkers
@@ -206,8 +207,9 @@ class Request:
                 [torch.stack([loaded[e].token_ids, loaded[e].labels], dim=1) for e in self.texts])
 
 
-def feed_of(model: Any, *_: Any) -> Callable[..., SegmentFeed]:
-    """The feed of a model of this project's own parts."""
+def feed_of(model: Any, dataset: Any, gather: RowGather, log: Callable[[str], None]
+            ) -> Callable[..., SegmentFeed]:
+    """The feed of a model of this project's own parts, which asks nothing of its arguments."""
     return SegmentFeed
 
 

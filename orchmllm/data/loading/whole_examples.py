@@ -10,14 +10,12 @@ hold them, joined to one packed row and the media that its encoders take. By dis
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache, partial
 from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from orchmllm.batch import UNCOUNTED, FailedSegment, Microbatch, ProcessedExample, Step
@@ -25,8 +23,8 @@ from orchmllm.comm.exchange import RowGather
 from orchmllm.comm.exchange_bytes import Postponed, exchange_bytes
 from orchmllm.comm.pieces import Media, Piece
 from orchmllm.data.lengths import MeasuredExample
+from orchmllm.data.loading.rank_messages import packed, unpacked
 from orchmllm.data.loading.step_loader import Request, SegmentFeed
-from orchmllm.data.loading.workers import convert
 from orchmllm.plan.layout import ENCODERS
 from orchmllm.plan.rearrange import Rearrangement
 
@@ -91,13 +89,13 @@ class WholeFeed(SegmentFeed):
             if items is None:
                 return None
             item = items[at].described if isinstance(items[at], Piece) else items[at]
-            return np.frombuffer(pickle.dumps(convert(item, Tensor, Tensor.numpy)), np.uint8)
+            return postponed.call(packed, item)
 
         came = exchange_bytes([partial(data, k) for k in range(count)], move,
                               self.orchestrator.rank, self.orchestrator.group)
         postponed.incomplete |= any(item is None for item in came)
-        return [items and items[item] if isinstance(item, int) else item is not None and convert(
-            pickle.loads(item), np.ndarray, torch.from_numpy) for item in came]
+        return [items and items[item] if isinstance(item, int) else item is not None and unpacked(
+            item) for item in came]
 
     def _decode(self, contents: Sequence[Content], step: Step) -> None:
         """Tensors in place of the media that came as they are stored."""

@@ -48,7 +48,8 @@ def as_bytes(values: Tensor, copies: int) -> Tensor:
 
 
 def with_bytes(tensors: Mapping[str, Tensor], names: Mapping[str, int]) -> dict[str, Tensor]:
-    """The tensors of a medium, those of `names` (argument -> copies) as `as_bytes` gives them."""
+    """The tensors of a medium, of any shapes, those of `names` (argument -> copies) as `as_bytes`
+    gives them."""
     return {name: as_bytes(value, names[name]) if name in names else value
             for name, value in tensors.items()}
 

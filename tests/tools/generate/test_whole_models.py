@@ -159,4 +159,4 @@ def test_clips_and_videos_are_read_as_in_training(family, flag, tmp_path, capsys
     assert answer == processor.decode(out[0, first:], skip_special_tokens=True)
     with pytest.raises(SystemExit) as stop:
         sys.exit(dispatch(["generate", str(tmp_path), flag, "none", "What is it?"]))
-    assert stop.value.code == 2 and "none: the file is missing" in capsys.readouterr().err
+    assert stop.value.code == 2 and "the file is missing" in capsys.readouterr().err
