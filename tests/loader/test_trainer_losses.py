@@ -381,7 +381,7 @@ def of_images(world, family: str, folder: str, loss: str | None = None) -> list[
 
 
 @NEW_PYTHON
-@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl"])
+@pytest.mark.parametrize("family", ["qwen2_5_vl", pytest.param("qwen3_vl", marks=pytest.mark.slow)])
 def test_rows_with_images_are_trained_as_in_one_process(tmp_path, family):
     """A batch whose patches cannot be cut: its labels alone show what the loss is."""
     [want], ranks = (run_ranks(of_images, d, family, str(tmp_path)) for d in (1, 2))
