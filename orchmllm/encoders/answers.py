@@ -75,8 +75,6 @@ class Answer:
                 return f"with {name} changed in place"
             if not any(_is(t, value) for t in tensors):
                 return f"with another tensor than its argument {name}"
-        if self._encoder.run is not None:
-            return ""  # it computes what the forward makes of its inputs before the call
         if self._encoder.named:
             return self._other_option(args, kwargs)
         return self._other_argument(args, kwargs)
@@ -96,6 +94,8 @@ class Answer:
             if any(_is(value, v) if isinstance(value, Tensor) and isinstance(v, Tensor)
                    else value is v for v in of_layout):
                 continue
+            if isinstance(value, Tensor) and self._encoder.run is not None:
+                continue  # which computes itself what the forward makes of its inputs
             parameter = signature.parameters.get(name)
             default = parameter.default if parameter is not None else None
             if isinstance(value, Tensor) or value != used.get(name, default):

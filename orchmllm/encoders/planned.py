@@ -206,13 +206,14 @@ class PlannedEncoders:
         columns = zip(*(piece.views(media.data, start) for piece, start in zip(
             media.pieces, media.starts.tolist(), strict=True)), strict=True)
         values = [None if column[0] is None else joined(
-            [*self._restored(names, column, dtype)], 0) for column in columns]
+            [*self._restored(names if k == 0 else [""] * len(names), column, dtype)], 0)
+            for k, column in enumerate(columns)]  # pixels are the first
         return encoder.layout.build(items.meta, tuple(values))
 
     def _restored(self, names: Sequence[str], column: Sequence[Tensor], dtype: torch.dtype
                   ) -> Iterator[Tensor]:
-        """The tensors of media, with those joined that follow each other and have one shape.
-        names: of the argument that holds each medium."""
+        """The tensors of media; those of one shape that follow each other are joined. names: of the
+        argument that holds each medium, where these are its pixels."""
         def kind(at: int) -> tuple:
             return names[at], column[at].dtype, column[at].shape[1:]
 

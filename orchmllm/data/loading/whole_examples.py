@@ -94,8 +94,8 @@ class WholeFeed(SegmentFeed):
         came = exchange_bytes([partial(data, k) for k in range(count)], move,
                               self.orchestrator.rank, self.orchestrator.group)
         postponed.incomplete |= any(item is None for item in came)
-        return [items and items[item] if isinstance(item, int) else item is not None and unpacked(
-            item) for item in came]
+        return [items and items[item] if isinstance(item, int) else
+                item is not None and postponed.call(unpacked, item) for item in came]
 
     def _decode(self, contents: Sequence[Content], step: Step) -> None:
         """Tensors in place of the media that came as they are stored."""

@@ -98,7 +98,7 @@ class Workers:
         size = max(1, -(-len(calls) // (CHUNKS_PER_WORKER * self.num_workers)))
         futures = [self._threads.submit(self._ask, method, calls[at: at + size])
                    for at in range(0, len(calls), size)]
-        return lambda: [(convert(value, np.ndarray, torch.from_numpy), failed)
+        return lambda: [(_convert(value, np.ndarray, torch.from_numpy), failed)
                         for future in futures for value, failed in _answer(future.result())]
 
     def start(self) -> None:
@@ -169,7 +169,7 @@ def _serve(dataset: Any, parent: int, pipe: Connection) -> None:
         try:
             # Tensors would travel as descriptors of shared memory and need their worker to stay
             # alive.
-            results = [(convert(value, Tensor, Tensor.numpy), failed)
+            results = [(_convert(value, Tensor, Tensor.numpy), failed)
                        for value, failed in _results(dataset, method, calls)]
             answer = ForkingPickler.dumps((results, "", ""))
         except Exception as error:  # as text: not every exception can be pickled
@@ -199,13 +199,13 @@ def _run(dataset: Any, method: str, call: Call) -> Result:
     return getattr(dataset, method)(*call[0], **call[1], on_error=on_error), failed
 
 
-def convert(value: Any, kind: type, to: Callable) -> Any:
+def _convert(value: Any, kind: type, to: Callable) -> Any:
     """The value, or a copy of an example, in which to(x) is in the place of each x of `kind`."""
     if isinstance(value, kind):
         return to(value)
     if isinstance(value, dict):
-        return {key: convert(part, kind, to) for key, part in value.items()}
+        return {key: _convert(part, kind, to) for key, part in value.items()}
     if isinstance(value, Example | ProcessedExample):
-        return replace(value, **{field.name: convert(getattr(value, field.name), kind, to)
+        return replace(value, **{field.name: _convert(getattr(value, field.name), kind, to)
                                  for field in fields(value)})
     return value
