@@ -84,8 +84,8 @@ Array assign_microbatches(const Array& share, i64 num_microbatches) {
   return step_of;
 }
 
-// (micro_of (n,) with the moves that shorten the step, what it takes at least); the tables are (n, phases) and
-// (n, sizes), room is (sizes,).
+// (micro_of (n,) with the moves that shorten the step, what it takes at least); the tables are
+// (n, phases) and (n, sizes), room is (sizes,).
 py::tuple shorten_step(const Array& cost, const Array& longest, const Array& size,
                        const Array& room, const Array& micro_of, i64 num_ranks,
                        i64 num_microbatches, i64 least, bool cut) {

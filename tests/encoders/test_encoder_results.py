@@ -216,6 +216,7 @@ MISUSED = {
     "called twice": "called encode twice", "another input": "called encode twice",
     "without gradients": "called encode without gradients",
     "an option": "called encode with scale=3.0", "no option": "called encode with scale=None",
+    "an option beside run": "called encode with scale=3.0",
     "never called": "never called encode",
 }
 
@@ -226,12 +227,13 @@ def misused(world) -> dict[str, list[str]]:
     out: dict[str, list[str]] = {how: [] for how in MISUSED}
     for how, wrong in itertools.product(MISUSED, (0, 1)):
         model = Broken("", world.rank).double()
-        balance_encoders(model, [Encoder("photo", {"encode": Rows("photos")}, towers=("tower",))],
-                         join="embed")
+        run = (lambda owner, photos: type(owner).encode(owner, photos)) if "run" in how else None
+        balance_encoders(model, [Encoder("photo", {"encode": Rows("photos")}, towers=("tower",),
+                                         run=run)], join="embed")
         for k in range(3):
             model.how = how if k == wrong else ""
-            model.options = {"an option": {"scale": 3.0}, "no option": {"scale": None}}.get(
-                model.how, {})
+            model.options = {"an option": {"scale": 3.0}, "an option beside run": {"scale": 3.0},
+                             "no option": {"scale": None}}.get(model.how, {})
             try:
                 model(**photo_inputs(world.rank))
             except RuntimeError as error:
