@@ -9,7 +9,7 @@ that failed.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
 from types import MappingProxyType
@@ -137,8 +137,8 @@ class ProcessedReader(LengthReader):
                 row._replace(problem=problem), s, self.processor, on_error) for s in encoded})
         return example if text else replace(example, input_ids=None, labels=None)
 
-    def arithmetic(self) -> Iterator[Arithmetic]:
-        """Of images that travel as bytes, see orchmllm.data.media.raw."""
+    def arithmetic(self) -> dict[str, Callable[[], Arithmetic]]:
+        """See Processor.arithmetic."""
         return self.processor.arithmetic()
 
     def blank(self, modality: int) -> dict[str, Tensor]:

@@ -4,6 +4,7 @@ travels."""
 from __future__ import annotations
 
 import pickle
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ from orchmllm.comm.pieces import Media
 from orchmllm.config.model import ModelConfig
 from orchmllm.config.recipe import DataConfig
 from orchmllm.data.dataset import ConversationDataset
+from orchmllm.data.loading.whole_examples import feed_of
 from orchmllm.data.loading.workers import Workers
 from orchmllm.data.media.raw import as_bytes, table_of
 from orchmllm.encoders.planned import PlannedEncoders
@@ -50,7 +52,8 @@ def test_an_encoder_gets_bit_by_bit_what_the_processor_makes(tmp_path, name):
     otherwise, nothing is proven."""
     sizes = [[(224, 224)], [(40, 60), (33, 90), (120, 40)]]
     encoders, rows = opened(tmp_path, name, sizes)
-    for argument, table, copies, samples in rows.reader.arithmetic():
+    for argument, find in rows.reader.arithmetic().items():
+        table, copies, samples = find()
         encoders.pixels[argument] = encoders.prove(table, copies, samples)
         assert encoders.raw[argument] == copies
     for i in range(len(sizes)):
@@ -68,7 +71,7 @@ def test_an_encoder_gets_bit_by_bit_what_the_processor_makes(tmp_path, name):
             assert all(a is b is None or torch.equal(a, b)
                        for a, b in zip(others, made[1:], strict=True))
     for channel, byte in ((0, 0), (1, 131), (2, 255)):
-        _, table, copies, samples = next(rows.reader.arithmetic())
+        table, copies, samples = next(iter(rows.reader.arithmetic().values()))()
         bits = table.clone().view(torch.int32)
         bits[channel, byte] ^= 1
         with pytest.raises(ValueError, match="more than to rescale and to normalise"):
@@ -78,7 +81,8 @@ def test_an_encoder_gets_bit_by_bit_what_the_processor_makes(tmp_path, name):
 def test_an_image_of_256_patches_is_as_many_bytes_as_it_has_values(tmp_path):
     """Between a worker and its rank, and between ranks; 1,204,224 as the processor makes it."""
     encoders, rows = opened(tmp_path, "qwen2_5_vl", [[(224, 224)]])
-    argument, table, copies, samples = next(rows.reader.arithmetic())
+    argument, find = next(iter(rows.reader.arithmetic().items()))
+    table, copies, samples = find()
     encoders.pixels[argument] = encoders.prove(table, copies, samples)
     values = 256 * 14**2 * 3
     segment = int(np.flatnonzero(rows.layout(0).modality != TEXT)[0])
@@ -100,9 +104,18 @@ def test_an_image_of_256_patches_is_as_many_bytes_as_it_has_values(tmp_path):
 def test_an_image_that_the_encoder_would_not_see_travels_as_float32(tmp_path):
     """A slot of zeros holds no image for this family, and black would be one."""
     encoders, rows = opened(tmp_path, "idefics3", [[(40, 60)]])
-    _, table, copies, samples = next(rows.reader.arithmetic())
+    table, copies, samples = next(iter(rows.reader.arithmetic().values()))()
     with pytest.raises(ValueError, match="takes other parts of an image"):
         encoders.prove(table, copies, samples)
+
+
+def test_a_processor_without_these_steps_ends_nothing(tmp_path, monkeypatch):
+    encoders, rows = opened(tmp_path, "qwen2_5_vl", [[(40, 60)]])
+    monkeypatch.setattr(rows.reader.processor._processor.image_processor, "rescale", None)
+    told = []
+    feed_of(SimpleNamespace(encoders=encoders), rows, lambda row: row[None], told.append)
+    assert "pixel_values" not in encoders.pixels and len(told) == 1
+    assert told[0].startswith("pixel_values travel as float32") and "TypeError" in told[0]
 
 
 def test_values_that_are_no_bytes_are_refused():

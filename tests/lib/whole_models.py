@@ -190,8 +190,8 @@ class WholeDataset:
     def reader(self) -> WholeDataset:
         return self
 
-    def arithmetic(self) -> tuple:
-        return ()  # its tensors are made without a processor
+    def arithmetic(self) -> dict:
+        return {}  # its tensors are made without a processor
 
     def blank(self, modality: int) -> dict[str, Tensor]:
         i, segment = next((i, s) for i in range(len(self)) for s, kind in enumerate(

@@ -127,12 +127,12 @@ def feed_of(model: Any, dataset: Any, gather: RowGather, log: Callable[[str], No
             ) -> Callable[..., WholeFeed]:
     """The feed of a model, in which images are bytes until they are encoded where that is exact on
     all ranks; says of what it is not. Collective; gather: of all ranks."""
-    for name, table, copies, samples in dataset.reader.arithmetic():
+    for name, find in dataset.reader.arithmetic().items():
         why, pixels = "another rank cannot make them of bytes", None
         try:
-            pixels = model.encoders.prove(table, copies, samples)
-        except ValueError as error:
-            why = str(error)
+            pixels = model.encoders.prove(*find())
+        except Exception as error:  # whatever it is, float32 is right
+            why = f"{type(error).__name__}: {error}"
         if gather(np.array([pixels is not None], np.int64)).all():
             model.encoders.pixels[name] = pixels
         else:

@@ -17,11 +17,10 @@ _CHANNELS = 3
 
 
 class Arithmetic(NamedTuple):
-    """name: the argument of the model that holds such images. table (3, 256) float32: what becomes
-    of a channel's byte. copies: how often a row of values has the frame of an image. samples: pairs
+    """Of an argument of the model that holds images. table (3, 256) float32: what becomes of a
+    channel's byte. copies: how often a row of values has the frame of an image. samples: pairs
     of the tensors of one medium, with bytes and as the processor makes them."""
 
-    name: str
     table: Tensor
     copies: int
     samples: Iterator[tuple[dict[str, Tensor], dict[str, Tensor]]]
@@ -71,7 +70,7 @@ def of_images(processor: Any, options: Mapping[str, Any], name: str,
             for bare, full in zip(parts(images, **AS_BYTES), parts(images), strict=True):
                 yield with_bytes(bare, {name: copies}), full
 
-    return Arithmetic(name, table_of(made), copies, samples())
+    return Arithmetic(table_of(made), copies, samples())
 
 
 def sample_images() -> Iterator[list[Image.Image]]:

@@ -147,7 +147,7 @@ class Videos:
                     yield ({**grid, VIDEOS: as_bytes(pixels, self.merged)},
                            {**grid, VIDEOS: self.pixels(frames, side, side)})
 
-        return Arithmetic(VIDEOS, table_of(made), self.merged, samples())
+        return Arithmetic(table_of(made), self.merged, samples())
 
     @staticmethod
     def grids(out: Mapping[str, Any]) -> Iterator[tuple[tuple[int, int, int], ...]]:

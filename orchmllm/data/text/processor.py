@@ -14,8 +14,8 @@ from __future__ import annotations
 import copy
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from functools import cached_property, lru_cache
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property, lru_cache, partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -42,7 +42,7 @@ from orchmllm.data.media.shapes import (
     sized,
 )
 from orchmllm.data.media.video_processor import PROCESSORS, Videos, with_videos
-from orchmllm.data.segments import KINDS
+from orchmllm.data.segments import KINDS, VIDEOS
 from orchmllm.data.text.clips import Clips
 from orchmllm.data.text.encoded import Encoded, OneCall, Written, digest_of, keep_space
 from orchmllm.data.text.model_folder import (
@@ -279,12 +279,15 @@ class Processor:
         return KINDS[kind_of(media[0])].parts(
             out, np.array([grids[0] for grids in expanded.grids]))
 
-    def arithmetic(self) -> Iterator[Arithmetic]:
-        """Of the pixels of images, and of those of videos."""
+    def arithmetic(self) -> dict[str, Callable[[], Arithmetic]]:
+        """What finds out what becomes of the pixels in an argument, images or videos. It may raise
+        anything, because processors need not have these steps."""
+        found, name = {}, KINDS[VISION].content
         if images := getattr(self._processor, "image_processor", None):
-            yield of_images(images, self.options, KINDS[VISION].content, self.parts)
+            found[name] = partial(of_images, images, self.options, name, self.parts)
         if self.videos is not None and self.videos.processor is not None:
-            yield self.videos.arithmetic()
+            found[VIDEOS] = self.videos.arithmetic
+        return found
 
     def arguments_like(self, ids: Tensor, sizes: Sequence[Size], **options: Any
                        ) -> dict[str, Tensor]:
