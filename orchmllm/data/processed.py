@@ -150,8 +150,7 @@ class ProcessedReader(LengthReader):
     def _example(self, row: MeasuredExample, wanted: Collection[int] | None,
                  raw: Collection[str], on_error: OnError) -> ProcessedExample:
         """wanted: segments that are decoded (None: all). raw: arguments whose pixels are neither
-        rescaled nor normalised. Raises RowError where the row is not as
-        planned."""
+        rescaled nor normalised. Raises RowError where the row is not as planned."""
         layout, every = row.layout, items_of(row.turns, self.processor.videos)
         segments = np.flatnonzero(layout.modality != TEXT).tolist()
         sizes = {s: Size(*size) for s, size in zip(segments, row.sizes, strict=True)}

@@ -70,8 +70,8 @@ class MemoryModel:
     all_gather: ranks whose rows everybody receives, if rows travel by all-gather instead of
     all-to-all (OrchMLLM section 8.3), else 0; what a rank keeps of the gathered rows is a view, so
     all of them stay: inputs for the step, features for the forward pass. ranks_per_node: for what
-    fsdp.*_reshard keeps over a node's ranks. microbatches: of a step, if `auto`
-    perhaps several; from the second on the gradients are there from the start."""
+    fsdp.*_reshard keeps over a node's ranks. microbatches: of a step, with `auto` as if it had
+    several; from the second on the gradients are there from the start."""
 
     model: ModelConfig
     fsdp: FsdpConfig

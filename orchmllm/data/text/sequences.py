@@ -29,7 +29,7 @@ class Sequences:
         self._is_feature[[*tokens.values()]] = True
 
     def of(self, ids: np.ndarray, learnt: np.ndarray, expanded: Expanded, limit: int
-                  ) -> tuple[Tokens | None, int]:
+           ) -> tuple[Tokens | None, int]:
         """(The sequence of m media with ids (n,) and learnt (n,), how many media fit into
         `limit`); None where not all of them do. Raises RowError where features cannot be told from
         text or from one another."""
