@@ -67,6 +67,12 @@ def write_model(family: str, folder: Path, dtype: torch.dtype = torch.float32) -
     return model
 
 
+def write_image(path: Path, rng: np.random.Generator) -> None:
+    """Noise of 20 to 89 pixels a side."""
+    size = (*rng.integers(20, 90, 2).tolist(), 3)
+    Image.fromarray(rng.integers(0, 256, size, np.uint8)).save(path)
+
+
 def write_rows(folder: Path, count: int = 24, family: str = "") -> Path:
     """data.jsonl with its images, or with what the family takes: none to three media an example, at
     most one clip that audioflamingo3 takes."""
@@ -82,8 +88,7 @@ def write_rows(folder: Path, count: int = 24, family: str = "") -> Path:
                 kind = kinds[k % len(kinds)]
                 name = f"{i}_{k}.{'png' if kind == 'image' else 'wav'}"
                 if kind == "image":
-                    size = (*rng.integers(20, 90, 2).tolist(), 3)
-                    Image.fromarray(rng.integers(0, 256, size, np.uint8)).save(folder / name)
+                    write_image(folder / name, rng)
                 else:
                     seconds = rng.uniform(0.1, 3.0 if most == 1 else 1.0)
                     write_clip(folder / name, seconds, rng, rate=int(rng.choice([16000, 22050])))

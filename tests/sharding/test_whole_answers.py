@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from PIL import Image
 
 from orchmllm.config.model import ModelConfig
 from orchmllm.config.recipe import DataConfig, FsdpConfig, Recipe, RunConfig, TrainConfig
@@ -23,7 +22,7 @@ from tests.lib import whole_models as models
 from tests.lib.processors import FAMILIES, video_token
 from tests.lib.ranks import run_ranks
 from tests.lib.videos import write_video
-from tests.lib.whole_folders import write_clip, write_model
+from tests.lib.whole_folders import write_clip, write_image, write_model
 
 pytestmark = [pytest.mark.dist, pytest.mark.whole]
 SECOND = "and what is that?"
@@ -47,8 +46,7 @@ def write_rows(folder: Path, family: str) -> None:
                 kind = kinds[k % len(kinds)]
                 name = f"{i}_{k}.{'png' if kind == 'image' else 'wav'}"
                 if kind == "image":
-                    size = (*rng.integers(20, 90, 2).tolist(), 3)
-                    Image.fromarray(rng.integers(0, 256, size, np.uint8)).save(folder / name)
+                    write_image(folder / name, rng)
                 else:
                     write_clip(folder / name, rng.uniform(0.1, 1.0), rng)
                 shown = [{"type": kind, kind: name}, {"type": "text", "text": f" picture {k}"}]
