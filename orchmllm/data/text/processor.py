@@ -184,7 +184,9 @@ class Processor:
             if not added or np.flatnonzero(found.learnt).tolist() != (
                     np.flatnonzero(learnt) + added[0]).tolist():
                 raise RowError("the processor's tokenizer has other ids for it than tokenizer.json")
-            if [*map(str, whole)] != [*map(str, found._replace(digest=b""))]:
+            if whole.segments != found.segments or not (
+                    np.array_equal(whole.ids, found.ids)
+                    and np.array_equal(whole.learnt, found.learnt)):
                 raise RowError("its parts make something else of media than the whole")
         try:
             _, made = self.load(spans, media, 0, known=found)
