@@ -60,8 +60,8 @@ def described(layouts: Sequence[BatchLayout], spec: PlanSpec, num_microbatches: 
         int(plan.planned_cost(phase).max()) for layout in layouts
         for _, plan in plan_microbatches(layout, one, count) for phase in spec.phases)
         for one in (spec, replace(spec, room={})))
-    return (f"{text}, which makes a step {with_caps / max(without, 1) - 1:+.1%} longer; "
-            f"the fewest microbatches that keep it: {least}"
+    return (f"{text}; a step is predicted to take {with_caps / max(without, 1):.3f} times as long "
+            f"as without this; the fewest microbatches that keep it: {least}"
             + (f" (train.accumulation_steps={num_microbatches})" if num_microbatches else ""))
 
 
