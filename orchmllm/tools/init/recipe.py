@@ -47,7 +47,8 @@ data:
   num_steps: {steps}  # of {examples} examples; the data have {rows}
   batch_size: {batch}  # examples of a rank; {why}
   lr: {lr}
-{sample}fsdp:
+  sample_every: {sample}  # steps after which held-out examples are answered
+fsdp:
   compute_dtype: {machine.dtype}
   activation_checkpointing: {machine.checkpointing}
 checkpoint:
@@ -56,7 +57,6 @@ checkpoint:
 
 
 TOKENIZER = "  tokenizer: {path}  # {count} tokens\n"
-SAMPLE = "  sample_every: {steps}  # after which held-out examples are answered\n"
 PARTS = """\
 model:  # `pretrained` starts from a folder, anything else from random weights
   vision: {vision}
@@ -132,7 +132,7 @@ def write_recipe(path: str, models: Mapping[str, Path], out: Path, trained: Path
             "model": PARTS.format(**{
                 part: _section(part, models, machine, tokenizer, part == "llm" or shares[part] > 0)
                 for part in PHASES})}
-    out.write_text(TEXT.format(**values, batch=1, why="", steps=1, examples=1, sample="", save=0),
+    out.write_text(TEXT.format(**values, batch=1, why="", steps=1, examples=1, sample=0, save=0),
                    encoding="utf-8")
     batch, why = _batch_size(load_recipe(out), layouts, machine)  # with the shapes of the models
     examples = batch * machine.num_ranks
@@ -140,8 +140,7 @@ def write_recipe(path: str, models: Mapping[str, Path], out: Path, trained: Path
     quarter = -(-steps // 4)
     out.write_text(TEXT.format(
         **values, batch=batch, why=why, steps=steps, examples=examples, save=quarter,
-        sample=SAMPLE.format(steps=quarter) if values["held_out"] and not whole else ""),
-        encoding="utf-8")
+        sample=quarter if values["held_out"] else 0), encoding="utf-8")
     print(f"{lengths}\n{machine.text}: {machine.num_ranks} ranks x {batch} examples; {why}")
 
 

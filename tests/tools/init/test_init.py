@@ -102,6 +102,7 @@ def test_a_whole_model_is_trained_with_its_own_processor(tmp_path, capsys):
     assert init(capsys, *argv)[0] == 0
     recipe = load_recipe(out)
     assert recipe.model.pretrained == str(model) and recipe.train.lr == 1e-5
+    assert recipe.train.sample_every > 0 and recipe.data.num_validation > 0
     assert dispatch(["train", str(out), "--validate", f"run.dir={tmp_path}/run"]) == 0
     capsys.readouterr()
     out.unlink()
