@@ -12,11 +12,11 @@ Divisions of a step into microbatches that are tried:
    (cpp/slots.hpp), and slots of like cost share a microbatch; and what moves make of these.
 Those whose bound is below the shortest plan so far are planned; the shortest plan is the result.
 
-Caps of a rank and microbatch, in positions of a phase: max_rank_tokens is hard. `PlanSpec.room`,
-what the memory of a rank was predicted to hold, is kept where a plan is found; one example that
-has more raises it. Without either, divisions that are not alike are planned with a cap of the LLM's
-positions: the longest example, or USUAL times an even share, which is what a rank of microbatches
-that are alike holds.
+Limits of a rank and microbatch: max_rank_tokens, positions of a phase, is hard. `PlanSpec.room`,
+bytes of all phases together at some moments of a step, is kept where a plan is found; one example
+that has more raises it. Without either, divisions that are not alike are planned with a cap of the
+LLM's positions: the longest example, or USUAL times an even share, which is what a rank of
+microbatches that are alike holds.
 
 Invariants: see assert_invariants. The plan takes no longer than that of microbatches that are
 alike.
@@ -24,7 +24,7 @@ alike.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from operator import itemgetter
@@ -33,9 +33,16 @@ from typing import NamedTuple
 import numpy as np
 
 from orchmllm.plan import balance as balancing
-from orchmllm.plan.assign import PHASES, PlanSpec, assign_phases, at_least, group_layouts
-from orchmllm.plan.balance import POLICIES, CapError, core
-from orchmllm.plan.layout import BatchLayout
+from orchmllm.plan.assign import (
+    PHASES,
+    PlanSpec,
+    assign_phases,
+    at_least,
+    group_layouts,
+    positions_of,
+)
+from orchmllm.plan.balance import CapError, core
+from orchmllm.plan.layout import TEXT, BatchLayout
 from orchmllm.plan.step import StepPlan, build_plan, plan_step
 
 MOST_PLANNED = 2**14  # examples of a step whose divisions are planned before one is chosen
@@ -70,7 +77,7 @@ def plan_microbatches(
             except CapError as e:
                 error = e
     raise error or CapError("no division of the step keeps below the caps of a rank: " + ", ".join(
-        f"{phase} {cap}" for phase, cap in with_caps(layout, spec).hard_caps.items()))
+        [f"{phase} {cap}" for phase, cap in spec.hard_caps.items()] + ["memory"] * bool(spec.room)))
 
 
 def assert_invariants(layout: BatchLayout, plans: Plans, spec: PlanSpec) -> None:
@@ -78,10 +85,12 @@ def assert_invariants(layout: BatchLayout, plans: Plans, spec: PlanSpec) -> None
 
     - Every example is in one microbatch, with all its items; no microbatch has others.
     - In every phase each item is processed by one rank of its group of ranks.
-    - No rank holds more positions than a phase's max_rank_tokens.
+    - No rank holds more positions than a phase's max_rank_tokens, or than its memory has room for
+      by spec.room, unless the step has no plan below that.
     - With spec.fills every rank of every microbatch has an example, where there are enough."""
     at = np.concatenate([positions for positions, _ in plans])
     assert np.array_equal(np.sort(at), np.arange(layout.num_examples)), "not every example once"
+    room = with_caps(layout, spec, example_positions(layout, spec)).room
     enough = layout.num_examples >= len(plans) * layout.num_ranks and not spec.group_size
     for positions, plan in plans:
         assert np.array_equal(plan.layout.example_id, layout.example_id[positions])
@@ -90,54 +99,54 @@ def assert_invariants(layout: BatchLayout, plans: Plans, spec: PlanSpec) -> None
             items = plan.layout.item_lengths(phase)
             assert np.array_equal(np.sort(move.order), np.arange(len(items))), f"{phase}: an item"
             assert (move.source_rank[move.order] // size == move.target_rank // size).all()
-            cap = spec.balance.enabled and getattr(spec.balance, phase).max_rank_tokens
-            assert not cap or plan.positions(phase).max(initial=0) <= cap, f"{phase}: above the cap"
+        if spec.balance.enabled:
+            assert plan.spec.room in ((), room), "planned by other limits"
+            for one in (plan, replace(plan, spec=spec.without_room)):
+                assert one.is_within_caps, "a rank is above a cap"
         assert not (spec.fills and enough) or plan.llm.target_sizes.all(), "a rank has no example"
 
 
 def _counts(layout: BatchLayout, spec: PlanSpec) -> Iterator[int]:
     """Numbers of microbatches that may be the fewest that the caps allow. Without balancing: the
     one for which no rank's share is above them, cut in order. Raises ValueError without a cap."""
-    capped = with_caps(layout, spec)
-    caps = capped.hard_caps
-    if not caps:
+    if not spec.hard_caps and not spec.room:
         raise ValueError("as few microbatches as the caps allow are asked for, and there is none: "
                          "set balance.llm.max_rank_tokens or fsdp.memory_gb")
-    sizes = {phase: _positions(layout, phase) for phase in caps}
-    for phase, cap in caps.items():
+    for phase, cap in spec.hard_caps.items():
         longest = layout.item_lengths(phase).max(initial=0)
         if longest > cap:
             raise CapError(f"balance.{phase}.max_rank_tokens = {cap} is below the {longest} "
                            "positions of one item: no number of microbatches helps")
-    least = max(1, *(-(-int(sizes[phase].sum()) // (cap * layout.num_ranks))
-                     for phase, cap in caps.items()))
+    held = example_positions(layout, spec)
+    sizes, caps = _sizes(held, with_caps(layout, spec, held))
+    least = max(1, *(-(-sizes.sum(axis=0) // (caps * layout.num_ranks))).tolist())
     if spec.balance.enabled:
         yield from range(least, 4 * least + 9)
         return
     most = max(int(layout.examples_per_rank.max(initial=0)), least)
     for count in range(least, most):
         slot = layout.rank_of_example * count + layout.in_order(count)
-        if all(np.bincount(slot, sizes[phase]).max() <= cap for phase, cap in caps.items()):
+        if all(np.bincount(slot, size).max() <= cap
+               for size, cap in zip(sizes.T, caps, strict=True)):
             yield count
             return
     yield most
 
 
-def with_caps(layout: BatchLayout, spec: PlanSpec, num_microbatches: int = 1) -> PlanSpec:
-    """The spec with the caps that follow from memory, or from what is usual; see above."""
-    balance = spec.balance
-    for phase in spec.phases:
-        policy = getattr(balance, phase)
-        if policy.max_rank_tokens or "max_rank_tokens" not in POLICIES[policy.policy].options:
-            continue
-        cap, usual = spec.room.get(phase, 0), phase == "llm" and num_microbatches > 1
-        if not cap and not usual:
-            continue
-        lengths = layout.item_lengths(phase)
-        cap = cap or int(USUAL * lengths.sum() / (layout.num_ranks * num_microbatches))
-        cap = max(cap, int(_positions(layout, phase).max(initial=0)), 1)
-        balance = replace(balance, **{phase: replace(policy, max_rank_tokens=cap)})
-    return spec if balance is spec.balance else replace(spec, balance=balance)
+def with_caps(
+    layout: BatchLayout, spec: PlanSpec, held: Mapping[str, np.ndarray], num_microbatches: int = 1
+) -> PlanSpec:
+    """The spec with the limits of memory that every example of the step keeps, or with the cap that
+    is usual; see above. held: see example_positions."""
+    if spec.room:
+        return replace(spec, room=tuple(
+            replace(limit, free_bytes=max(limit.free_bytes,
+                                          int(np.max(limit.taken(held), initial=1))))
+            for limit in spec.room))
+    if num_microbatches == 1 or not spec.can_cap("llm") or "llm" in spec.hard_caps:
+        return spec
+    even = int(USUAL * held["llm"].sum() / (layout.num_ranks * num_microbatches))
+    return spec.capped({"llm": max(even, int(held["llm"].max(initial=0)), 1)})
 
 
 def divisions(
@@ -148,21 +157,21 @@ def divisions(
     usual cap is kept."""
     if not spec.balance.enabled:
         return [Division(layout.in_order(count), spec)]
-    large = layout.num_examples > MOST_PLANNED
-    capped = with_caps(layout, spec, 1 if large else count)
-    if count == 1 and capped is spec and not spec.hard_caps:
+    large, limited = layout.num_examples > MOST_PLANNED, spec.room or spec.hard_caps
+    if count == 1 and not limited:
         return [Division(np.zeros(layout.num_examples, np.int64), spec)]
-    found = _found(layout, spec, capped, count, large)
-    alike = found[0][1]._replace(spec=capped if spec.room else spec)
-    loose = [] if hard else [alike._replace(spec=spec)]
+    found = _found(layout, spec, count, large)
+    alike = found[0][1]
+    if not spec.room:
+        alike = alike._replace(spec=spec)
+    loose = [] if hard else [alike._replace(spec=spec.without_room)]
     if large or count == 1:
         best = min(found[1:] or found, key=itemgetter(0))[1]
         return [best, *(one for _, one in found if one.rank is not None), *loose]
-    if spec.room or spec.hard_caps:  # divisions that look for no cap may be below it, too
-        free = replace(spec, room={}, balance=replace(spec.balance, **{
-            p: replace(getattr(spec.balance, p), max_rank_tokens=0) for p in spec.hard_caps}))
-        found += [(bound, Division(one.micro, capped)) for bound, one in _found(
-            layout, free, with_caps(layout, free, count), count, large)]
+    if limited:  # divisions that look for no cap may be below it, too
+        free = spec.without_room.capped(dict.fromkeys(spec.hard_caps, 0))
+        found += [(bound, Division(one.micro, found[0][1].spec))
+                  for bound, one in _found(layout, free, count, large)]
     least, chosen = np.inf, []
     for bound, division in [(0.0, alike), *sorted(found[1:], key=itemgetter(0))]:
         if bound < least:
@@ -180,11 +189,15 @@ def _planned(
     inside = division.micro == k
     part, at = layout.select(inside), np.flatnonzero(inside)
     try:
-        return at, planner(part, division.spec)
+        plan = planner(part, division.spec)
     except CapError:
         if division.rank is None:
             raise
-    return at, build_plan(part, *_below_caps(part, division.spec, division.rank[at]), division.spec)
+        plan = build_plan(
+            part, *_below_caps(part, division.spec, division.rank[at]), division.spec)
+    if division.spec.balance.enabled and not plan.is_within_caps:
+        raise CapError("a rank that was given an example has no memory for it")
+    return at, plan
 
 
 def _below_caps(
@@ -193,34 +206,39 @@ def _below_caps(
     """What assign_phases returns, where every item is on the rank of its example (n,). Raises
     CapError if that is above a cap."""
     encode = {phase: rank[layout.item_owner(phase)] for phase in spec.encoders}
-    for phase, cap in spec.hard_caps.items():
-        if np.bincount(rank, _positions(layout, phase), layout.num_ranks).max() > cap:
-            raise CapError(f"balance.{phase}: max_rank_tokens = {cap}: no plan found")
+    if not spec.allows(positions_of(layout, encode, rank, spec)):
+        raise CapError("no plan found in which every rank keeps below its caps")
     return encode, rank
 
 
 def _found(
-    layout: BatchLayout, spec: PlanSpec, capped: PlanSpec, count: int, large: bool
+    layout: BatchLayout, spec: PlanSpec, count: int, large: bool
 ) -> list[tuple[float, Division]]:
     """(what a division takes at least, division): the one that is alike first, then others. Those
     of each group of ranks for themselves."""
     if 0 < spec.group_size < layout.num_ranks:
-        groups = [(first, _found(part, inside, replace(inside, balance=capped.balance), count,
-                                 large)) for first, part, inside in group_layouts(layout, spec)]
+        capped = with_caps(layout, spec, example_positions(layout, spec), 1 if large else count)
+        groups = [(first, _found(part, inside, count, large))
+                  for first, part, inside in group_layouts(layout, capped)]
         return [_joined([(first, *found[min(k, len(found) - 1)]) for first, found in groups],
                         capped) for k in range(max(len(found) for _, found in groups))]
-    costs, longest, sizes, caps = _tables(layout, capped, count)
-    alike = np.arange(layout.num_examples) % count
+    n = layout.num_examples
+    costs, longest, held = _tables(layout, spec, n + -n % count)
+    capped = with_caps(layout, spec, held, 1 if large else count)
+    sizes, caps = _sizes(held, capped)
+    alike = np.tile(np.arange(count), len(costs) // count)[:n]
     if large and not len(caps):  # alike by their number
-        sums, most = (table.reshape(len(costs), -1, count) for table in (costs, longest))
-        time = np.maximum(sums.sum(axis=1) / layout.num_ranks, most.max(axis=1)).sum()
-        if time * layout.num_ranks <= 1.001 * costs.sum() and not spec.fills:
+        sums, most = (rows(table.reshape(len(table) // count, -1), axis=0)
+                      for rows, table in ((np.sum, costs), (np.max, longest)))
+        time = np.maximum(sums / layout.num_ranks, most).sum()
+        if time * layout.num_ranks <= 1.001 * sums.sum() and not spec.fills:
             return [(time, Division(alike, capped))]  # nothing waits
-    costs, longest = costs[:, :layout.num_examples].T, longest[:, :layout.num_examples].T
+    costs, longest = costs[:n], longest[:n]
     if len(caps) or not large:
         alike = balancing.assign_microbatches(costs, count)
     if spec.fills:
         alike = at_least(alike, layout.tokens_per_example, count, layout.num_ranks)
+    caps = np.maximum(caps, sizes.max(axis=0, initial=0))  # items of one may go to several ranks
     room = np.maximum((PACKABLE * layout.num_ranks * caps).astype(np.int64),
                       sizes.sum(axis=0) // count)
     shorten = partial(
@@ -271,38 +289,32 @@ def _joined(
         np.concatenate([first + division.rank for first, _, division in parts]) if known else None)
 
 
-def _positions(layout: BatchLayout, phase: str) -> np.ndarray:
-    """(n,) positions of each example in a phase."""
-    if phase == "llm":
-        return layout.tokens_per_example
-    return np.bincount(layout.item_owner(phase), layout.item_lengths(phase),
-                       layout.num_examples).astype(np.int64)
-
-
 def _tables(
-    layout: BatchLayout, spec: PlanSpec, count: int
-) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """(costs of each example (phases, n), that of its most expensive item (phases, n), its
-    positions (n, c) in the c phases that have a cap, these caps (c,), or the positions of one
-    example where that is more: its items may go to several ranks). Of the first two n is filled up
-    to a multiple of `count` with zeros."""
-    n = layout.num_examples
-    costs = np.zeros((len(spec.phases), n + -n % count), np.int64)
-    longest, sizes, caps = np.zeros_like(costs), [], []
-    for row, phase in enumerate(spec.phases):
-        cost = spec.costs[phase](layout.item_lengths(phase))
-        if phase == "llm":
-            costs[row, :n] = longest[row, :n] = cost
-        elif len(cost):
-            owner = layout.item_owner(phase)
-            first = np.flatnonzero(np.diff(owner, prepend=-1))  # of each example's items
-            costs[row, owner[first]] = np.add.reduceat(cost, first)
-            longest[row, owner[first]] = np.maximum.reduceat(cost, first)
-        if cap := getattr(spec.balance, phase).max_rank_tokens:
-            sizes.append(_positions(layout, phase))
-            caps.append(max(cap, int(sizes[-1].max(initial=0))))
-    return costs, longest, np.stack(sizes, axis=1) if sizes else np.zeros(
-        (n, 0), np.int64), np.array(caps, np.int64)
+    layout: BatchLayout, spec: PlanSpec, rows: int
+) -> tuple[np.ndarray, np.ndarray, dict[str, np.ndarray]]:
+    """(costs of each example (rows, phases), that of its most expensive item (rows, phases), its
+    positions by phase). rows: at least n; the others are zeros."""
+    columns = np.array([[
+        spec.encoders.get(phase, TEXT), cost.constant, cost.linear, cost.quadratic, cost.unit,
+        cost.window] for phase in spec.phases for cost in [spec.costs[phase]]])
+    costs, longest, held = core().example_tables(
+        layout.modality, layout.attn_len, layout.num_tokens, layout.segments_per_example, columns,
+        rows)
+    return costs, longest, dict(zip(spec.phases, held[:layout.num_examples].T, strict=True))
+
+
+def example_positions(layout: BatchLayout, spec: PlanSpec) -> dict[str, np.ndarray]:
+    """Phase -> (n,) positions of each example."""
+    return _tables(layout, spec, layout.num_examples)[2]
+
+
+def _sizes(held: Mapping[str, np.ndarray], spec: PlanSpec) -> tuple[np.ndarray, np.ndarray]:
+    """(what each example has of the c things that a rank may not have more of (n, c), these caps
+    (c,)): positions of a phase, or bytes. held: see example_positions."""
+    sizes = [held[phase] for phase in spec.hard_caps] + [limit.taken(held) for limit in spec.room]
+    caps = [*spec.hard_caps.values(), *(limit.free_bytes for limit in spec.room)]
+    return (np.stack(sizes, axis=1) if sizes else np.zeros((len(held["llm"]), 0), np.int64),
+            np.array(caps, np.int64))
 
 
 def _time_of_ranks(layout: BatchLayout, division: Division, count: int) -> float:

@@ -24,6 +24,7 @@ from orchmllm.plan.microbatches import (
     assert_invariants,
     plan_microbatches,
 )
+from orchmllm.plan.room import Limit
 from orchmllm.plan.step import StepPlan, imbalance, plan_step
 from orchmllm.tools.predict.workload import sample_layout
 from tests.plan.test_balance_properties import thorough
@@ -169,12 +170,12 @@ def test_caps_without_a_plan_leave_microbatches_alike(monkeypatch: pytest.Monkey
     """The cap that the recipe does not name is never the reason why a step has no plan."""
     monkeypatch.setattr(microbatches, "USUAL", 0.0)
     texts = batch_layout(range(12), [100] * 11 + [130], [6, 6])
-    for spec_ in (BALANCED, replace(BALANCED, room={"llm": 1})):
+    for spec_ in (BALANCED, replace(BALANCED, room=(Limit(1, {"llm": 1}),))):
         plans = plan_microbatches(texts, spec_, 2)
         micro = alike(example_costs(texts, BALANCED), 2)
         for k, (at, plan) in enumerate(plans):
             np.testing.assert_array_equal(at, np.flatnonzero(micro == k))
-            assert plan.spec is spec_
+            assert plan.spec is spec_.without_room
 
 
 def test_without_balancing_every_rank_keeps_its_order() -> None:
@@ -217,16 +218,16 @@ def test_auto_follows_the_step(enabled: bool) -> None:
     """More examples take more microbatches, and the memory of a rank is a cap as well."""
     texts = [batch_layout(range(n), [100] * n, [n // 2] * 2) for n in (8, 24)]
     off = replace(BALANCED, balance=replace(BALANCED.balance, enabled=enabled))
-    for spec_ in (capped(430, off), replace(off, room={"llm": 430})):
+    for spec_ in (capped(430, off), replace(off, room=(Limit(430, {"llm": 1}),))):
         assert [len(plan_microbatches(layout, spec_, 0)) for layout in texts] == [1, 3]
     parts = [(VISION, SegmentLengths(n, n, 1, (1, 1, n))) for n in (300, 300)]
     images = BatchLayout.concat([BatchLayout.from_segments(i, 1, parts) for i in range(3)], [3])
-    assert len(plan_microbatches(images, replace(off, room={"vision": 430}), 0)) == 3
+    assert len(plan_microbatches(images, replace(off, room=(Limit(430, {"vision": 1}),)), 0)) == 3
     if enabled:
         with pytest.raises(ValueError, match="keeps below the caps of a rank: vision 430, llm 430"):
             plan_microbatches(images, capped(430, off, vision=430), 0)
     long = batch_layout(range(2), [100, 700], [1, 1])
-    assert len(plan_microbatches(long, replace(off, room={"llm": 430}), 0)) == 1
+    assert len(plan_microbatches(long, replace(off, room=(Limit(430, {"llm": 1}),)), 0)) == 1
     with pytest.raises(ValueError, match="max_rank_tokens = 430 is below the 700"):
         plan_microbatches(long, capped(430, off), 0)
     with pytest.raises(ValueError, match="fsdp.memory_gb"):
