@@ -142,7 +142,7 @@ class PlanSpec:
         max_rank_tokens and below the limits of memory."""
         return all(positions[phase].max(initial=0) <= cap
                    for phase, cap in self.hard_caps.items()) and all(
-            np.max(limit.taken(positions), initial=0) <= limit.free_bytes for limit in self.room)
+            np.max(limit.taken(positions), initial=0) <= limit.most for limit in self.room)
 
     @cached_property
     def as_sampled(self) -> PlanSpec:
@@ -155,7 +155,7 @@ class PlanSpec:
         text = repr((sorted((k, astuple(v)) for k, v in self.costs.items()),
                      sorted(self.row_bytes.items()), self.feature_bytes, self.ranks_per_node,
                      astuple(self.balance), self.group_size, self.fills,
-                     [(limit.free_bytes, sorted(limit.bytes_per_position.items()))
+                     [(limit.most, sorted(limit.each.items()))
                       for limit in self.room]))
         return digest64(text.encode())
 

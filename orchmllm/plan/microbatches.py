@@ -13,10 +13,10 @@ Divisions of a step into microbatches that are tried:
 Those whose bound is below the shortest plan so far are planned; the shortest plan is the result.
 
 Limits of a rank and microbatch: max_rank_tokens, positions of a phase, is hard. `PlanSpec.room`,
-bytes of all phases together at some moments of a step, is kept where a plan is found; one example
-that has more raises it. Without either, divisions that are not alike are planned with a cap of the
-LLM's positions: the longest example, or USUAL times an even share, which is what a rank of
-microbatches that are alike holds.
+bytes of all phases together at some moments of a step, is kept where a plan is found; where there
+is none because an example of the microbatch has more, ranks may hold as much as that. Without
+either, divisions that are not alike are planned with a cap of the LLM's positions: the longest
+example, or USUAL times an even share, which is what a rank of microbatches that are alike holds.
 
 Invariants: see assert_invariants. The plan takes no longer than that of microbatches that are
 alike.
@@ -28,7 +28,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from operator import itemgetter
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -90,7 +90,6 @@ def assert_invariants(layout: BatchLayout, plans: Plans, spec: PlanSpec) -> None
     - With spec.fills every rank of every microbatch has an example, where there are enough."""
     at = np.concatenate([positions for positions, _ in plans])
     assert np.array_equal(np.sort(at), np.arange(layout.num_examples)), "not every example once"
-    room = with_caps(layout, spec, example_positions(layout, spec)).room
     enough = layout.num_examples >= len(plans) * layout.num_ranks and not spec.group_size
     for positions, plan in plans:
         assert np.array_equal(plan.layout.example_id, layout.example_id[positions])
@@ -100,7 +99,8 @@ def assert_invariants(layout: BatchLayout, plans: Plans, spec: PlanSpec) -> None
             assert np.array_equal(np.sort(move.order), np.arange(len(items))), f"{phase}: an item"
             assert (move.source_rank[move.order] // size == move.target_rank // size).all()
         if spec.balance.enabled:
-            assert plan.spec.room in ((), room), "planned by other limits"
+            assert not plan.spec.room or plan.spec.room in [
+                one.room for one in _limited(plan.layout, spec)], "planned by other limits"
             for one in (plan, replace(plan, spec=spec.without_room)):
                 assert one.is_within_caps, "a rank is above a cap"
         assert not (spec.fills and enough) or plan.llm.target_sizes.all(), "a rank has no example"
@@ -136,17 +136,25 @@ def _counts(layout: BatchLayout, spec: PlanSpec) -> Iterator[int]:
 def with_caps(
     layout: BatchLayout, spec: PlanSpec, held: Mapping[str, np.ndarray], num_microbatches: int = 1
 ) -> PlanSpec:
-    """The spec with the limits of memory that every example of the step keeps, or with the cap that
-    is usual; see above. held: see example_positions."""
-    if spec.room:
-        return replace(spec, room=tuple(
-            replace(limit, free_bytes=max(limit.free_bytes,
-                                          int(np.max(limit.taken(held), initial=1))))
-            for limit in spec.room))
-    if num_microbatches == 1 or not spec.can_cap("llm") or "llm" in spec.hard_caps:
+    """The spec, with the cap that is usual where nothing else limits the LLM's positions; see
+    above. held: see example_positions."""
+    if num_microbatches == 1 or spec.room or not spec.can_cap("llm") or "llm" in spec.hard_caps:
         return spec
     even = int(USUAL * held["llm"].sum() / (layout.num_ranks * num_microbatches))
     return spec.capped({"llm": max(even, int(held["llm"].max(initial=0)), 1)})
+
+
+def _limited(layout: BatchLayout, spec: PlanSpec) -> Iterator[PlanSpec]:
+    """The spec of a microbatch, and where one of its examples has more than the memory of a rank
+    holds, another one that allows so much."""
+    yield spec
+    if not spec.room:
+        return
+    held = example_positions(layout, spec)
+    room = tuple(replace(limit, most=max(limit.most, int(np.max(limit.taken(held), initial=0))))
+                 for limit in spec.room)
+    if room != spec.room:
+        yield replace(spec, room=room)
 
 
 def divisions(
@@ -186,18 +194,32 @@ def _planned(
     planner: Callable[[BatchLayout, PlanSpec], StepPlan],
 ) -> tuple[np.ndarray, StepPlan]:
     """Microbatch k of a division, see plan_microbatches."""
-    inside = division.micro == k
-    part, at = layout.select(inside), np.flatnonzero(inside)
-    try:
-        plan = planner(part, division.spec)
-    except CapError:
-        if division.rank is None:
-            raise
-        plan = build_plan(
-            part, *_below_caps(part, division.spec, division.rank[at]), division.spec)
-    if division.spec.balance.enabled and not plan.is_within_caps:
-        raise CapError("a rank that was given an example has no memory for it")
-    return at, plan
+    def make(part: BatchLayout, spec: PlanSpec, rank: np.ndarray | None) -> StepPlan:
+        plan = planner(part, spec) if rank is None else build_plan(
+            part, *_below_caps(part, spec, rank), spec)
+        if spec.balance.enabled and not plan.is_within_caps:
+            raise CapError("a rank has no memory for the example that it was given")
+        return plan
+
+    return np.flatnonzero(division.micro == k), _first(layout, division, k, make)
+
+
+def _first(
+    layout: BatchLayout, division: Division, k: int,
+    make: Callable[[BatchLayout, PlanSpec, np.ndarray | None], Any],
+) -> Any:
+    """make(layout, spec, rank) of microbatch k by the first of its limits and, for each of them, by
+    the policies alone (rank: None) or by the division's ranks that raises no CapError; the last of
+    these otherwise."""
+    inside, error = division.micro == k, CapError()
+    part = layout.select(inside)
+    for spec in _limited(part, division.spec):
+        for rank in (None,) if division.rank is None else (None, division.rank[inside]):
+            try:
+                return make(part, spec, rank)
+            except CapError as e:
+                error = e
+    raise error
 
 
 def _below_caps(
@@ -265,7 +287,8 @@ def _slots(cost: np.ndarray, sizes: np.ndarray, caps: np.ndarray, num_slots: int
     The most expensive examples are packed first; where that fails those that are the largest for
     their cap; and where that fails these into the first slot that has room. cost: (n,), sizes:
     (n, c), caps: (c,)."""
-    share = np.zeros(len(cost)) if not len(caps) else (sizes / caps).max(axis=1)
+    share = np.zeros(len(cost)) if not len(caps) else (
+        sizes / np.maximum(caps, 1)).max(axis=1)
     largest, as_given = np.argsort(-share, kind="stable"), np.arange(len(cost))
     for order, first in ((as_given, cost), (as_given, (2**30 * share).astype(np.int64)),
                          (largest, np.zeros_like(cost))):
@@ -310,9 +333,11 @@ def example_positions(layout: BatchLayout, spec: PlanSpec) -> dict[str, np.ndarr
 
 def _sizes(held: Mapping[str, np.ndarray], spec: PlanSpec) -> tuple[np.ndarray, np.ndarray]:
     """(what each example has of the c things that a rank may not have more of (n, c), these caps
-    (c,)): positions of a phase, or bytes. held: see example_positions."""
-    sizes = [held[phase] for phase in spec.hard_caps] + [limit.taken(held) for limit in spec.room]
-    caps = [*spec.hard_caps.values(), *(limit.free_bytes for limit in spec.room)]
+    (c,)): positions of a phase, or bytes, of which one that has more fills a rank. held: see
+    example_positions."""
+    sizes = [*(held[phase] for phase in spec.hard_caps),
+             *(np.minimum(limit.taken(held), limit.most) for limit in spec.room)]
+    caps = [*spec.hard_caps.values(), *(limit.most for limit in spec.room)]
     return (np.stack(sizes, axis=1) if sizes else np.zeros((len(held["llm"]), 0), np.int64),
             np.array(caps, np.int64))
 
@@ -320,23 +345,17 @@ def _sizes(held: Mapping[str, np.ndarray], spec: PlanSpec) -> tuple[np.ndarray, 
 def _time_of_ranks(layout: BatchLayout, division: Division, count: int) -> float:
     """What the ranks take of a step, waiting for the slowest one in every microbatch and phase;
     infinite where the caps allow no plan."""
-    spec = division.spec
-    phases = {phase: replace(getattr(spec.balance, phase), nodewise=False) for phase in PHASES}
-    spec = replace(spec, balance=replace(spec.balance, **phases))  # nodes do not change the loads
-    time = 0.0
-    for k in range(count):
-        inside = division.micro == k
-        part = layout.select(inside)
-        try:
-            try:
-                encode, llm = assign_phases(part, spec)
-            except CapError:
-                if division.rank is None:
-                    raise
-                encode, llm = _below_caps(part, spec, division.rank[inside])
-        except CapError:
-            return np.inf
-        time += sum(float(spec.costs[phase].of_ranks(
+    def time(part: BatchLayout, spec: PlanSpec, rank: np.ndarray | None) -> float:
+        encode, llm = assign_phases(part, spec) if rank is None else _below_caps(part, spec, rank)
+        return sum(float(spec.costs[phase].of_ranks(
             part.item_lengths(phase), llm if phase == "llm" else encode[phase],
             part.num_ranks).max(initial=0)) for phase in spec.phases)
-    return time
+
+    spec = division.spec
+    phases = {phase: replace(getattr(spec.balance, phase), nodewise=False) for phase in PHASES}
+    division = division._replace(  # nodes do not change the loads
+        spec=replace(spec, balance=replace(spec.balance, **phases)))
+    try:
+        return sum(_first(layout, division, k, time) for k in range(count))
+    except CapError:
+        return np.inf

@@ -15,15 +15,15 @@ MOST = 64  # even shares: what nobody would call a cap
 
 @dataclass(frozen=True)
 class Limit:
-    """Of a rank in a microbatch: the sum over phases of bytes_per_position * its positions is at
-    most free_bytes. One of the moments of a step at which memory may be highest."""
+    """Of a rank in a microbatch: the sum over phases of `each` times its positions is at most
+    `most`: bytes at one of the moments of a step when memory may be highest, or positions."""
 
-    free_bytes: int
-    bytes_per_position: Mapping[str, int]
+    most: int
+    each: Mapping[str, int]
 
     def taken(self, positions: Mapping[str, int | np.ndarray]) -> int | np.ndarray:
-        """Bytes of so many positions by phase: numbers, or arrays of one shape."""
-        return sum(each * positions[phase] for phase, each in self.bytes_per_position.items()
+        """That sum for so many positions by phase: numbers, or arrays of one shape."""
+        return sum(each * positions[phase] for phase, each in self.each.items()
                    if phase in positions)
 
 
@@ -47,7 +47,7 @@ def caps_below(
                 for phase, share in shares.items()}
 
     def above(parts: int) -> bool:
-        return any(limit.taken(caps(parts)) > limit.free_bytes for limit in limits)
+        return any(limit.taken(caps(parts)) > limit.most for limit in limits)
 
     parts = PARTS - 1 + bisect_right(range(PARTS, MOST * PARTS), False, key=above)
     return {} if parts < PARTS else caps(parts)

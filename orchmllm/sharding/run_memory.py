@@ -19,6 +19,7 @@ from orchmllm.models.flops import padded_phases
 from orchmllm.plan.assign import PHASES, PlanSpec
 from orchmllm.plan.layout import BatchLayout
 from orchmllm.plan.microbatches import plan_microbatches
+from orchmllm.plan.room import Limit
 from orchmllm.plan.step import StepPlan
 from orchmllm.sharding.blocks import recompute
 from orchmllm.sharding.caps import chosen, described, room_for
@@ -136,12 +137,12 @@ class RunMemory:
         steps are planned as before, but not after memory ran out."""
         known = {"num_ranks": self._job.num_ranks, "budget": self.budget,
                  "exhausted": self._ran_out.get("exhausted", 0.0)}
-        if self.known.get("room", {}).items() >= known.items():
-            room = self.known["room"]["positions"]
+        if self.known.get("limits", {}).items() >= known.items():
+            room = tuple(Limit(*limit) for limit in self.known["limits"]["of"])
         else:
             room = room_for(self._recipe, self.memory, self.loads, self.budget,
                             self._taken or MISSED, self.choice)
-            self.known["room"] = {**known, "positions": room}
+            self.known["limits"] = {**known, "of": [[one.most, one.each] for one in room]}
         self.spec = replace(self.spec, room=room)
         if room and self.spec.balance.enabled:
             self._log(described(self.layouts, replace(self._spec, room=room),

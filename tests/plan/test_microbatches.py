@@ -133,6 +133,27 @@ def test_of_many_examples_the_longest_move(largest: int, cut: bool) -> None:
     assert after <= 0.3 * before and np.bincount(got, minlength=8).min() > 0
 
 
+@thorough
+@given(st.integers(0, 3), st.integers(0, 2**32))
+def test_tables_of_examples(phases: int, seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    segments_of = rng.integers(0, 4, rng.integers(0, 8))
+    modality, length, tokens = rng.integers(0, [[3], [2000], [2000]], (3, segments_of.sum()))
+    columns = rng.integers([0, 0, 0, 0, 1, 0], [3, 50, 10**6, 10**6, 2000, 900], (phases, 6))
+    args = modality, length, tokens, segments_of, columns, len(segments_of) + 2
+    np.testing.assert_array_equal(np.array(core().example_tables(*args)),
+                                  reference.example_tables(*args))
+
+
+@pytest.mark.parametrize("length, says", [(2**31, "its cost overflows"), (-1, "a length is -1")])
+def test_tables_of_lengths_that_cannot_be(length: int, says: str) -> None:
+    columns = np.array([[1, 0, 2**31, 2**3, 1000, 0]])
+    one = np.ones(1, np.int64)
+    core().example_tables(one, one * 2**29, one, one, columns, 1)
+    with pytest.raises(ValueError, match=says):
+        core().example_tables(one, one * length, one, one, columns, 1)
+
+
 def layouts() -> Iterator[tuple[BatchLayout, int]]:
     rng = np.random.default_rng(7)
     for _ in range(12):
@@ -267,7 +288,8 @@ def drawn(rng: np.random.Generator) -> tuple[BatchLayout, int]:
 @pytest.mark.parametrize("steps", [15, pytest.param(10_000, marks=pytest.mark.slow)])
 def test_random_steps(steps: int) -> None:
     """No longer than microbatches that are alike, each balanced alone; at most 5% above the bound
-    in the median. Below caps of which a plan is known, with a fiftieth to spare, there is one."""
+    in the median. Below caps of which a plan is known, with a fiftieth to spare, there is one, and
+    so there is below limits of all phases together."""
     above = []
     for seed in range(steps):
         layout, count = drawn(np.random.default_rng(seed))
@@ -276,5 +298,14 @@ def test_random_steps(steps: int) -> None:
         above.append(time_of(plans) / bound_of(plans))
         caps = {phase: 51 * fullest(plans, phase) // 50 for phase in PHASES}
         below = planned(layout, capped(caps.pop("llm"), **caps), count)
+        assert time_of(below) <= 1.01 * time_of(plans)
+        room = []
+        for each in np.random.default_rng(seed).integers(0, 9, (2, len(PHASES))).tolist():
+            limit = Limit(0, dict(zip(PHASES, each, strict=True)))
+            most = max(int(limit.taken({phase: plan.positions(phase) for phase in PHASES}).max())
+                       for plan in plans)
+            room.append(replace(limit, most=51 * most // 50))
+        below = planned(layout, replace(BALANCED, room=tuple(room)), count)
+        assert all(plan.spec.room == tuple(room) for plan in below)
         assert time_of(below) <= 1.01 * time_of(plans)
     assert np.median(above) <= 1.05
