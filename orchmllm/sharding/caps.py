@@ -10,12 +10,13 @@ from dataclasses import replace
 import numpy as np
 
 from orchmllm.config.recipe import Recipe
-from orchmllm.models.flops import Lengths, padded_phases
+from orchmllm.models.flops import padded_phases
 from orchmllm.plan.assign import PHASES, PlanSpec
 from orchmllm.plan.balance import CapError
 from orchmllm.plan.layout import BatchLayout
 from orchmllm.plan.microbatches import plan_microbatches
 from orchmllm.plan.room import MOST, PARTS, Limit
+from orchmllm.plan.step import StepPlan
 from orchmllm.sharding.fits import MISSED, decide, joined, largest_fitting
 from orchmllm.sharding.memory import Choice, Loads, MemoryModel, loads_of
 
@@ -23,29 +24,20 @@ from orchmllm.sharding.memory import Choice, Loads, MemoryModel, loads_of
 def room_of(
     memory: MemoryModel, loads: Loads, choice: Choice, budget_bytes: float, most: float = MOST
 ) -> tuple[Limit, ...]:
-    """Limits of the positions of a rank and microbatch below which the budget is predicted to hold
-    them, one for each moment of a step that may be the highest; () if nothing fits. Rows, tokens
-    and arriving features grow with positions as on the fullest ranks of `loads`; `most` times as
-    many positions of a phase as these have are never allowed.
+    """Limits below which the memory of a rank is predicted to hold its positions of a microbatch,
+    one for each moment of a step that may be the highest; () if nothing fits. Rows, tokens and
+    arriving features grow with positions as on the fullest ranks of `loads`; of no phase a rank
+    gets more than `most` times what these have.
 
-    What is predicted for a phase alone is not below a line through nothing and the most that fits,
-    but for what the loss takes whatever it gets, which is part of what is always there."""
+    At every moment the bytes of a phase alone are taken to grow along a straight line, from none to
+    as many positions as fit. What is predicted is nowhere above this line, but for the loss: what
+    that takes for any number of targets counts as always there."""
     full = {p: int(np.max(x.positions)) for p, x in loads.phases.items() if np.max(x.positions)}
 
-    def alone(phase: str, factor: float) -> Loads:
-        """What the fullest rank of a phase has of it, times a factor, and no other phase."""
-        def held(values: np.ndarray, part: bool) -> np.ndarray:
-            return np.array([factor * part * np.max(values)])
-
-        return Loads({p: Lengths(*(held(getattr(x, name), p == phase)
-                                   for name in ("rows", "positions", "tokens")))
-                      for p, x in loads.phases.items()},
-                     {p: held(x, phase == "llm") for p, x in loads.received.items()},
-                     {p: held(x, p == phase) for p, x in loads.pairs.items()})
-
     def peaks(phase: str, factor: float) -> np.ndarray:
-        """(moments,)"""
-        return np.concatenate([*memory.peaks(alone(phase, factor), choice).values()])
+        """(moments,) of a rank with `factor` times the most of a phase, and no other phase."""
+        alone = loads.each(lambda p, values: np.array([factor * (p == phase) * np.max(values)]))
+        return np.concatenate([*memory.peaks(alone, choice).values()])
 
     fits = {p: largest_fitting(lambda k, p=p: peaks(p, k / PARTS).max(), budget_bytes,
                                MOST * PARTS) / PARTS for p in full}
@@ -113,7 +105,7 @@ def with_count(
     loads = joined([loads_of(plan, pad) for layout in layouts
                     for _, plan in plan_microbatches(layout, spec, count or 1)])
     try:
-        choice = chosen(recipe, memory, loads, budget_bytes, MISSED)
+        choice = chosen(recipe, layouts, spec, memory, loads, budget_bytes, MISSED)
     except ValueError:
         if not count:
             raise
@@ -144,16 +136,28 @@ def room_for(
     return room_of(memory, loads, choice, budget_bytes / taken, 1.0 if auto else MOST)
 
 
-def chosen(recipe: Recipe, memory: MemoryModel, loads: Loads, budget_bytes: float, taken: float,
-           **known) -> dict[str, str]:
-    """`decide`; where the microbatches of train.accumulation_steps=auto are what has to give, all
-    that is open is recomputed."""
+def chosen(
+    recipe: Recipe, layouts: Sequence[BatchLayout], spec: PlanSpec, memory: MemoryModel,
+    loads: Loads, budget_bytes: float, taken: float, **known
+) -> dict[str, str]:
+    """`decide`; where that finds nothing for `loads`, the plans of some steps, but memory limits
+    what a rank holds such that it fits, all that is open is recomputed: in as many microbatches as
+    that takes with train.accumulation_steps=auto, in as many as the recipe says if the steps have
+    such plans."""
     try:
         return decide(recipe, memory, loads, budget_bytes, taken=taken, **known)
     except ValueError:
         asked = {p: recipe.fsdp.checkpointing(p) for p in PHASES}
         full = {p: "full" if c == "auto" else c for p, c in asked.items()}
-        if recipe.train.accumulation_steps or not room_of(memory, loads, full,
-                                                          budget_bytes / taken):
+        room, count = room_of(memory, loads, full, budget_bytes / taken), (
+            recipe.train.accumulation_steps)
+        if not room or count and not all(
+                is_below(plan, room) for layout in layouts
+                for _, plan in plan_microbatches(layout, replace(spec, room=room), count)):
             raise
         return full
+
+
+def is_below(plan: StepPlan, room: tuple[Limit, ...]) -> bool:
+    """Whether a microbatch that was planned by these limits of memory is below them."""
+    return plan.spec.room == room and plan.is_within_caps

@@ -117,13 +117,13 @@ class RunMemory:
     def _choose(self) -> None:
         """Sets the choice, and tells it where the recipe leaves it open."""
         before, taken = self.known.get("choice"), self._taken or MISSED
-        self.choice = chosen(self._recipe, self.memory, self.loads, self.budget, taken,
-                             allowed_by=self._why, kept=self._kept)
+        self.choice = chosen(self._recipe, self.layouts, self._spec, self.memory, self.loads,
+                             self.budget, taken, allowed_by=self._why, kept=self._kept)
         if ran_out := taken == self._ran_out.get("exhausted"):
             self.choice = self._ran_out["next"]
         if len(self._fixed) == len(PHASES):
             return
-        # With train.accumulation_steps=auto the loads are of one microbatch, which is cut.
+        # Where these loads do not fit, what a rank holds of a microbatch is limited.
         peak = min(taken * self.memory.peak(self.loads, self.choice), self.budget)
         self._log(f"recomputation: {self._described(self.choice)} ({peak / 1e9:.3g} of "
                   f"{self.budget / 1e9:.3g} GB a rank, {taken:.3g} of the prediction"
