@@ -13,10 +13,10 @@ Divisions of a step into microbatches that are tried:
 Those whose bound is below the shortest plan so far are planned; the shortest plan is the result.
 
 Limits of a rank and microbatch: max_rank_tokens, positions of a phase, is hard. `PlanSpec.room`,
-bytes of all phases together at some moments of a step, is kept where a plan is found; where there
-is none because an example of the microbatch has more, ranks may hold as much as that. Without
-either, divisions that are not alike are planned with a cap of the LLM's positions: the longest
-example, or USUAL times an even share, which is what a rank of microbatches that are alike holds.
+bytes of all phases together at some moments of a step, is kept where a plan is found; else ranks
+may hold as much as the largest example of their microbatch where that is more. Without either,
+divisions that are not alike are planned with a cap of the LLM's positions: the longest example, or
+USUAL times an even share, which is what a rank of microbatches that are alike holds.
 
 Invariants: see assert_invariants. The plan takes no longer than that of microbatches that are
 alike.
@@ -54,11 +54,13 @@ Plans = list[tuple[np.ndarray, StepPlan]]
 
 class Division(NamedTuple):
     """micro: (n,) microbatch of each example. spec: by which each microbatch is planned. rank: (n,)
-    of each example, below the caps, for microbatches of which the policy finds no plan."""
+    of each example, below the caps, for microbatches of which the policy finds no plan. raises:
+    whether a microbatch may have as much as its largest example."""
 
     micro: np.ndarray
     spec: PlanSpec
     rank: np.ndarray | None = None
+    raises: bool = False
 
 
 def plan_microbatches(
@@ -175,18 +177,33 @@ def divisions(
     loose = [] if hard else [alike._replace(spec=spec.without_room)]
     if large or count == 1:
         best = min(found[1:] or found, key=itemgetter(0))[1]
-        return [best, *(one for _, one in found if one.rank is not None), *loose]
+        ways = [best, *(one for _, one in found if one.rank is not None)]
+        raised = [one._replace(raises=True) for one in ways] if spec.room else []
+        return [*ways, *raised, *loose]
     if limited:  # divisions that look for no cap may be below it, too
         free = spec.without_room.capped(dict.fromkeys(spec.hard_caps, 0))
-        found += [(bound, Division(one.micro, found[0][1].spec))
-                  for bound, one in _found(layout, free, count, large)]
-    least, chosen = np.inf, []
-    for bound, division in [(0.0, alike), *sorted(found[1:], key=itemgetter(0))]:
+        found += [(bound, Division(one.micro, replace(one.spec, room=spec.room).capped(
+            spec.hard_caps))) for bound, one in _found(layout, free, count, large)]
+    found = [(0.0, alike), *sorted(found[1:], key=itemgetter(0))]
+    best = _shortest(layout, found, count)
+    if best is None and spec.room:
+        best = _shortest(
+            layout, [(bound, one._replace(raises=True)) for bound, one in found], count)
+    return [best, *loose] if best else loose
+
+
+def _shortest(
+    layout: BatchLayout, found: Sequence[tuple[float, Division]], count: int
+) -> Division | None:
+    """The division of which ranks take least, None where the caps allow no plan of any. found:
+    (what it takes at least, division), those that take least first."""
+    least, best = np.inf, None
+    for bound, division in found:
         if bound < least:
             time = _time_of_ranks(layout, division, count)
             if time < least:
-                least, chosen = time, [division]
-    return [*chosen, *loose]
+                least, best = time, division
+    return best
 
 
 def _planned(
@@ -213,7 +230,7 @@ def _first(
     these otherwise."""
     inside, error = division.micro == k, CapError()
     part = layout.select(inside)
-    for spec in _limited(part, division.spec):
+    for spec in _limited(part, division.spec) if division.raises else (division.spec,):
         for rank in (None,) if division.rank is None else (None, division.rank[inside]):
             try:
                 return make(part, spec, rank)
