@@ -12,18 +12,15 @@ from hypothesis import strategies as st
 
 from orchmllm.config.balance import BalanceConfig
 from orchmllm.loader.indices import batch_layout
-from orchmllm.plan import microbatches
+from orchmllm.plan import divisions
 from orchmllm.plan.assign import PHASES, PhasePolicy, PlanSpec, example_costs
 from orchmllm.plan.balance import assign_microbatches as alike
 from orchmllm.plan.balance import core
 from orchmllm.plan.cost import CostModel
+from orchmllm.plan.divisions import MOST_PLANNED
 from orchmllm.plan.geometry import SegmentLengths
 from orchmllm.plan.layout import VISION, BatchLayout
-from orchmllm.plan.microbatches import (
-    MOST_PLANNED,
-    assert_invariants,
-    plan_microbatches,
-)
+from orchmllm.plan.microbatches import assert_invariants, plan_microbatches
 from orchmllm.plan.room import Limit
 from orchmllm.plan.step import StepPlan, imbalance, plan_step
 from orchmllm.tools.predict.workload import sample_layout
@@ -189,7 +186,7 @@ def test_a_large_step_is_not_planned_twice() -> None:
 
 def test_caps_without_a_plan_leave_microbatches_alike(monkeypatch: pytest.MonkeyPatch) -> None:
     """The cap that the recipe does not name is never the reason why a step has no plan."""
-    monkeypatch.setattr(microbatches, "USUAL", 0.0)
+    monkeypatch.setattr(divisions, "USUAL", 0.0)
     texts = batch_layout(range(12), [100] * 11 + [130], [6, 6])
     for spec_ in (BALANCED, replace(BALANCED, room=(Limit(1, {"llm": 1}),))):
         plans = plan_microbatches(texts, spec_, 2)
