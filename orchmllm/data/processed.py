@@ -12,8 +12,6 @@ import os
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
-from types import MappingProxyType
-from typing import Any
 
 import numpy as np
 import torch
@@ -29,7 +27,7 @@ from orchmllm.data.media.decode import OnError, decode_samples, fail, upright_im
 from orchmllm.data.media.headers import audio_header, image_header
 from orchmllm.data.media.kinds import VIDEO
 from orchmllm.data.media.medium import MediaError, Medium, RowError, Sampled
-from orchmllm.data.media.raw import AS_BYTES, Arithmetic, with_bytes
+from orchmllm.data.media.raw import NOTHING, Arithmetic, options_of, with_bytes
 from orchmllm.data.media.shapes import Content, Size, blank, kind_of, sized
 from orchmllm.data.media.video import pictures
 from orchmllm.data.media.video_processor import items_of
@@ -39,8 +37,6 @@ from orchmllm.data.text.spans import Tokens, before
 from orchmllm.data.text.tokenizer import ChatTokenizer
 from orchmllm.plan.geometry import AudioGeometry
 from orchmllm.plan.layout import TEXT, VISION, BatchLayout
-
-NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 
 class ProcessedReader(LengthReader):
@@ -148,9 +144,9 @@ class ProcessedReader(LengthReader):
         return self.processor.parts([blank(size)])[0]
 
     def _example(self, row: MeasuredExample, wanted: Collection[int] | None,
-                 raw: Collection[str], on_error: OnError) -> ProcessedExample:
+                 raw: Mapping[str, int], on_error: OnError) -> ProcessedExample:
         """wanted: segments that are decoded (None: all). raw: arguments whose pixels are neither
-        rescaled nor normalised. Raises RowError where the row is not as planned."""
+        rescaled nor normalised, see `load`. Raises RowError where the row is not as planned."""
         layout, every = row.layout, items_of(row.turns, self.processor.videos)
         segments = np.flatnonzero(layout.modality != TEXT).tolist()
         sizes = {s: Size(*size) for s, size in zip(segments, row.sizes, strict=True)}
@@ -161,13 +157,14 @@ class ProcessedReader(LengthReader):
         spans = before(row.spans or self.processor.rendered(row.turns), len(media))
         known = Tokens(row.token_ids, row.supervised, [], row.digest) if row.digest else None
         tokens, arguments = self.processor.load(
-            spans, media, self.max_example_tokens, _options(KINDS[VISION].content, raw), known)
-        found = layout_of(int(layout.example_id[0]), tokens)
-        if found.to_payload().tolist() != layout.to_payload().tolist():
-            raise RowError("the processor makes other lengths of it")
+            spans, media, self.max_example_tokens, options_of(KINDS[VISION].content, raw), known)
+        if tokens is not known:
+            found = layout_of(int(layout.example_id[0]), tokens)
+            if found.to_payload().tolist() != layout.to_payload().tolist():
+                raise RowError("the processor makes other lengths of it")
         arguments.pop(VIDEOS, None)  # without pixels
         slices = [self.processor.videos.pixels(frames, *layout.grid[s, 1:].tolist(),
-                                               _options(VIDEOS, raw))
+                                               options_of(VIDEOS, raw))
                   for s, frames in content.items() if names[s] == VIDEOS]
         if slices:
             arguments[VIDEOS] = torch.cat(slices)
@@ -211,7 +208,7 @@ class ProcessedReader(LengthReader):
                 out[segment] = [blank(sizes[segment])] * len(item)
         return out, failed
 
-    def _filler(self, row: MeasuredExample, wanted: Collection[int] | None, raw: Collection[str]
+    def _filler(self, row: MeasuredExample, wanted: Collection[int] | None, raw: Mapping[str, int]
                 ) -> ProcessedExample:
         """An example of the planned lengths that nothing is learnt of: media are black or silent.
         wanted: segments whose content is loaded (None: all). raw: see `_example`."""
@@ -221,13 +218,13 @@ class ProcessedReader(LengthReader):
         names = {s: KINDS[m].content for s, m in zip(
             segments.tolist(), layout.modality[segments].tolist(), strict=True)}
         sizes, options = [Size(*size) for size in row.sizes], dict(
-            _options(KINDS[VISION].content, raw))
+            options_of(KINDS[VISION].content, raw))
         if processor.videos and sizes:  # the row, which says what is an image, may be gone
             sizes, options = self._as_videos(layout, segments), {"do_resize": False}
             token[VISION], names = token[VIDEO], dict.fromkeys(names, VIDEOS)
         ids = torch.from_numpy(np.repeat([token[m] for m in layout.modality.tolist()],
                                          layout.num_tokens))
-        arguments = processor.arguments_like(ids, sizes, **options)
+        arguments = processor.arguments_like(ids, sizes, options)
         if VIDEOS in arguments:
             rows = sum(int(layout.rows[s]) for s in names if wanted is None or s in wanted)
             arguments[VIDEOS] = torch.zeros(rows, arguments[VIDEOS].shape[1])
@@ -263,11 +260,6 @@ def open_processor(folder: str | os.PathLike, data: DataConfig) -> Processor:
             f"template than the tokenizer of {folder}, with which the model was trained: leave it "
             "out. Another chat template goes into that folder, as chat_template.jinja")
     return processor
-
-
-def _options(name: str, raw: Collection[str]) -> Mapping[str, Any]:
-    """Of the call for images or videos, whose pixels are the argument `name`."""
-    return AS_BYTES if name in raw else NOTHING
 
 
 def _parted(example: ProcessedExample, segments: Collection[int], raw: Mapping[str, int]
