@@ -4,7 +4,7 @@ whether that gives what the processor makes is proven with its own results (`sam
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -12,8 +12,6 @@ import numpy as np
 import torch
 from PIL import Image
 from torch import Tensor
-
-from orchmllm.data.segments import VIDEOS
 
 NOTHING: Mapping[str, Any] = MappingProxyType({})
 AS_BYTES = {"do_rescale": False, "do_normalize": False}  # options of a processor's call
@@ -36,14 +34,6 @@ def table_of(arithmetic: Callable[[np.ndarray], Any]) -> Tensor:
     return torch.as_tensor(np.asarray(arithmetic(every.copy()))).reshape(_CHANNELS, 256)
 
 
-def options_of(name: str, raw: Mapping[str, int]) -> Mapping[str, Any]:
-    """Of the call for the argument `name`, images or videos. raw: arguments that are bytes -> how
-    often a row of values has the frame of an image, which is asked for once."""
-    if name not in raw:
-        return NOTHING
-    return AS_BYTES | ({"temporal_patch_size": 1} if name != VIDEOS and raw[name] > 1 else {})
-
-
 def as_bytes(values: Tensor) -> Tensor:
     """Pixels that were not rescaled as uint8. Raises ValueError for values that are no bytes."""
     made = values.numpy()  # numpy converts a value in a sixth of torch's time
@@ -62,35 +52,32 @@ def one_of_copies(rows: Tensor, copies: int) -> Tensor:
     return frames[:, :, 0].flatten(1) if is_same else rows
 
 
-def with_bytes(tensors: Mapping[str, Tensor], raw: Mapping[str, int]) -> dict[str, Tensor]:
-    """The tensors of a medium, of any shapes, those of `raw` (see `options_of`) as bytes. The
-    frames of a video may be the same, or not."""
-    out = {name: as_bytes(value) if name in raw else value for name, value in tensors.items()}
-    if VIDEOS in out and VIDEOS in raw:
-        out[VIDEOS] = one_of_copies(out[VIDEOS], raw[VIDEOS])
+def with_bytes(tensors: Mapping[str, Tensor], names: Collection[str], patch: int
+               ) -> dict[str, Tensor]:
+    """The tensors of a medium, of any shapes, those of `names` as bytes. patch: pixels of the side
+    of one; rows of more values than it has are of several frames, which may be the same."""
+    out = {name: as_bytes(value) if name in names else value for name, value in tensors.items()}
+    for name in out.keys() & names:
+        copies = out[name].shape[1] // (_CHANNELS * patch**2) if out[name].dim() == 2 else 1
+        if copies > 1:
+            out[name] = one_of_copies(out[name], copies)
     return out
 
 
-def of_images(processor: Any, options: Mapping[str, Any], name: str, parts: Callable,
-              wanted: Callable) -> Arithmetic:
-    """processor: for images; options: of its call. name: of the argument that holds them. parts: of
-    (images of an example, options), the tensors of each, as they are loaded; wanted: of images, the
-    same by the processor itself."""
+def of_images(processor: Any, options: Mapping[str, Any], bare: Callable, full: Callable
+              ) -> Arithmetic:
+    """processor: for images; options: of its call. bare, full: of the images of an example, the
+    tensors of each with bytes, as they are loaded, and as the processor itself makes them."""
     scale, rescales, mean, std, normalises = (options.get(key, getattr(processor, key)) for key in (
         "rescale_factor", "do_rescale", "image_mean", "image_std", "do_normalize"))
-    copies = getattr(processor, "temporal_patch_size", 1)
 
     def made(image: np.ndarray) -> np.ndarray:
         image = processor.rescale(image, scale) if rescales else image
         return processor.normalize(image, mean, std) if normalises else image
 
-    def samples() -> Iterator[tuple[dict[str, Tensor], dict[str, Tensor]]]:
-        for images in sample_images():
-            bare = parts(images, options_of(name, {name: copies}))
-            for some, full in zip(bare, wanted(images), strict=True):
-                yield with_bytes(some, {name: copies}), full
-
-    return Arithmetic(table_of(made), copies, samples())
+    return Arithmetic(table_of(made), getattr(processor, "temporal_patch_size", 1), (
+        pair for images in sample_images() for pair in zip(bare(images), full(images), strict=True)
+    ))
 
 
 def sample_images() -> Iterator[list[Image.Image]]:

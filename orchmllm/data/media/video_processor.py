@@ -152,7 +152,7 @@ class Videos:
                                [*images, *images][-self.merged:]):
                     bare, full = ({**grid, VIDEOS: self.pixels(frames, side, side, options)}
                                   for options in (AS_BYTES, NOTHING))
-                    yield with_bytes(bare, {VIDEOS: self.merged}), full
+                    yield with_bytes(bare, {VIDEOS}, one.patch_size), full
 
         return Arithmetic(table_of(made), self.merged, samples())
 

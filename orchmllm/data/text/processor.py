@@ -26,7 +26,7 @@ from orchmllm.data.formats.conversation import Turn, media_of
 from orchmllm.data.formats.scanned import digest
 from orchmllm.data.media.kinds import VIDEO
 from orchmllm.data.media.medium import Medium, RowError
-from orchmllm.data.media.raw import NOTHING, Arithmetic, of_images
+from orchmllm.data.media.raw import AS_BYTES, NOTHING, Arithmetic, of_images, with_bytes
 from orchmllm.data.media.shapes import Content, Size, blank, kind_of, sized
 from orchmllm.data.media.video_processor import Videos, with_videos
 from orchmllm.data.segments import KINDS, TYPES, VIDEOS
@@ -210,13 +210,29 @@ class Processor:
     def arithmetic(self) -> dict[str, Callable[[], Arithmetic]]:
         """What finds out what becomes of the pixels in an argument, images or videos. It may raise
         anything, because processors need not have these steps."""
-        found, name = {}, KINDS[VISION].content
+        found: dict[str, Callable[[], Arithmetic]] = {}
         if images := getattr(self.calls.stock, "image_processor", None):
-            found[name] = partial(of_images, images, self.options, name, self.parts,
-                                  self._stock_parts)
+            found[KINDS[VISION].content] = partial(of_images, images, self.options,
+                                                   self._bare_parts, self._stock_parts)
         if self.videos is not None and self.videos.processor is not None:
             found[VIDEOS] = self.videos.arithmetic
         return found
+
+    @cached_property
+    def of_bytes(self) -> Mapping[str, Any]:
+        """Options of the call for images that leaves their bytes as they are, and makes the frame
+        of an image once, where that changes the size of none."""
+        once = {**AS_BYTES, "temporal_patch_size": 1}
+        if getattr(self.calls.stock.image_processor, "temporal_patch_size", 1) == 1:
+            return AS_BYTES
+        sides = (8 * 2 ** (np.arange(20) / 2)).astype(int).tolist()  # twice the pixels each
+        return once if all(
+            self.calls.made([sized(size)], once)[1] == self.calls.made([sized(size)])[1]
+            for size in (Size(side, side) for side in sides)) else AS_BYTES
+
+    def _bare_parts(self, images: Sequence[Content]) -> list[dict[str, Tensor]]:
+        return [with_bytes(tensors, {KINDS[VISION].content}, self.patch)
+                for tensors in self.parts(images, self.of_bytes)]
 
     def _stock_parts(self, media: Sequence[Content]) -> list[dict[str, Tensor]]:
         """As `parts`, by the processor's own call and steps."""
