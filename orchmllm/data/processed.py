@@ -113,10 +113,11 @@ class ProcessedReader(LengthReader):
         processor makes them beside the others of the example. encoded: those of them that are not
         decoded: in their place is a row from which another rank loads this medium alone. raw:
         arguments that hold images or videos which are bytes in `parts`, each frame once where the
-        processor repeats it. A medium that cannot be decoded raises MediaError with `segment` set; with `on_error`, it is called with (segment, error) instead, the image is
-        black or the clip silent, and nothing is learnt. A row that cannot be used, or has changed
-        since it was measured, is told of as segment 0 (the first where its text is loaded) and has
-        the planned lengths."""
+        processor repeats it. A medium that cannot be decoded raises MediaError with `segment`
+        set; with `on_error`, it is called with (segment, error) instead, the image is black or
+        the clip silent, and nothing is learnt. A row that cannot be used, or has changed since it
+        was measured, is told of as segment 0 (the first where its text is loaded) and has the
+        planned lengths."""
         problem, example = row.problem, None
         here = None if segments is None else [s for s in segments if s not in encoded]
         if problem is None:
