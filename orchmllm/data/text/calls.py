@@ -29,7 +29,7 @@ from orchmllm.data.media.shapes import (
 from orchmllm.data.media.video_processor import PROCESSORS, Videos
 from orchmllm.data.text.clips import Clips
 from orchmllm.data.text.encoded import OneCall
-from orchmllm.data.text.model_folder import image_grids, load_processor, refused, settled
+from orchmllm.data.text.model_folder import image_grids, load_processor, refused
 from orchmllm.data.text.spans import Expanded
 from orchmllm.plan.layout import AUDIO, VISION
 
@@ -89,8 +89,6 @@ class Calls:
             self.clips, heard = Clips(stock, config), of_clips(stock.feature_extractor)
             marks[AUDIO], tokens[AUDIO] = stock.audio_token, int(config.audio_token_id)
             self._shapes.feature_extractor = self._reads.feature_extractor = heard
-        for processor in (self._shapes, self._reads):
-            processor._merge_kwargs = settled(processor._merge_kwargs)
 
     def _merged(self, tensors: str, **videos: Any) -> dict[str, Any]:
         """The options of each part, by the processor's own rules."""
