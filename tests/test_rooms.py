@@ -26,9 +26,9 @@ from scripts.count_code import count_parts, count_rooms, read_all
 # which search below it.
 # The core grew by the plan that starts from greedy's (+42), by microbatches that wait together and
 # slots below caps (+330), and by the tables of what examples cost (+80). The tools grew with init,
-# whose maker of the demo's corpus came from scripts, generate and answers in the report (+760), with
-# slow networks and host memory in the doctor (+75), the dry run of whole models (+210), and whole
-# models in init and caps in what is predicted (+80).
+# whose maker of the demo's corpus came from scripts, generate and answers in the report (+760),
+# with slow networks and host memory in the doctor (+75), the dry run of whole models (+210),
+# and whole models in init and caps in what is predicted (+80).
 MOST = {"base": 21_880, "tools": 5_040, "papers": 1_700, "cpp": 2_220}
 
 
