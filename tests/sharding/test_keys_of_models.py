@@ -5,7 +5,7 @@ example, and a run that goes on in the middle trains the same rows."""
 from __future__ import annotations
 
 from contextlib import nullcontext
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from unittest import mock
 
@@ -20,6 +20,7 @@ from orchmllm.data.segments import VIDEOS
 from orchmllm.encoders.planned import PlannedEncoders
 from orchmllm.hf.whole_model import open_dataset
 from orchmllm.plan.layout import ENCODERS
+from orchmllm.sharding import compiled
 from orchmllm.tools.data.build_index import build_index
 from orchmllm.trainer import Trainer
 from tests.lib import whole_models as models
@@ -30,26 +31,26 @@ from tests.sharding.test_planned_phases import gradients, reference, summed
 
 pytestmark = [pytest.mark.dist, pytest.mark.whole, pytest.mark.slow,
               pytest.mark.timeout(3600)]  # the code generator takes 20 CPU seconds a graph and rank
-# What a recipe says of each key. {folder}: of the model; {shard}: ranks of a shard.
+NODEWISE = ("balance.vision.nodewise=true", "balance.audio.nodewise=true")
+# What recipes say of the keys, several at once where they do not touch each other. {folder}: of the
+# model; {shard}: ranks of a shard.
 KEYS = {
-    "data.tokenizer": ["data.tokenizer={folder}"],
-    "data.streaming": ["data.streaming=true", "data.num_shards=2", "data.shuffle_window=4"],
-    "data.batching": ["data.batching=capped", "data.max_batch_tokens=150",
-                      "data.max_batch_images=2"],
-    "balance.group": ["balance.group=shard", "fsdp.shard_size={shard}"],
-    "load": ["balance.dispatch=load"],
-    "tensors": ["balance.dispatch=tensors", "train.accumulation_steps=2"],
-    "bytes": ["balance.dispatch=bytes", "data.num_workers=1"],
-    "tensors, float32": ["balance.dispatch=tensors"],  # images are not proven to be bytes
+    "tokenizer, streaming, tensors": [
+        "data.tokenizer={folder}", "data.streaming=true", "data.num_shards=2",
+        "data.shuffle_window=4", "balance.dispatch=tensors", "train.accumulation_steps=2"],
+    "batching, group, loss_chunk_rows, load": [
+        "data.batching=capped", "data.max_batch_tokens=150", "data.max_batch_images=2",
+        "balance.group=shard", "fsdp.shard_size={shard}", "fsdp.loss_chunk_rows=3",
+        "balance.dispatch=load"],
+    "bytes, sample_every": [
+        "balance.dispatch=bytes", "data.num_workers=1", "train.sample_every=2",
+        "data.num_validation=3", "train.num_samples=3", "train.sample_tokens=4"],
+    "nodewise, load": ["balance.dispatch=load", *NODEWISE],
+    # Images that are not proven to be bytes travel as float32.
+    "nodewise, tensors, float32": ["balance.dispatch=tensors", *NODEWISE],
     "bytes, float32": ["balance.dispatch=bytes"],
-    **{f"balance.nodewise.{dispatch}": [
-        "balance.vision.nodewise=true", "balance.audio.nodewise=true",
-        f"balance.dispatch={dispatch}"] for dispatch in ("tensors", "load")},
-    "train.sample_every": ["train.sample_every=2", "data.num_validation=3", "train.num_samples=3",
-                           "train.sample_tokens=4"],
-    "fsdp.compile": ["fsdp.compile=true"],
-    "fsdp.loss_chunk_rows": ["fsdp.loss_chunk_rows=3"],
-    "model.config": ["model.pretrained=", "model.config={folder}"],
+    "compile": ["fsdp.compile=true"],
+    "config": ["model.pretrained=", "model.config={folder}"],
 }
 NAMES = ("qwen2_5_vl", "qwen3_vl", "internvl", "gemma3", "llava_onevision", "qwen2_5_omni")
 SHARDS = {1: 1, 2: 1, 3: 1, 4: 2}  # by the number of ranks
@@ -94,7 +95,7 @@ class Family:
     def drawn_rows(self) -> dict[str, tuple]:
         """The same with the weights that one rank draws for model.config."""
         stock, run = models.stock_of(self.folder), self.recipe(
-            "model.config", 1, f"run.dir={self.folder}/drawn")
+            "config", 1, f"run.dir={self.folder}/drawn")
         drawn = run_ranks(weights, 1, run, self.name)[0]
         with torch.no_grad():
             for n, p in stock.named_parameters():
@@ -117,8 +118,13 @@ def family(request, tmp_path_factory):
 
 
 def trainer_of(key: str, run: Recipe, world, **keys) -> Trainer:
-    refused = mock.patch.object(PlannedEncoders, "prove", side_effect=ValueError("not proven"))
-    with refused if "float32" in key else nullcontext():
+    instead = nullcontext()
+    if "float32" in key:
+        instead = mock.patch.object(PlannedEncoders, "prove", side_effect=ValueError("not proven"))
+    elif key == "compile":
+        instead = mock.patch.object(compiled, "compile_block", partial(
+            compiled.compile_block, backend="aot_eager"))
+    with instead:
         return Trainer(run, world, **keys)
 
 
@@ -168,7 +174,7 @@ def test_gradients_are_those_of_stock_transformers(ranks, family):
         assert len(found) == STEPS, key
         worst = 0.0
         for names, loss, targets, grads, media in found:
-            of_row = family.drawn_rows if key == "model.config" else family.rows
+            of_row = family.drawn_rows if key == "config" else family.rows
             losses, wanted, counts = zip(*map(of_row.get, names), strict=True)
             assert targets == sum(counts), key
             assert loss == pytest.approx(sum(losses), rel=exact), key
