@@ -74,7 +74,7 @@ def _add_product(total: Tensor, grad: Tensor, h: Tensor) -> None:
 
 def _rounded(x: Tensor, dtype: torch.dtype) -> Tensor:
     """x (n, D) in a dtype with at most as many bytes, which is written over it from the front: both
-    beside each other would take 7.5 GB at 84B."""
+    beside each other would take 7.5 GB at 84B. Its memory stays as large until it is used."""
     if x.dtype == dtype:
         return x
     out = x.view(-1).view(dtype)[: x.numel()].view_as(x)
