@@ -157,8 +157,9 @@ def _workload(recipe: Recipe, drawn: Callable[..., BatchLayout], spec: PlanSpec,
     share: of the drawn examples that a step has, which is below 1 where train.global_batch_size
     does not divide."""
     without = dict.fromkeys(ENCODERS, PhasePolicy("none"))  # what balancing before sampling can do
-    schemes = {"none": replace(spec, balance=NONE), "balanced": spec,
-               "LLM only": replace(spec, balance=replace(spec.balance, **without))}
+    free = spec.without_room  # what others do knows no limit of memory
+    schemes = {"none": replace(free, balance=NONE), "balanced": spec,
+               "LLM only": replace(free, balance=replace(spec.balance, **without))}
     rows: dict[str, list[dict]] = {name: [] for name in schemes}
     loads: dict[str, list[Loads]] = {name: [] for name in schemes}
     pad, count = padded_phases(recipe.model), recipe.train.accumulation_steps
@@ -233,7 +234,7 @@ def exchange_report(plan: StepPlan, shard_size: int) -> dict:
         out["shard_size"] = shard_size
         out["imbalance_world"] = _imbalance(plan)
         out["imbalance_shard_groups"] = _imbalance(
-            plan_step(plan.layout, replace(plan.spec, group_size=shard_size)))
+            plan_step(plan.layout, replace(plan.spec.without_room, group_size=shard_size)))
     return out
 
 
