@@ -12,7 +12,7 @@ for them.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -45,6 +45,14 @@ class Loads:
     phases: Mapping[str, Lengths]
     received: Mapping[str, np.ndarray]
     pairs: Mapping[str, np.ndarray] = field(default_factory=dict)
+
+    def each(self, change: Callable[[str, np.ndarray], np.ndarray]) -> Loads:
+        """With change(phase, values) in place of the values of every phase; features arrive in the
+        LLM's."""
+        return Loads({p: Lengths(change(p, x.rows), change(p, x.positions), change(p, x.tokens))
+                      for p, x in self.phases.items()},
+                     {p: change("llm", x) for p, x in self.received.items()},
+                     {p: change(p, x) for p, x in self.pairs.items()})
 
 
 def loads_of(plan: StepPlan, pad: frozenset[str] = frozenset()) -> Loads:
