@@ -29,7 +29,9 @@ from scripts.count_code import count_parts, count_rooms, read_all
 # whose maker of the demo's corpus came from scripts, generate and answers in the report (+760),
 # with slow networks and host memory in the doctor (+75), the dry run of whole models (+210),
 # and whole models in init and caps in what is predicted (+80).
-MOST = {"base": 21_880, "tools": 5_040, "papers": 1_700, "cpp": 2_220}
+# Counting any model by running it, and keeping what was counted: +405 beside what it replaced of
+# whole models and the loader; formulas of own parts go with those parts.
+MOST = {"base": 22_285, "tools": 5_040, "papers": 1_700, "cpp": 2_220}
 
 
 @pytest.mark.parametrize("room", list(MOST))

@@ -22,12 +22,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only
 from torch.utils.flop_counter import flop_registry
 
-NAME = "orchmllm_counted"  # of the attention that is counted, for configurations of transformers
-ROW = 2**17  # positions of the row in which masks are asked how far back one sees
-PROBES = (0, 1, 5, 40, 300, 2000, 15_000)  # those that are asked, and the last but one
 EXACT = 1e-9  # of a count that a fit has to predict
 _aten = torch.ops.aten
-_running: ContextVar[Counted | None] = ContextVar("counted", default=None)
+running: ContextVar[Counted | None] = ContextVar("counted", default=None)
 
 
 class Seen(NamedTuple):
@@ -66,8 +63,8 @@ class Counted(TorchDispatchMode):
     `front` and `behind`, what comes before the first of these and after it. Operators of the
     backward pass belong to the stage of those of the forward pass. Bytes are counted once, and not
     those of weights of `model`, nor of what a module gets beside its first argument. reaches: what
-    the masks that will be made allow, see `reaches_of`; by default they are asked, within their
-    rows."""
+    the masks that will be made allow, see orchmllm.counts.masks.reaches_of; by default they are
+    asked, within their rows."""
 
     def __init__(self, inside: Mapping[Hashable, nn.Module],
                  reaches: Sequence[int | None] | None = None, model: nn.Module | None = None
@@ -84,13 +81,13 @@ class Counted(TorchDispatchMode):
         self._twins: dict[Hashable, Hashable] = {}
         self._passed: set[Hashable] = set()
         self._held: list[Tensor] = []
-        self._attended: dict[int, tuple[Seen, int]] = {}
-        self._reach: int | None = None
+        self._attended: dict[int, tuple[Seen | None, int]] = {}
+        self.reach: int | None = None
         self._starts, self._order = [], []
         self._begin("front")
 
     def __enter__(self) -> Counted:
-        self._token = _running.set(self)
+        self._token = running.set(self)
         for stage, module in self._inside.items():
             module.forward = partial(self._call, stage, module, module.forward)
         self._hooks.__enter__()
@@ -101,22 +98,18 @@ class Counted(TorchDispatchMode):
         self._hooks.__exit__(*error)
         for module in self._inside.values():
             del module.forward
-        _running.reset(self._token)
+        running.reset(self._token)
         for stage, twin in self._twins.items():
             work = self.stages[twin]
             self.stages[stage] = work if stage in self._passed else replace(
                 work, backward=0, backward_pairs=Counter())
 
-    def reach_of(self, rule: Callable, row: int) -> int | None:
-        """What the next mask allows. Raises ValueError."""
-        if self._known is None:
-            found = _reach(rule, row)
-        elif len(self.reaches) == len(self._known):
+    def reach_of_next(self, ask: Callable[[], int | None]) -> int | None:
+        """What the next mask allows, by `ask` if it is not known. Raises ValueError."""
+        if self._known is not None and len(self.reaches) == len(self._known):
             raise ValueError("masks are made where the first block does not know them")
-        else:
-            found = self._known[len(self.reaches)]
-        self.reaches.append(found)
-        return found
+        self.reaches.append(ask() if self._known is None else self._known[len(self.reaches)])
+        return self.reaches[-1]
 
     def _begin(self, stage: Hashable) -> None:
         self._order.append(stage)
@@ -169,10 +162,13 @@ class Counted(TorchDispatchMode):
         work = self.stages[self._order[-1] if node is None else self._order[
             bisect_right(self._starts, node._sequence_nr()) - 1]]
         if packet is _aten._scaled_dot_product_flash_attention:
-            work.pairs += self._attend(args, out[0])
+            self._attend(work, args, out[0])
         elif packet is _aten._scaled_dot_product_flash_attention_backward:
             seen, flop = self._attended[_storage(args[4])]
-            work.backward_pairs[seen] += 2 * flop
+            if seen is None:
+                work.backward += 2 * flop
+            else:
+                work.backward_pairs[seen] += 2 * flop
         elif node is None:
             work.forward += _flop(packet, args, kwargs, out)
             self._flop += _flop(packet, args, kwargs, out)
@@ -182,13 +178,19 @@ class Counted(TorchDispatchMode):
             work.products += sum(t.nbytes for t in tree_leaves(out) if isinstance(t, Tensor))
         return out
 
-    def _attend(self, args: tuple, out: Tensor) -> Counter[Seen]:
-        query, _, value = args[:3]
+    def _attend(self, work: Work, args: tuple, out: Tensor) -> None:
+        """That of positions to others than themselves, or outside of the modules that were named,
+        is products: of all pairs."""
+        query, key, value = args[:3]
         batch, heads, length, size = query.shape
-        seen = Seen(length) if self._reach is None else Seen(length, True, self._reach)
-        flop = 2 * batch * heads * (size + value.shape[-1])
+        flop, seen = 2 * batch * heads * (size + value.shape[-1]), None
+        if length == key.shape[2] and self._order[-1] in self._inside:
+            seen = Seen(length) if self.reach is None else Seen(length, True, self.reach)
+            work.pairs[seen] += flop
+        else:
+            flop *= length * key.shape[2]
+            work.forward += flop
         self._attended[_storage(out)] = seen, flop
-        return Counter({seen: flop})
 
 
 class _Pass(torch.autograd.Function):
@@ -265,75 +267,6 @@ def _storage(tensor: Tensor) -> int:
     return tensor.untyped_storage()._cdata
 
 
-def attention(module: nn.Module, query: Tensor, key: Tensor, value: Tensor,
-              attention_mask: Tensor | None, *_: Any, **options: Any) -> tuple[Tensor, None]:
-    """What a kernel of a GPU keeps: its inputs, its output, and a number of each row and head.
-    query: (B, H, R, D); key, value: (B, Hkv, R, D). Returns (B, R, H, D)."""
-    if (counted := _running.get()) is not None:
-        counted._reach = getattr(attention_mask, "reach", None)
-    return _aten._scaled_dot_product_flash_attention(query, key, value)[0].transpose(1, 2), None
-
-
-def mask(batch_size: int, q_length: int, kv_length: int, mask_function: Callable, **_: Any
-         ) -> Tensor:
-    """What transformers hands to every layer: how far its rule lets a position see, as an
-    attribute."""
-    carrier = torch.empty(1, 1, q_length, 1, dtype=torch.bool)
-    carrier.reach = _running.get().reach_of(mask_function, q_length)
-    return carrier
-
-
-def _reach(rule: Callable, row: int) -> int | None:
-    """How many positions one sees, of those before it and itself, by a rule of transformers; 0:
-    all of them; None: it sees all of its sequence. row: positions for which it is asked. Raises
-    ValueError for any other rule."""
-    zero, found = torch.tensor(0), []
-    probes = [*(q for q in PROBES if q + 2 < row), row - 2]
-    for q in probes:
-        sees = torch.as_tensor(rule(zero, zero, torch.tensor(q), torch.arange(q + 2)))
-        places = sees.expand(q + 2).nonzero()[:, 0].tolist()
-        if not places or places != list(range(places[0], places[-1] + 1)):
-            raise ValueError("attention sees positions that do not follow each other")
-        found.append((q - places[0] + 1, places[-1] - q))
-    if all(ahead == 1 and back == q + 1 for q, (back, ahead) in zip(probes, found, strict=True)):
-        return None
-    most = found[-1][0]
-    if any(ahead or back != min(q + 1, most) for q, (back, ahead) in zip(
-            probes, found, strict=True)):
-        raise ValueError("attention is neither causal, with one window or none, nor to all")
-    return most if most <= probes[-1] else 0
-
-
-def with_gradient(_: nn.Module, args: tuple, kwargs: Mapping[str, Any]) -> None:
-    """For the first block, as a hook with keywords: what comes before it may learn."""
-    hidden = args[0] if args else kwargs["hidden_states"]
-    if torch.is_grad_enabled() and not hidden.requires_grad:
-        hidden.requires_grad_()
-
-
-class _Enough(BaseException):
-    """The masks are made."""
-
-
-def reaches_of(block: nn.Module, run: Callable[[int], object], row: int = ROW
-               ) -> list[int | None]:
-    """What the masks of a model allow, see _reach, in the order in which it makes them. block: the
-    first one, before which masks are made. run: its forward pass for so many positions. row: the
-    most that it takes, or ROW."""
-    def stop(*_: Any) -> None:
-        raise _Enough
-
-    hook = block.register_forward_pre_hook(stop)
-    try:
-        with Counted({}) as counted:
-            run(min(row, ROW))
-    except _Enough:
-        return counted.reaches
-    finally:
-        hook.remove()
-    raise ValueError(f"{type(block).__name__} was not called")
-
-
 def fitted(sizes: Sequence[int], values: Sequence[int], degree: int = 2) -> list[Fraction]:
     """Coefficients of 1, n, n * n, ... through the first of the values at sizes n. Raises
     ValueError if they do not predict the others."""
@@ -351,12 +284,3 @@ def fitted(sizes: Sequence[int], values: Sequence[int], degree: int = 2) -> list
             raise ValueError(f"{list(values)} FLOP for {list(sizes)} positions are not linear and "
                              "quadratic in the length")
     return out
-
-
-try:
-    from transformers import AttentionInterface, AttentionMaskInterface
-except ImportError:  # models of other makers are counted, too
-    pass
-else:
-    AttentionInterface.register(NAME, attention)
-    AttentionMaskInterface.register(NAME, mask)

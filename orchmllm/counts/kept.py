@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 FOLDER = "~/.cache/orchmllm/counts"  # beside the default folder of length indexes
-_CODE = ("counts/counted.py", "encoders/blank.py", "models/counting.py")  # of this package
+# Of this package, by which counts differ.
+_CODE = ("counts/counted.py", "counts/masks.py", "encoders/blank.py", "models/counting.py")
 log = logging.getLogger("orchmllm.counts")
 
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.utils._pytree import tree_leaves
 
-from orchmllm.counts import counted
+from orchmllm.counts import masks
 from orchmllm.counts.counted import Counted, Seen, fitted
 from orchmllm.plan.cost import CostModel
 
@@ -68,7 +68,7 @@ def _hollow(model: nn.Module) -> nn.Module:
         tensors = chain(model.parameters(), model.buffers())
         return copy.deepcopy(model, {id(t): _without_numbers(t) for t in tensors})
     config = copy.deepcopy(model.config)
-    config._attn_implementation, config.use_cache = counted.NAME, False
+    config._attn_implementation, config.use_cache = masks.NAME, False
     config._experts_implementation = "batched_mm"  # those that a token uses
     with torch.device("meta"):
         out = made(config)
@@ -99,10 +99,10 @@ def _count(model: nn.Module) -> tuple[list[int], Counter[Seen]]:
 
     reaches = None
     if len(blocks):
-        blocks[0].register_forward_pre_hook(counted.with_gradient, with_kwargs=True)
+        blocks[0].register_forward_pre_hook(masks.with_gradient, with_kwargs=True)
         config = getattr(model, "config", None)
-        reaches = counted.reaches_of(
-            blocks[0], run, getattr(config, "max_position_embeddings", None) or counted.ROW)
+        reaches = masks.reaches_of(
+            blocks[0], run, getattr(config, "max_position_embeddings", None) or masks.ROW)
     products, pairs = [], Counter()
     for n in LENGTHS:
         with Counted(dict(enumerate(blocks)), reaches) as found:

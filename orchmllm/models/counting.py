@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from orchmllm.batch import UNKNOWN, ProcessedExample
-from orchmllm.counts import counted
+from orchmllm.counts import masks
 from orchmllm.counts.counted import EXACT, Counted, Seen, Work, fitted
 from orchmllm.encoders.blank import FRAMES, BlankMedia
 from orchmllm.encoders.planned import PlannedEncoders
@@ -49,7 +49,7 @@ def _count(folder: str, dtype: str, part: str, weights: bool, inputs: bool, conn
     for name, p in whole.hf.named_parameters():
         p.requires_grad_(name not in fixed and learns.get(part_of(name), False))
     first = whole.blocks()[part][0]
-    hook = first.register_forward_pre_hook(counted.with_gradient, with_kwargs=True) if (
+    hook = first.register_forward_pre_hook(masks.with_gradient, with_kwargs=True) if (
         inputs) else None
     try:
         return _llm(whole) if part == "llm" else _encoder(whole, part)
@@ -68,7 +68,7 @@ def _prepared(folder: str, dtype: str) -> tuple[WholeModel, frozenset[str]]:
     whole.dtype = getattr(torch, dtype)
     for config in {id(m.config): m.config for m in whole.modules() if hasattr(m, "config")
                    }.values():
-        config._attn_implementation = counted.NAME
+        config._attn_implementation = masks.NAME
         config._experts_implementation = "grouped_mm"  # each row to its experts
     return whole, frozenset(n for n, p in whole.hf.named_parameters() if not p.requires_grad)
 
@@ -82,7 +82,7 @@ def _llm(whole: WholeModel) -> PartCounts:
         whole.logits(row.inputs, row.kept).sum().backward()
         return len(row.kept)
 
-    reaches, runs, rows = counted.reaches_of(stack[0], run), [], []
+    reaches, runs, rows = masks.reaches_of(stack[0], run), [], []
     for n in TOKENS:
         with Counted({**dict(enumerate(stack)), "head": head}, reaches, whole) as found:
             rows.append(run(n))

@@ -7,7 +7,8 @@ import json
 import pytest
 
 from orchmllm.counts import kept
-from orchmllm.counts.counted import Counted, fitted
+from orchmllm.counts.counted import fitted
+from orchmllm.counts.masks import reach
 
 ROW = 10_000
 
@@ -19,13 +20,13 @@ def test_a_fit_has_to_predict_what_it_was_not_fitted_to():
         fitted(sizes, [3 * n + (n > 192) for n in sizes])
 
 
-@pytest.mark.parametrize(("rule", "reach"), [
+@pytest.mark.parametrize(("rule", "most"), [
     (lambda b, h, q, k: k <= q, 0),
     (lambda b, h, q, k: (k <= q) & (k > q - 7), 7),
     (lambda b, h, q, k: k >= 0, None),
 ])
-def test_a_mask_is_asked_how_far_a_position_sees(rule, reach):
-    assert Counted({}).reach_of(rule, ROW) == reach
+def test_a_mask_is_asked_how_far_a_position_sees(rule, most):
+    assert reach(rule, ROW) == most
 
 
 @pytest.mark.parametrize("rule", [
@@ -35,7 +36,7 @@ def test_a_mask_is_asked_how_far_a_position_sees(rule, reach):
 ])
 def test_other_masks_are_refused(rule):
     with pytest.raises(ValueError, match="attention"):
-        Counted({}).reach_of(rule, ROW)
+        reach(rule, ROW)
 
 
 def test_a_file_that_is_damaged_or_of_something_else_is_counted_again(tmp_path, monkeypatch):
