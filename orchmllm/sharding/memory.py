@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from orchmllm.config.fsdp import DTYPE_BYTES, phase_counts
+from orchmllm.config.fsdp import COPIED_ROWS, DTYPE_BYTES, phase_counts
 from orchmllm.config.job import Job
 from orchmllm.config.model import ModelConfig
 from orchmllm.config.recipe import CheckpointConfig, FsdpConfig
@@ -234,10 +234,12 @@ class MemoryModel:
             return plain
         learns = not (config.frozen or self.model.lora.rank)
         learnt = config.hidden_size * learns  # columns of the weight's gradient
-        # A chunk's logits as computed and in float32, or their gradient and the product made of it.
-        moment = max((f + e * (e < f)) * chunk, e * (chunk + learnt))
-        chunked = (e * config.hidden_size * (tokens + chunk)
-                   + (moment + f * learnt) * config.vocab_size)
+        rounded = e * (e < f)
+        # A chunk's logits as computed and in float32, or their gradient and rows of its product.
+        moment = max((f + rounded) * chunk * config.vocab_size,
+                     e * chunk * config.vocab_size + rounded * COPIED_ROWS * learnt)
+        chunked = (e * config.hidden_size * (tokens + chunk) + f * learnt * config.vocab_size
+                   + moment)
         return np.where(tokens > chunk, chunked, plain)
 
     def _units(self, phase: str) -> dict[str, Unit]:
