@@ -36,13 +36,13 @@ from orchmllm.batch import SequenceLengths
 from orchmllm.config.fsdp import CHOICES, layer_counts
 from orchmllm.config.model import AudioConfig, LLMConfig, ModelConfig, VisionConfig
 from orchmllm.config.recipe import FsdpConfig
+from orchmllm.counts.counted import Counted
 from orchmllm.models.flops import lengths_of, phase_work
 from orchmllm.models.mllm import MultimodalModel
 from orchmllm.plan.assign import PHASES
 from orchmllm.sharding.activations import block_bytes
 from orchmllm.sharding.blocks import keep_products, recompute, stacks
 from orchmllm.sharding.memory import MemoryModel
-from orchmllm.sharding.whole_memory import Products
 
 CACHE_BYTES = 256 << 20  # more than is left of the blocks in a cache
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of malloc.h
@@ -133,9 +133,9 @@ def memory_rate(config: ModelConfig, lengths: list[int], repeats: int) -> float:
     moved = seconds = 0.0
     for phase, stack in stacks(model).items():
         x = torch.randn(seqlens.total, getattr(config, phase).hidden_size)
-        with Products() as products:
+        with Counted({}) as counted:
             forward(stack, phase, x, seqlens)
-        moved += products.moved
+        moved += counted.moved
         times = []
         for _ in range(repeats + 1):
             with Others() as others:

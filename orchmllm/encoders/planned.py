@@ -26,6 +26,7 @@ from orchmllm.batch import Microbatch, ProcessedExample, joined, on_device
 from orchmllm.comm.exchange import exchange_rows
 from orchmllm.comm.pieces import Form, Media, Piece
 from orchmllm.encoders.answers import Answers
+from orchmllm.encoders.blank import BlankMedia
 from orchmllm.encoders.infer import infer_encoders
 from orchmllm.encoders.items import Items, Layout, Tiles, table_of
 from orchmllm.encoders.pixels import Pixels, proven
@@ -99,6 +100,10 @@ class PlannedEncoders:
                 call: _numbered(layout, attrgetter(call)(self._owner))
                 for call, layout in encoder.calls.items()})
             self._encoders.setdefault("audio" if encoder.name == "audio" else "vision", encoder)
+
+    def blank(self, phase: str) -> BlankMedia:
+        """Media without content for the encoder of a phase."""
+        return BlankMedia(phase, self._owner, self._encoders[phase])
 
     @property
     def raw(self) -> dict[str, int]:

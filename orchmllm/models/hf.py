@@ -121,22 +121,27 @@ class WholeModel(nn.Module):
         if asked is not None:
             with answering:
                 return self._generated(inputs, asked)
-        ones = torch.ones_like(inputs["input_ids"])  # without it some models look for examples
-        head = self.hf.get_output_embeddings()
-        keeping = packing.positions(head, batch.kept)
         if self.mixers:
             inputs["seqlens"] = batch.seqlens
-        if self._keeps:
-            inputs["logits_to_keep"], keeping = batch.kept, nullcontext()
         losing = nullcontext()
         if 0 < self.loss_chunk_rows < len(batch.kept):
-            losing = answers_with_loss(head, batch.targets, self.loss_chunk_rows)
-        with answering, packing.packed(batch.seqlens, self.num_layers), keeping, losing as made:
-            logits = self.hf(**inputs, attention_mask=ones, use_cache=False).logits
+            losing = answers_with_loss(self.hf.get_output_embeddings(), batch.targets,
+                                       self.loss_chunk_rows)
+        with answering, packing.packed(batch.seqlens, self.num_layers), losing as made:
+            logits = self.logits(inputs, batch.kept)
         loss = self._summed(logits, batch.targets, made)
         if torch.is_grad_enabled() and not loss.requires_grad:
             loss.requires_grad_()  # the text model is frozen, and no rank has media
         return loss
+
+    def logits(self, inputs: Mapping[str, Any], kept: Tensor) -> Tensor:
+        """(1, k, V) of the positions kept (k,) of a row."""
+        inputs, keeping = dict(inputs), packing.positions(self.hf.get_output_embeddings(), kept)
+        if self._keeps:
+            inputs["logits_to_keep"], keeping = kept, nullcontext()
+        ones = torch.ones_like(inputs["input_ids"])  # without it some models look for examples
+        with keeping:
+            return self.hf(**inputs, attention_mask=ones, use_cache=False).logits
 
     def _generated(self, inputs: dict[str, Any], asked: Mapping[str, Any]) -> list[int]:
         """With the attention and the positions of transformers: one example is not packed."""

@@ -1,222 +1,180 @@
-"""What a model of transformers computes: the FLOP of its parts, counted on the model without
-memory, and the costs that the planner gets from them."""
+"""What a model of transformers computes: the FLOP of its parts as they were counted
+(orchmllm.models.counting), of items of any lengths, and the costs that the planner gets from them.
+"""
 
 from __future__ import annotations
 
-import math
-import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, NamedTuple
+from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
-from torch import nn
 
 from orchmllm.config.fsdp import DTYPE_BYTES
 from orchmllm.config.job import Job
 from orchmllm.config.model import ModelConfig
-from orchmllm.models.block_flops import multiplied, state_flop
-from orchmllm.models.families import part_of
-from orchmllm.models.flops import Lengths, Work, terms
-from orchmllm.models.hf import WholeModel, meta_model
+from orchmllm.counts.kept import kept
+from orchmllm.models.flops import Lengths, Work
 from orchmllm.plan.assign import PHASES, PlanSpec
 from orchmllm.plan.cost import CostModel
 from orchmllm.plan.layout import ENCODERS
 
-# Images are cut into tiles of one size, each of which is encoded alone.
-TILED = ("aya_vision", "gemma3", "idefics3", "internvl", "llava", "llava_next", "llava_onevision",
-         "smolvlm", "vipllava")
-CONNECTOR = re.compile(r".*?(?:merger|projector|connector|audio_tower\.proj)[^.]*(?:\.\d+)?\.")
+
+class Attention(NamedTuple):
+    """Which positions of an item attend to each other. kind: `all`; those of a `frame` of a grid;
+    those of a `square` of `size` x `size` positions of it, or of a `run` of `size`; `causal`, each
+    with those before it, `size` with its own at most (0: all); those of a `tile`, all of which are
+    alike, so that a position has as many in each item."""
+
+    kind: str
+    size: int = 0
 
 
-class PartFlops(NamedTuple):
-    """FLOP of the forward pass of a part. position, pair: of its blocks, of a position and of two
-    that attend to each other (of half a pair in the LLM, where one sees the other); row: of a patch
-    or frame before the blocks, or of a target's logits; token: of what is behind the blocks; tower,
-    first: of that what belongs to the tower, and what of the connectors has none of their weights
-    before it; read: the share of the blocks whose output is read, which alone have a backward pass;
-    second: of row what has weights before it; near: like pair, in blocks that attend within
-    windows; window: positions of one, in the LLM as far back as a position sees; tile: attention of
-    a position, where each tile of an image is encoded alone."""
+class BlockCounts(NamedTuple):
+    """Bytes of a block of transformers for a position. none, selective, full: what it keeps by each
+    choice of checkpointing; largest: the largest tensor of these; moved: what operators but
+    products read and write until all of it is there. repeated: share of the products' FLOP until
+    then."""
 
-    position: int
-    pair: int
-    row: int
-    token: int = 0
-    tower: int = 0
-    first: int = 0
-    read: float = 1.0
-    second: int = 0
-    near: int = 0
-    window: int = 1
-    tile: int = 0
+    none: float
+    selective: float
+    full: float
+    largest: float
+    moved: float
+    repeated: float
 
 
-@lru_cache(maxsize=4)
-def part_flops(folder: str) -> dict[str, PartFlops]:
-    """vision, audio, llm -> their FLOP, of those that the model has."""
-    whole = meta_model(folder)
-    stacks, config = whole.blocks(), whole.hf.config
-    text = config.get_text_config(decoder=True)
-    width = text.num_attention_heads * (getattr(text, "head_dim", None)
-                                        or text.hidden_size // text.num_attention_heads)
-    sizes = {part: multiplied(stack, getattr(text, "num_experts_per_tok", 0))
-             for part, stack in stacks.items()}
-    near, window = sliding(text)
-    out = {"llm": PartFlops(2 * sizes["llm"] + sum(map(state_flop, whole.mixers)),
-                            2 * (len(stacks["llm"]) - len(whole.mixers) - near) * width,
-                            2 * whole.hf.get_output_embeddings().weight.numel(),
-                            near=2 * near * width, window=window)}
-    names, begins = {id(p): name for name, p in whole.hf.named_parameters()}, {}
-    for i, name in names.items():
-        if (found := CONNECTOR.match(name)) and part_of(name) == "connector":
-            begins.setdefault(found[0], i)
-    for part in [part for part in ENCODERS if part in stacks]:
-        tower, num_layers = getattr(config, f"{part}_config"), len(stacks[part])
-        near, window, tile = 0, 1, 0
-        # A pair of positions: 2 products of 2 FLOP; half of the pairs where it is causal.
-        each = 4 * width_of(tower)
-        if part == "audio":  # a position attends to those of its window
-            near, window = num_layers, getattr(tower, "n_window", tower.max_source_positions)
-        elif hasattr(tower, "fullatt_block_indexes"):  # or, in the other blocks, of its square
-            near = num_layers - len(tower.fullatt_block_indexes)
-            side = tower.spatial_merge_size
-            window = (tower.window_size // side // tower.patch_size * side)**2
-        pair = each * (num_layers - near)
-        if config.model_type in TILED:  # or of its tile
-            first = any(n.endswith(("cls_token", "class_embedding")) for n, _ in
-                        whole.named_parameters())
-            inside = (int(np.max(tower.image_size)) // int(np.max(tower.patch_size)))**2 + first
-            tile, pair = pair * inside, 0
-        front, behind = around(whole, part)
-        of_tower = [m for m in behind if part_of(names[id(m.weight)]) == part]
-        firsts = [m for m in behind if id(m.weight) in begins.values()]
-        token, tower, first = (2 * sum(m.weight.numel() for m in found)
-                               for found in (behind, of_tower, firsts))
-        layer = getattr(config, f"{part}_feature_layer", -1)  # of LLaVA the last but one
-        read = 1 + (layer + 1) / len(stacks[part]) if isinstance(layer, int) and layer < 0 else 1.0
-        out[part] = PartFlops(2 * sizes[part], pair, sum(map(_row_flops, front)), token, tower,
-                              first, read, sum(map(_row_flops, front[1:])) if part == "audio" else
-                              0, near * each, window, tile)
-    return out
+@dataclass(frozen=True)
+class PartCounts:
+    """What a part computes and keeps.
+
+    FLOP, (3,) float64 each: of the forward pass, of the backward pass, and what activation
+    checkpointing repeats. item, row, position: of products, of an item beside those of its rows
+    (frames of sound, or the LLM's targets) and of its positions. attention: of a pair of positions,
+    `tile`: of a position.
+    Bytes: blocks, in their order; kept_row, kept_position: what is kept around them; row_bytes: of
+    a patch or a frame that moves. Numbers: width, in a position of the blocks; outputs, in a token
+    for the LLM or in a row of its logits; row_values, in a patch or frame for the encoder."""
+
+    item: np.ndarray
+    row: np.ndarray
+    position: np.ndarray
+    attention: Mapping[Attention, np.ndarray]
+    blocks: Sequence[BlockCounts]
+    kept_row: float
+    kept_position: float
+    width: int
+    outputs: int
+    row_bytes: int = 0
+    row_values: int = 0
+
+    def as_json(self) -> dict:
+        arrays = {name: getattr(self, name).tolist() for name in ("item", "row", "position")}
+        attention = [[*kind, flop.tolist()] for kind, flop in self.attention.items()]
+        return {**vars(self), **arrays, "attention": attention}
+
+    @classmethod
+    def from_json(cls, found: dict) -> PartCounts:
+        arrays = {name: np.array(found[name]) for name in ("item", "row", "position")}
+        attention = {Attention(kind, size): np.array(flop)
+                     for kind, size, flop in found["attention"]}
+        return cls(**{**found, **arrays, "attention": attention,
+                      "blocks": [BlockCounts(*block) for block in found["blocks"]]})
 
 
-def width_of(config: Any) -> int:
-    """Of what the blocks of a tower or a text model pass on."""
-    return getattr(config, "embed_dim", None) or config.hidden_size
+def part_counts(model: ModelConfig, dtype: str = "bfloat16") -> dict[str, PartCounts]:
+    """vision, audio, llm -> what was counted, of those that the model has. dtype: of forward and
+    backward, by which bytes differ. Raises ValueError where they cannot be counted."""
+    learns = {part: model.learns(part) for part in (*PHASES, "connector")}
+    return _known(model.folder, tuple(part for part in learns if learns[part]),
+                  bool(model.lora.rank), dtype)
 
 
-def sliding(text: Any) -> tuple[int, int]:
-    """(Layers of the text model of a configuration whose positions see only some before them, how
-    many with their own); 0 and 1 if none does."""
-    window = getattr(text, "sliding_window", None)
-    if not (window and hasattr(type(text), "sliding_window")):  # a folder may name what none reads
-        return 0, 1
-    kinds = getattr(text, "layer_types", None) or ["sliding_attention"] * text.num_hidden_layers
-    return kinds.count("sliding_attention"), window
+@lru_cache(maxsize=64)
+def _known(folder: str, learns: tuple[str, ...], adapters: bool, dtype: str
+           ) -> dict[str, PartCounts]:
+    def counted() -> dict:
+        from orchmllm.models.counting import count  # with torch
+
+        found = count(folder, learns, adapters, dtype)
+        return {part: counts.as_json() for part, counts in found.items()}
+
+    config = Path(folder, "config.json")
+    key = [config.read_text(encoding="utf-8") if config.is_file() else folder, learns, adapters,
+           dtype]
+    return {part: PartCounts.from_json(found) for part, found in kept(key, counted).items()}
 
 
-def _attention(phase: str, flops: PartFlops, lengths: Lengths) -> np.ndarray:
-    """(n,) FLOP of the attention of items, forward."""
-    n, size = lengths.positions.astype(float), flops.window
-    if phase == "llm":
-        seen = np.minimum(n, size)
-        return flops.pair * n * (n + 1) + flops.near * seen * (2 * n - seen + 1)
-    near = _pairs(n, size)
-    if phase == "vision" and lengths.grid is not None:
-        t, h, w = lengths.grid.T.astype(float)
-        side = math.isqrt(size)
-        near = t * _pairs(h, side) * _pairs(w, side)
-    return (flops.pair * n + flops.tile) * n + flops.near * near
+def pairs(attention: Attention, lengths: Lengths) -> np.ndarray:
+    """(n,) pairs of positions that attend to each other; of `tile`, the positions."""
+    n, size = lengths.positions.astype(float), attention.size
+    match attention.kind:
+        case "tile":
+            return n
+        case "causal":
+            seen = np.minimum(n, size or np.inf)
+            return seen * (2 * n - seen + 1) / 2
+        case "run":
+            return _pieces(n, size)
+        case "frame" | "square" if lengths.grid is not None:
+            t, h, w = lengths.grid.T.astype(float)
+            return t * (_pieces(h, size or np.inf) * _pieces(w, size or np.inf))
+        case "square":
+            return _pieces(n, size * size)
+    return n * n
 
 
-def _pairs(n: np.ndarray, size: int) -> np.ndarray:
+def _pieces(n: np.ndarray, size: float) -> np.ndarray:
     """Pairs inside of pieces of so many positions, of which the last one may be shorter."""
-    return n // size * size**2 + (n % size)**2
-
-
-def _row_flops(module: nn.Module) -> int:
-    """Of what is before the blocks, for a patch or a frame."""
-    flop = 2 * module.weight.numel()
-    return flop // module.stride[0] if isinstance(module, nn.Conv1d) else flop
-
-
-@lru_cache(maxsize=8)  # a bisection asks a hundred times
-def around(whole: WholeModel, part: str = "vision") -> tuple[list[nn.Module], list[nn.Module]]:
-    """(What makes positions of pixels or frames, the linear layers behind the blocks) of an
-    encoder. A connector outside of the towers belongs to the only one."""
-    stacks = whole.blocks()
-    inside = {id(m) for stack in stacks.values() for m in stack.modules()}
-    inside.add(id(whole.hf.get_output_embeddings()))
-    found = [m for name, m in whole.hf.named_modules() if id(m) not in inside
-             and isinstance(m, nn.Linear | nn.Conv1d | nn.Conv2d | nn.Conv3d)
-             and ("audio" if "audio_tower" in name or "vision" not in stacks else "vision") == part]
-    front = [m for m in found if isinstance(m, nn.Conv1d)
-             or m.weight.dim() > 2 and m.weight.shape[1] == 3]
-    return front, [m for m in found if m not in front]
-
-
-def patches_of_token(config: Any) -> float:
-    """How many patches of an image become one token."""
-    tower = config.vision_config
-    if tokens := getattr(config, "mm_tokens_per_image", None):
-        return (int(np.max(tower.image_size)) // int(np.max(tower.patch_size)))**2 / tokens
-    sides = (getattr(owner, name, None) for owner in (tower, config) for name in (
-        "spatial_merge_size", "scale_factor", "downsample_factor", "downsample_ratio"))
-    side = next(filter(None, sides), 1)
-    return max(side, 1 / side)**2
-
-
-def feature_width(folder: str) -> int:
-    """Numbers that the LLM gets for a token of a medium, an image's deepstack, too."""
-    config = meta_model(folder).hf.config
-    vision = getattr(config, "vision_config", None)
-    deep = getattr(vision, "deepstack_visual_indexes", None) or ()
-    return config.get_text_config(decoder=True).hidden_size * (1 + len(deep))
+    whole = n // size
+    return whole * np.minimum(size, n)**2 + (n - whole * np.minimum(size, n))**2
 
 
 def whole_work(phase: str, model: ModelConfig, lengths: Lengths, checkpointing: str) -> Work:
     """See orchmllm.models.flops.phase_work."""
-    flops = part_flops(model.folder).get(phase, PartFlops(0, 0, 0))
-    learns, causal = model.learns(phase), phase == "llm"
-    # Towards the input, towards the weights; what adapters compute themselves is not counted.
-    passes = learns + (learns and not model.lora.rank) or int(causal)
-    connectors = int(model.learns("connector"))
-    behind = flops.first * (connectors + learns) + flops.tower * passes + (
-        flops.token - flops.first - flops.tower) * (connectors + model.features_learn(phase))
-    blocks, front = flops.position * lengths.positions, flops.row * lengths.rows
-    attention, connector = _attention(phase, flops, lengths), flops.token * lengths.tokens
-    again = flops.read * (checkpointing == "full" and passes > 0)
-    return Work(
-        forward=np.stack([front + blocks + connector, attention]),
-        # Pixels and frames need no gradient, what a convolution before another makes does.
-        backward=np.stack([(passes if causal else max(passes - 1, 0)) * front
-                           + max(passes - 1, 0) * flops.second * lengths.rows
-                           + passes * flops.read * blocks + behind * lengths.tokens,
-                           2 * min(passes, 1) * flops.read * attention]),
-        recompute=again * np.stack([blocks, attention]))
+    if (flops := part_counts(model).get(phase)) is None:
+        return Work(*np.zeros((3, 2, len(lengths.positions))))
+    products = np.add.outer(flops.item, np.zeros(len(lengths.positions))) + np.outer(
+        flops.row, lengths.rows) + np.outer(flops.position, lengths.positions)
+    attention = sum((np.outer(flop, pairs(kind, lengths))
+                     for kind, flop in flops.attention.items()), np.zeros_like(products))
+    forward, backward, again = np.stack([products, attention], axis=1)
+    return Work(forward, backward, again * (checkpointing == "full"))
 
 
 def plan_whole(job: Job) -> PlanSpec:
     """What the planner has to know. Images move as bytes, which a run finds out to be so or not
-    (orchmllm.data.loading.whole_examples), frames of clips in float32. A medium
-    costs by its positions and an example by its tokens what they compute,
-    without the logits of what is learnt: exactly, but for an LLM with sliding windows, whose cost
-    is exact for examples of one and of four windows, and for the edges of windows of images."""
-    recipe, model, parts = job.recipe, job.recipe.model, part_flops(job.recipe.model.folder)
-    rows, tokens = {"llm": 0, "vision": 1, "audio": 2}, {"llm": 1.0, "audio": 0.5}  # of a position
-    row_bytes, config = dict.fromkeys(ENCODERS, 0), meta_model(model.folder).hf.config
-    if "vision" in parts:
-        tokens["vision"] = 1 / patches_of_token(config)
-        row_bytes["vision"] = 3 * int(np.max(config.vision_config.patch_size))**2
-    if "audio" in parts:
-        row_bytes["audio"] = 4 * config.audio_config.num_mel_bins
-    costs = dict.fromkeys(PHASES, CostModel(1, 0))  # what the model has not has no items
-    for part, flops in parts.items():
-        n = flops.window * np.array([1, 4])
-        costs[part] = CostModel(*terms(
-            part, model, Lengths(rows[part] * n, n, tokens[part] * n)))
+    (orchmllm.data.loading.whole_examples), frames of clips in float32. A medium costs by its
+    positions and an example by its tokens what they compute, without the logits of what is learnt:
+    exactly, but for an LLM with sliding windows, whose cost is exact for examples of one and of
+    four windows, and for the edges of windows of images."""
+    recipe, parts = job.recipe, part_counts(job.recipe.model)
+    costs = {phase: _cost(phase, parts[phase]) if phase in parts else CostModel(1, 0)
+             for phase in PHASES}  # what the model has not has no items
     return PlanSpec(
-        costs=costs, row_bytes=row_bytes,
-        feature_bytes=feature_width(model.folder) * DTYPE_BYTES[recipe.fsdp.forward_dtype],
+        costs=costs,
+        row_bytes={part: parts[part].row_bytes if part in parts else 0 for part in ENCODERS},
+        feature_bytes=feature_width(recipe.model) * DTYPE_BYTES[recipe.fsdp.forward_dtype],
         ranks_per_node=job.ranks_per_node, fills=True, balance=recipe.balance,
         group_size=job.shard_size if recipe.balance.group == "shard" else 0)
+
+
+def _cost(phase: str, flops: PartCounts) -> CostModel:
+    """Forward and backward, of an item by its positions."""
+    window = max((a.size**2 if a.kind == "square" else a.size or 1 for a in flops.attention),
+                 default=1)
+    n = window * np.array([1, 4])
+    near, far = sum((flop[:2].sum() * pairs(kind, Lengths(n, n, n)) / n
+                     for kind, flop in flops.attention.items()), np.zeros(2))
+    square = (far - near) / (3 * window)
+    rows = {"llm": 0, "vision": 1, "audio": 2}[phase]  # of a position
+    products = (flops.position + rows * flops.row)[:2].sum()
+    return CostModel(round(products + near - square * window), round(square),
+                     max(0, round(flops.item[:2].sum())))
+
+
+def feature_width(model: ModelConfig) -> int:
+    """Numbers that the LLM gets for a token of a medium, those of several layers, too."""
+    return max(counts.outputs for part, counts in part_counts(model).items() if part in ENCODERS)

@@ -9,17 +9,14 @@ from dataclasses import replace
 import pytest
 import torch
 from torch.nn.functional import scaled_dot_product_attention
-from torch.utils.flop_counter import FlopCounterMode
 
 from orchmllm.batch import SequenceLengths
 from orchmllm.config.model import ModelConfig
 from orchmllm.config.recipe import DataConfig
 from orchmllm.hf.whole_model import open_dataset
 from orchmllm.models import packing
-from orchmllm.models.block_flops import CHUNK, multiplied, state_flop
 from orchmllm.models.families import refusals
 from orchmllm.models.hf import WholeModel
-from orchmllm.models.whole_flops import part_flops
 from orchmllm.sharding.hf import freeze
 from tests.lib import whole_models as models
 from tests.lib.encoder_models import IMAGE
@@ -228,45 +225,3 @@ def test_what_packing_cannot_compute_is_refused(changed, told):
         target = config.vision_config if name == "hidden_dropout_prob" else target
         setattr(target, "model_type" if name == "text" else name, value)
     assert any(told in why for why in refusals(config)), refusals(config)
-
-
-@pytest.mark.parametrize("name", ["internvl", "qwen3_vl_moe", *(
-    pytest.param(name, marks=pytest.mark.slow) for name in ("qwen3_vl", "gemma3", "glm4v_moe"))])
-def test_the_flop_of_the_blocks_is_what_is_counted(name, tmp_path):
-    """Of the forward pass, as torch counts it; eager attention computes the whole square, of which
-    a causal kernel needs half."""
-    model = models.build(name)
-    model.save_pretrained(tmp_path)
-    flops = part_flops(str(tmp_path))
-    model.set_attn_implementation("eager")
-    stacks = WholeModel(model, torch.float64).blocks()
-    model.config.get_text_config()._attn_implementation = "eager"
-    lengths = {}
-    for part, stack in stacks.items():
-        stack[0].register_forward_pre_hook(
-            lambda _, args, keys, part=part: lengths.update({
-                part: (args[0] if args else keys["hidden_states"]).shape[-2]}), with_kwargs=True)
-    inputs = models.sample(name, model, [Item("image", 5)], 3)
-    with FlopCounterMode(display=False, depth=None) as counter:
-        models.stock_loss(model, inputs)
-    counted, paths = counter.get_flop_counts(), {id(m): n for n, m in model.named_modules()}
-    for part, stack in stacks.items():
-        flop = sum(sum(counted[f"{type(model).__name__}.{paths[id(block)]}"].values())
-                   for block in stack)
-        n, pairs = lengths[part], 2 if part == "llm" else 1
-        one = flops[part]
-        assert n < one.window or not one.near
-        assert flop == (one.position + one.tile) * n + (one.pair + one.near) * n * n * pairs, part
-
-
-@pytest.mark.slow
-def test_the_cost_of_linear_attention_is_its_flop():
-    """torch counts neither the triangular systems nor that a convolution pads."""
-    model = models.build("qwen3_5").float()
-    mixer = model.model.language_model.layers[0].linear_attn
-    with FlopCounterMode(display=False) as counter:
-        mixer(torch.randn(1, 192, model.config.text_config.hidden_size))
-    systems = mixer.num_v_heads * CHUNK * (mixer.head_k_dim + mixer.head_v_dim)
-    each = 2 * multiplied(mixer, 0) + state_flop(mixer) - systems
-    padded = 2 * mixer.conv1d.weight.numel() * (mixer.conv_kernel_size - 1)
-    assert counter.get_total_flops() == 192 * each + padded

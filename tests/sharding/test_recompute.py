@@ -19,6 +19,7 @@ from orchmllm.config.fsdp import CHOICES, as_choice, layer_counts
 from orchmllm.config.job import resolve
 from orchmllm.config.model import ModelConfig
 from orchmllm.config.recipe import FsdpConfig, Recipe, RecipeError, load_recipe
+from orchmllm.counts.counted import Counted
 from orchmllm.models.flops import lengths_of, phase_work, plan_spec
 from orchmllm.models.mllm import MultimodalModel
 from orchmllm.plan.assign import PHASES
@@ -34,7 +35,6 @@ from orchmllm.sharding.blocks import recompute, stacks
 from orchmllm.sharding.choice import choose_checkpointing
 from orchmllm.sharding.memory import MemoryModel, loads_of
 from orchmllm.sharding.run_memory import RunMemory
-from orchmllm.sharding.whole_memory import Products
 from orchmllm.trainer import Trainer
 from scripts import bench_recompute as bench
 from tests.lib import whole_models as models
@@ -399,12 +399,9 @@ def test_what_is_repeated_is_what_torch_repeats(phase):
     assert flop["full"] - flop["none"] == pytest.approx(
         block.repeated * work.recompute[0].sum(), rel=1e-9)
     recompute(model, dict.fromkeys(PHASES, "none"))
-    seen = []
-    stack[0].register_forward_pre_hook(lambda *_: seen.append(products.moved))
-    with Products() as products, torch.autograd.graph.saved_tensors_hooks(
-            lambda t: seen.append(products.moved) or t, lambda t: t):
+    with Counted({phase: stack[0]}) as counted:
         bench.forward(stack[:1], phase, x, seqlens)
-    assert block.moved * seqlens.total == pytest.approx(seen[-1] - seen[0], rel=0.02)
+    assert block.moved * seqlens.total == pytest.approx(counted.stages[phase].moved, rel=0.02)
 
 
 @pytest.mark.slow

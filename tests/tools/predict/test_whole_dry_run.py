@@ -20,7 +20,6 @@ from orchmllm.data.text.processor import Processor
 from orchmllm.models.families import model_class
 from orchmllm.models.flops import Lengths, phase_work
 from orchmllm.models.hf import WholeModel, meta_model
-from orchmllm.models.whole_flops import around, part_flops
 from orchmllm.plan.layout import ENCODERS, VISION
 from orchmllm.sharding.hf import freeze, ordered
 from orchmllm.sharding.memory import Loads
@@ -128,8 +127,7 @@ def test_units_are_those_that_are_sharded(parts, tmp_path):
     *(pytest.param(name, "audio", marks=pytest.mark.slow)
       for name in ("audioflamingo3", "qwen2_audio", "qwen2_5_omni"))])
 def test_what_a_forward_pass_keeps_is_predicted(name, phase, tmp_path):
-    """Of real tensors, on a CPU, by autograd's own hooks. And FLOP around the blocks are those that
-    torch counts."""
+    """Of real tensors, on a CPU, by autograd's own hooks."""
     model = models.build(name)
     item, rel = (models.Item("image", 5), 0.03) if phase == "vision" else (
         models.Item("audio", 2), 0.07)  # the norm behind two blocks is not counted
@@ -150,8 +148,7 @@ def test_what_a_forward_pass_keeps_is_predicted(name, phase, tmp_path):
         kept[tensor.untyped_storage()._cdata] = tensor
         return tensor
 
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t), FlopCounterMode(
-            display=False, depth=None) as counter:
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
         whole(row)
     saved = sum(t.untyped_storage().nbytes() for k, t in kept.items() if k not in weights)
     patches, tokens = np.prod(seen["shape"][:-1]), row.inputs["input_ids"].numel()
@@ -172,17 +169,6 @@ def test_what_a_forward_pass_keeps_is_predicted(name, phase, tmp_path):
         * lengths[p].positions for p in (phase, "llm")) for choice in reversed(CHOICES))
     assert predicted == pytest.approx(saved, rel=rel)
     assert least < middle < predicted
-
-    counted, paths = counter.get_flop_counts(), {id(m): n for n, m in whole.named_modules()}
-    def flop(modules) -> int:
-        return sum(sum(counted.get(f"WholeModel.{paths[id(m)]}", {}).values()) for m in modules)
-    front, connector = around(whole, phase)
-    flops = part_flops(str(tmp_path))
-    if phase == "vision":  # each tile has a position more
-        rows -= len(seen["shape"]) > 2 and seen["shape"][0]
-    assert flop(front) == flops[phase].row * rows
-    assert flop(connector) == flops[phase].token * features
-    assert flop([model.get_output_embeddings()]) == flops["llm"].row * len(row.kept)
 
 
 def test_a_folder_that_lacks_something_is_told_what(tmp_path, capsys):
@@ -226,11 +212,10 @@ def test_a_published_model(name, billions, tmp_path):
                   position_embeddings=(angles, angles), attention_mask=None)
     finally:
         layer.self_attn.config._attn_implementation = "orchmllm_packed"
-    flops = part_flops(folder)["llm"]  # the whole square is counted, half of it is needed
-    assert layers * counter.get_total_flops() == flops.position * n + 2 * flops.pair * n * n
     one = Lengths(*np.array([[0], [n], [n]]))
-    work = phase_work("llm", ModelConfig(config=folder), one)
-    assert work.forward[0, 0] == flops.position * n
+    [products], [attention] = phase_work("llm", ModelConfig(config=folder), one).forward
+    # The whole square is counted, half of it is needed.
+    assert layers * counter.get_total_flops() == products + 2 * attention * n // (n + 1)
 
 
 @pytest.mark.parametrize("name, grid, tokens", [

@@ -1,0 +1,1 @@
+"""What modules compute, counted on tensors without memory."""
