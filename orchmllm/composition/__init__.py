@@ -15,7 +15,7 @@ from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
 
 _AUTO = "transformers.models.auto"
-# Module of transformers -> ours, whose `register` is called when that has been imported.
+# Module of transformers -> ours, which registers at its end.
 _TABLES = {f"{_AUTO}.configuration_auto": "configuration", f"{_AUTO}.modeling_auto": "modeling",
            f"{_AUTO}.processing_auto": "processing"}
 
@@ -42,7 +42,7 @@ def _register(name: str) -> None:
     from orchmllm.models.families import TESTED
 
     if sys.modules["transformers"].__version__.startswith(TESTED):
-        import_module(f"{__name__}.{_TABLES[name]}").register()
+        import_module(f"{__name__}.{_TABLES[name]}")
 
 
 def register_when_imported() -> None:

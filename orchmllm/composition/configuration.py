@@ -16,9 +16,6 @@ class ComposedConfig(PreTrainedConfig):
     itself: 1); audio_stack: positions of a clip that become one."""
 
     model_type = COMPOSED
-    sub_configs = {"vision_config": AutoConfig, "audio_config": AutoConfig,
-                   "text_config": AutoConfig}
-
     def __init__(
         self, text_config: Any = None, vision_config: Any = None, audio_config: Any = None, *,
         image_token_id: int | None = None, audio_token_id: int | None = None,
@@ -35,11 +32,16 @@ class ComposedConfig(PreTrainedConfig):
         options.setdefault("tie_word_embeddings", getattr(text_config, "tie_word_embeddings", False))
         super().__init__(**options)
 
+    @property
+    def sub_configs(self) -> dict[str, type]:
+        """Where transformers looks for those of the parts."""
+        return {name: AutoConfig for name in ("vision_config", "audio_config", "text_config")
+                if hasattr(self, name)}
+
 
 def audio_rows(frames: int, stack: int) -> int:
     """Rows of features of a clip: a convolution halves its frames."""
     return -(-(-(-frames // 2)) // stack)
 
 
-def register() -> None:
-    AutoConfig.register(COMPOSED, ComposedConfig)
+AutoConfig.register(COMPOSED, ComposedConfig)

@@ -58,9 +58,8 @@ def tower_class(config: PreTrainedConfig) -> type[PreTrainedModel]:
     if "text" in kind.input_modalities:
         with torch.device("meta"):
             kind = type(kind(config).get_encoder())
-    if "text" in kind.input_modalities:
-        raise ValueError(f"{type(config).__name__} is of a {kind.__name__}, which reads text: give "
-                         "a model with a tower alone")
+    if "input_ids" in inspect.signature(kind.forward).parameters:
+        raise ValueError(f"{kind.__name__} reads text: give the folder of a tower")
     return kind
 
 
@@ -142,9 +141,9 @@ class ComposedModel(ComposedPreTrainedModel):
 
     def __new__(cls, config: ComposedConfig | None = None, *_: Any, **__: Any) -> ComposedModel:
         if cls is ComposedModel:
-            kinds = [_Grids if takes_grids(config.vision_config) else _Images] * hasattr(
-                config, "vision_config") + [_Windows] * hasattr(config, "audio_config")
-            cls = _with_features(*kinds)
+            vision = getattr(config, "vision_config", None)
+            kinds = [_Grids if takes_grids(vision) else _Images] if vision else []
+            cls = _with_features(*kinds, *[_Windows] * hasattr(config, "audio_config"))
         return super().__new__(cls)
 
     def __init__(self, config: ComposedConfig) -> None:
@@ -253,7 +252,6 @@ class ComposedForConditionalGeneration(ComposedPreTrainedModel, GenerationMixin)
             hidden_states=out.hidden_states, attentions=out.attentions)
 
 
-def register() -> None:
-    AutoModel.register(ComposedConfig, ComposedModel)
-    for kind in (AutoModelForMultimodalLM, AutoModelForImageTextToText):
-        kind.register(ComposedConfig, ComposedForConditionalGeneration)
+AutoModel.register(ComposedConfig, ComposedModel)
+for kind in (AutoModelForMultimodalLM, AutoModelForImageTextToText):
+    kind.register(ComposedConfig, ComposedForConditionalGeneration)

@@ -3,6 +3,7 @@ and the tokenizer of the LLM."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Any
@@ -13,6 +14,8 @@ from transformers import AutoProcessor, ProcessorMixin
 from orchmllm.composition.configuration import ComposedConfig, audio_rows
 
 PARTS = ("image_processor", "feature_extractor", "tokenizer")
+SETTINGS = ("image_token", "audio_token", "patch_size", "spatial_merge_size", "audio_stack",
+            "chat_template")
 
 
 class ComposedProcessor(ProcessorMixin):
@@ -24,25 +27,23 @@ class ComposedProcessor(ProcessorMixin):
     audio_kwargs = {"return_attention_mask": True, "padding": "max_length"}
     _parts: Sequence[str] = PARTS
 
-    def __new__(cls, *args: Any, **options: Any) -> ComposedProcessor:
-        return super().__new__(_with_parts(cls, options) if not args else cls)
+    def __new__(cls, **named: Any) -> ComposedProcessor:
+        return super().__new__(_with_parts(cls, named))
 
     def __init__(
-        self, *parts: Any, image_token: str = "", audio_token: str = "", patch_size: int = 1,
+        self, *, image_token: str = "", audio_token: str = "", patch_size: int = 1,
         spatial_merge_size: int = 1, audio_stack: int = 1, chat_template: str | None = None,
-        **named: Any,
+        **parts: Any,
     ) -> None:
-        named |= dict(zip(self.get_attributes(), parts, strict=False))
-        tokenizer = named["tokenizer"]
-        if "image_processor" in named:
+        super().__init__(chat_template=chat_template, **parts)
+        if hasattr(self, "image_processor"):
             self.image_token = image_token
-            self.image_token_id = tokenizer.convert_tokens_to_ids(image_token)
-        if "feature_extractor" in named:
+            self.image_token_id = self.tokenizer.convert_tokens_to_ids(image_token)
+        if hasattr(self, "feature_extractor"):
             self.audio_token = audio_token
-            self.audio_token_id = tokenizer.convert_tokens_to_ids(audio_token)
+            self.audio_token_id = self.tokenizer.convert_tokens_to_ids(audio_token)
         self.patch_size, self.spatial_merge_size = patch_size, spatial_merge_size
         self.audio_stack = audio_stack
-        super().__init__(chat_template=chat_template, **named)
 
     @classmethod
     def get_attributes(cls) -> list[str]:
@@ -53,9 +54,16 @@ class ComposedProcessor(ProcessorMixin):
         there, _ = cls.get_processor_dict(folder, **options)
         return super(ComposedProcessor, _with_parts(cls, there)).from_pretrained(folder, **options)
 
+    @classmethod
+    def from_args_and_dict(cls, args: Sequence[Any], settings: Mapping[str, Any], **options: Any
+                           ) -> ComposedProcessor:
+        given = {**settings, **options}
+        return cls(**dict(zip(cls.get_attributes(), args, strict=True)),
+                   **{name: given[name] for name in SETTINGS if name in given})
+
     def replace_image_token(self, image_inputs: Mapping, image_idx: int, **_: Any) -> str:
         if "image_grid_thw" in image_inputs:
-            rows = int(np.prod(image_inputs["image_grid_thw"][image_idx]))
+            rows = math.prod(map(int, image_inputs["image_grid_thw"][image_idx]))
             rows //= self.image_processor.merge_size**2
         else:
             h, w = np.shape(image_inputs["pixel_values"][0])[-2:]
@@ -90,5 +98,4 @@ def _with_parts(cls: type[ComposedProcessor], there: Mapping) -> type[ComposedPr
     return cls if parts == tuple(cls._parts) else _subclass(cls, parts)
 
 
-def register() -> None:
-    AutoProcessor.register(ComposedConfig, ComposedProcessor)
+AutoProcessor.register(ComposedConfig, ComposedProcessor)

@@ -181,36 +181,48 @@ def _links(model: ComposedForConditionalGeneration, parts: Parts, out: Path
     """How names of the model's tensors begin -> (folder, how they begin there); empty where no part
     has weights. Raises ValueError where some have none, or not all of the model's."""
     places = {"model.vision_tower.": parts.vision, "model.audio_tower.": parts.audio,
-              "model.language_model.": parts.llm, "lm_head.": parts.llm}
-    folders = [f for f in dict.fromkeys(places.values()) if f]
-    empty = [f for f in folders if not any(f.glob("*.safetensors"))]
-    if len(empty) == len(folders):
+              "model.language_model.": parts.llm}
+    places = {name: folder for name, folder in places.items() if folder}
+    empty = [f for f in places.values() if not any(f.glob("*.safetensors"))]
+    if len(empty) == len(places):
         return {}
     if empty:
         raise ValueError(f"{empty[0]} has no weights (*.safetensors), and other parts have: copy "
                          "it completely, or give folders without weights alone")
-    if model.config.tie_word_embeddings:
-        del places["lm_head."]
-    return {name: (os.path.relpath(folder, out), _begin(model, name, folder))
-            for name, folder in places.items() if folder}
+    begins = {name: _begin(model, name, folder) for name, folder in places.items()}
+    if not model.config.tie_word_embeddings:
+        head = "lm_head."
+        places[head], begins[head] = parts.llm, head
+        if f"{head}weight" not in open_folder(parts.llm).tensors:
+            raise ValueError(f"{parts.llm} lacks {head}weight: give the folder of a causal LLM")
+    return {name: (os.path.relpath(folder, out), begins[name]) for name, folder in places.items()}
 
 
 def _begin(model: ComposedForConditionalGeneration, name: str, folder: Path) -> str:
     """How the names of the weights begin in `folder` that are those of the model which begin with
     `name`, as from_pretrained converts them. Raises ValueError where some are not there."""
     wanted = {key: value for key, value in model.state_dict().items() if key.startswith(name)}
-    keys = list(open_folder(folder).tensors)
+    tensors = open_folder(folder).tensors
     conversions = get_model_conversion_mapping(model)
     convert = [c for c in conversions if isinstance(c, WeightConverter)]
     rename = [c for c in conversions if not isinstance(c, WeightConverter)]
-    missing: dict[str, set[str]] = {}
-    for begin in {key[:end] for key in keys for end in (
-            0, *(m.end() for m in re.finditer(r"[A-Za-z_]+\.", key)))}:
-        found = {rename_source_key(name + key.removeprefix(begin), rename, convert, "model",
-                                   wanted)[0] for key in keys if key.startswith(begin)}
-        missing[begin] = wanted.keys() - found
-    best = min(missing, key=lambda begin: (len(missing[begin]), len(begin)))
-    if missing[best]:
-        raise ValueError(f"{folder} lacks weights of {name.rstrip('.')}, such as "
-                         f"{min(missing[best])}: give a complete copy of such a model")
+
+    def fits(begin: str) -> tuple[set[str], int]:
+        """(What is missing there, how much is there that the model has not.)"""
+        found = set()
+        for key, stored in tensors.items():
+            if key.startswith(begin):
+                to, merged = rename_source_key(name + key.removeprefix(begin), rename, convert,
+                                               "model", wanted)
+                same = to in wanted and tuple(wanted[to].shape) == stored.shape
+                found.add(to if same or merged else f"{to} of another shape")
+        return wanted.keys() - found, len(found - wanted.keys())
+
+    begins = {key[:end] for key in tensors for end in (
+        0, *(m.end() for m in re.finditer(r"[A-Za-z_]+\.", key)))}
+    found = {begin: fits(begin) for begin in begins}
+    best = min(found, key=lambda begin: (len(found[begin][0]), found[begin][1]))
+    if missing := found[best][0]:
+        raise ValueError(f"{folder} lacks weights of {name.rstrip('.')}, such as {min(missing)}: "
+                         "give a complete copy of such a model")
     return best

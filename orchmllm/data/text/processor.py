@@ -113,7 +113,8 @@ class Processor:
         if hasattr(processor, "image_processor"):
             images = processor.image_processor
             self._shapes.image_processor = adapted(images, Shapes)
-            self._have_grids = "image_grid_thw" in images.model_input_names
+            self._have_grids = "image_grid_thw" in images.model_input_names and any(
+                hasattr(config, f"{kind}_start_token_id") for kind in ("vision", "image"))
             self.patch = int(np.max(config.vision_config.patch_size))
             marks[VISION], tokens[VISION] = processor.image_token, int(config.image_token_id)
         if self.videos is not None:
@@ -148,7 +149,7 @@ class Processor:
         size = max(self.tokenizer.vocab_size, *special.values(), *self.token_ids.values()) + 1
         self._is_reserved = np.zeros(size, bool)
         self._is_reserved[[*special.values(), *self.token_ids.values()]] = True
-        is_omni = self._marks.keys() >= {VISION, AUDIO}
+        is_omni = self._clips is not None and self._clips.brackets
         self._sequences = Sequences(self.token_ids, self._features, size, self._have_grids,
                                     self._clips if is_omni else None)
 
