@@ -105,7 +105,7 @@ def write_parts(name: str, folder: Path) -> Parts:
         _save(transformers.WhisperForConditionalGeneration(config), parts.audio)
         transformers.WhisperFeatureExtractor(feature_size=8, chunk_length=1).save_pretrained(
             parts.audio)
-    words = tokenizer({})
+    words = tokenizer({}, ("<|endoftext|>",))  # which the class of Qwen2's would add
     words.chat_template = TEMPLATE
     words.save_pretrained(parts.llm)
     config = LLMS[llm](len(words) + (0 if added else 8))
