@@ -44,7 +44,7 @@ ALLOWED = {
     "tools.compare": ("launch", "cli", "config", "models", "runtime", "sharding", "trainer",
                       "train", "tools.report"),
     "tools.preprocess": ("cli", "config", "data"),
-    "tools.export": ("cli", "config", "models", "data", "runtime", "hf"),
+    "tools.export": ("cli", "config", "models", "data", "runtime", "hf", "composition"),
     "tools.compose": ("cli", "composition", "hf"),
     "tools.init": ("cli", "config", "plan", "models", "data", "hf", "sharding", "tools.predict"),
     "tools.generate": ("cli", "config", "plan", "batch", "models", "data", "hf", "sharding",

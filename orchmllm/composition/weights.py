@@ -3,14 +3,15 @@ under the names that they have there."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from functools import partial
 from os import PathLike
 from pathlib import Path
 from typing import Any
 
 from safetensors import safe_open
+from transformers import GenerationConfig
+from transformers.utils import GENERATION_CONFIG_NAME
 
+from orchmllm.composition.configuration import ComposedConfig
 from orchmllm.hf.folder import PARTS, Stored, open_folder
 
 
@@ -18,8 +19,6 @@ def load_linked(folder: str | PathLike | None, options: dict[str, Any]) -> bool:
     """Whether the weights of a composed model's folder are in those of its parts. If so, `options`
     of from_pretrained get its configuration and tensors, which are read where they are asked
     for."""
-    from orchmllm.composition.configuration import ComposedConfig
-
     if folder is None or not (Path(folder) / PARTS).is_file():
         return False
     files: dict[Path, Any] = {}
@@ -27,6 +26,8 @@ def load_linked(folder: str | PathLike | None, options: dict[str, Any]) -> bool:
         Path(folder)).tensors.items()}
     if not isinstance(options.get("config"), ComposedConfig):
         options["config"] = ComposedConfig.from_pretrained(folder)
+    if (Path(folder) / GENERATION_CONFIG_NAME).is_file():
+        options.setdefault("generation_config", GenerationConfig.from_pretrained(folder))
     return True
 
 

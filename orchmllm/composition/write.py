@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from PIL import Image
+from safetensors.torch import save_file
 from transformers import (
     AutoConfig,
     AutoFeatureExtractor,
@@ -25,17 +26,17 @@ from transformers import (
 )
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, rename_source_key
+from transformers.utils import GENERATION_CONFIG_NAME
 
 from orchmllm.composition.configuration import ComposedConfig
 from orchmllm.composition.modeling import ComposedForConditionalGeneration, takes_grids
 from orchmllm.composition.processing import ComposedProcessor
 from orchmllm.data.text.template_engine import Environment
-from orchmllm.hf.folder import PARTS, open_folder
+from orchmllm.hf.folder import PARTS, SINGLE, open_folder
 from orchmllm.models.families import refusals
 
 TOKENS = {"image": "<|image_pad|>", "audio": "<|audio_pad|>"}
 LOCAL = {"local_files_only": True, "trust_remote_code": False}
-GENERATION = "generation_config.json"
 # A content that is a list of parts, as a template for texts can write it.
 _MACRO = ("{%- macro with_media(content) %}{% if content is string %}{{ content }}"
           "{% elif content %}{% for part in content %}"
@@ -93,11 +94,45 @@ def compose(parts: Parts, out: Path) -> ComposedConfig:
     out.mkdir(parents=True)
     config.save_pretrained(out)
     processor.save_pretrained(out)
-    if (parts.llm / GENERATION).is_file():
-        shutil.copyfile(parts.llm / GENERATION, out / GENERATION)
+    if (parts.llm / GENERATION_CONFIG_NAME).is_file():
+        shutil.copyfile(parts.llm / GENERATION_CONFIG_NAME, out / GENERATION_CONFIG_NAME)
     if links:
-        (out / PARTS).write_text(json.dumps(links, indent=1) + "\n", encoding="utf-8")
+        _write_links(links, out)
     return config
+
+
+def save_parts(model: ComposedForConditionalGeneration, folder: Path, max_file_bytes: int) -> None:
+    """Writes the weights to a folder that has the processor: each part as a folder that it can be
+    read from alone, with its part of the processor, and the connectors."""
+    processor, inner = ComposedProcessor.from_pretrained(folder, backend="pil", **LOCAL), model.model
+    with torch.device("meta"):
+        llm = AutoModelForCausalLM.from_config(model.config.text_config)
+    state = {f"{llm.base_model_prefix}.{name}": value
+             for name, value in inner.language_model.state_dict().items()}
+    llm.load_state_dict(state | {"lm_head.weight": model.lm_head.weight}, assign=True)
+    llm.tie_weights()
+    parts = {"llm": (llm, processor.tokenizer)}
+    if hasattr(inner, "vision_tower"):
+        parts["vision"] = inner.vision_tower, processor.image_processor
+    if hasattr(inner, "audio_tower"):
+        parts["audio"] = inner.audio_tower, processor.feature_extractor
+    for name, (part, its) in parts.items():
+        part.save_pretrained(folder / name, max_shard_size=max_file_bytes)
+        its.save_pretrained(folder / name)
+    (folder / "connectors").mkdir()
+    save_file({name: value for name, value in model.state_dict().items() if "_projector." in name},
+              folder / "connectors" / SINGLE, metadata={"format": "pt"})
+    model.config.architectures = [type(model).__name__]
+    model.config.save_pretrained(folder)
+    model.generation_config.save_pretrained(folder)
+    links = _links(model, Parts(**{name: folder / name for name in parts}), folder)
+    connectors = {f"model.{part}_projector.": ("connectors", f"model.{part}_projector.")
+                  for part in ("vision", "audio") if part in parts}
+    _write_links(links | connectors, folder)
+
+
+def _write_links(links: Mapping[str, tuple[str, str]], folder: Path) -> None:
+    (folder / PARTS).write_text(json.dumps(links, indent=1) + "\n", encoding="utf-8")
 
 
 def _read(kind: type, folder: Path, **options: Any) -> Any:
@@ -221,7 +256,7 @@ def _begin(model: ComposedForConditionalGeneration, name: str, folder: Path) -> 
     begins = {key[:end] for key in tensors for end in (
         0, *(m.end() for m in re.finditer(r"[A-Za-z_]+\.", key)))}
     found = {begin: fits(begin) for begin in begins}
-    best = min(found, key=lambda begin: (len(found[begin][0]), found[begin][1]))
+    best = min(found, key=lambda begin: (len(found[begin][0]), found[begin][1], -len(begin)))
     if missing := found[best][0]:
         raise ValueError(f"{folder} lacks weights of {name.rstrip('.')}, such as {min(missing)}: "
                          "give a complete copy of such a model")

@@ -58,7 +58,7 @@ def _of_parts(path: Path) -> dict[str, Stored]:
     tensors = {}
     for name, (folder, there) in read_json(path / PARTS).items():
         try:
-            found = open_folder(path / folder).tensors
+            found = read_headers(_files(path / folder))
         except ValueError as e:
             raise ValueError(f"{PARTS} names {folder}: {e}") from e
         tensors |= {name + key.removeprefix(there): stored for key, stored in found.items()
