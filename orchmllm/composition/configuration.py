@@ -10,10 +10,10 @@ from orchmllm.models.families import COMPOSED
 
 
 class ComposedConfig(PreTrainedConfig):
-    """text_config, vision_config, audio_config: of the LLM and of the towers alone, of which one may
-    be missing. image_token_id, audio_token_id: tokens that stand for a row of features.
-    spatial_merge_size: m x m patches of an image become one row (of a tower that merges them
-    itself: 1); audio_stack: positions of a clip that become one."""
+    """text_config, vision_config, audio_config: of the LLM and of the towers alone, of which one
+    may be missing. image_token_id, audio_token_id: tokens that stand for a row of features.
+    spatial_merge_size: m x m patches of an image become one row (1 of a tower that merges them
+    itself); audio_stack: positions of a clip that become one."""
 
     model_type = COMPOSED
     def __init__(
@@ -29,8 +29,8 @@ class ComposedConfig(PreTrainedConfig):
                 setattr(self, name, part)
         self.image_token_id, self.audio_token_id = image_token_id, audio_token_id
         self.spatial_merge_size, self.audio_stack = spatial_merge_size, audio_stack
-        options.setdefault("tie_word_embeddings", getattr(text_config, "tie_word_embeddings", False))
-        super().__init__(**options)
+        tied = getattr(getattr(self, "text_config", None), "tie_word_embeddings", False)
+        super().__init__(**{"tie_word_embeddings": tied, **options})
 
     @property
     def sub_configs(self) -> dict[str, type]:
@@ -41,7 +41,7 @@ class ComposedConfig(PreTrainedConfig):
 
 def audio_rows(frames: int, stack: int) -> int:
     """Rows of features of a clip: a convolution halves its frames."""
-    return -(-(-(-frames // 2)) // stack)
+    return -(-((frames + 1) // 2) // stack)
 
 
 AutoConfig.register(COMPOSED, ComposedConfig)

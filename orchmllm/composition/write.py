@@ -1,5 +1,5 @@
-"""Writes the folder of a composed model from those of its parts: configuration, processor, tokenizer
-and chat template, and where its weights are."""
+"""Writes the folder of a composed model from those of its parts: configuration, processor,
+tokenizer and chat template, and where its weights are."""
 
 from __future__ import annotations
 
@@ -64,14 +64,13 @@ class Parts(NamedTuple):
 def compose(parts: Parts, out: Path) -> ComposedConfig:
     """Writes `out`, which must not exist. Raises ValueError naming the folder that cannot be used,
     and OSError."""
-    tokenizer = _read(AutoTokenizer, parts.llm)
+    text, tokenizer = _text_config(parts.llm), _read(AutoTokenizer, parts.llm)
     tokens = {kind: token for kind, token in TOKENS.items()
               if (parts.vision if kind == "image" else parts.audio)}
     tokenizer.add_tokens(list(tokens.values()), special_tokens=True)
     named: dict[str, Any] = {"tokenizer": tokenizer}
     given: dict[str, Any] = {f"{kind}_token_id": tokenizer.convert_tokens_to_ids(token)
                              for kind, token in tokens.items()}
-    given["text_config"] = _text_config(parts.llm)
     if parts.vision:
         given["vision_config"] = vision = _part_config(parts.vision, "vision_config")
         named["image_processor"], given["spatial_merge_size"] = _images(parts, vision)
@@ -81,7 +80,7 @@ def compose(parts: Parts, out: Path) -> ComposedConfig:
         given["audio_config"] = _part_config(parts.audio, "audio_config")
         named["feature_extractor"] = _read(AutoFeatureExtractor, parts.audio)
         named["audio_stack"] = given["audio_stack"] = parts.audio_stack
-    config = ComposedConfig(**given, dtype=given["text_config"].dtype,
+    config = ComposedConfig(text, **given, dtype=text.dtype,
                             architectures=[ComposedForConditionalGeneration.__name__])
     for why in refusals(config):
         raise ValueError(f"these parts cannot be trained exactly: {why}")
@@ -104,7 +103,8 @@ def compose(parts: Parts, out: Path) -> ComposedConfig:
 def save_parts(model: ComposedForConditionalGeneration, folder: Path, max_file_bytes: int) -> None:
     """Writes the weights to a folder that has the processor: each part as a folder that it can be
     read from alone, with its part of the processor, and the connectors."""
-    processor, inner = ComposedProcessor.from_pretrained(folder, backend="pil", **LOCAL), model.model
+    processor = ComposedProcessor.from_pretrained(folder, backend="pil", **LOCAL)
+    inner = model.model
     with torch.device("meta"):
         llm = AutoModelForCausalLM.from_config(model.config.text_config)
     state = {f"{llm.base_model_prefix}.{name}": value

@@ -91,10 +91,13 @@ def refusals(config: PreTrainedConfig) -> list[str]:
         found.append(f"its text model {text.model_type!r} was not tested: choose one of "
                      f"{', '.join(TEXT_MODELS)}")
     if config.model_type == COMPOSED:
-        found += [f"{name} of the text model is {value}, and changes logits in its own class alone: "
-                  "choose another LLM" for name in SCALES
+        found += [f"{name} of the text model is {value}, which changes logits in its own class "
+                  "alone: choose another LLM" for name in SCALES
                   if (value := getattr(text, name, None)) not in (None, 1)]
-    if getattr(config, "quantization_config", None) is not None:
+    parts = {"text": text} | {kind: getattr(config, f"{kind}_config", None)
+                              for kind in ("vision", "audio")}
+    if any(getattr(part, "quantization_config", None) is not None
+           for part in (config, *parts.values())):
         found.append("the weights are quantised: give a folder with weights that are not")
     if getattr(text, "attn_logit_softcapping", None):
         found.append("attn_logit_softcapping limits attention, which packing does not know: give "
@@ -106,8 +109,6 @@ def refusals(config: PreTrainedConfig) -> list[str]:
     if getattr(config, "distributed_config", None) is not None:
         found.append("distributed_config asks transformers to divide the model, such as its "
                      "experts, over ranks: take it out, because experts are sharded by FSDP2 here")
-    parts = {"text": text} | {kind: getattr(config, f"{kind}_config", None)
-                              for kind in ("vision", "audio")}
     for model, part in parts.items():
         for name, value in vars(part).items() if part is not None else ():
             if any(kind in name for kind in RANDOM) and isinstance(value, float | int) and (

@@ -45,9 +45,9 @@ def write_rows(folder: Path, name: str) -> None:
                 + "\n")
 
 
-@pytest.mark.parametrize("name, ranks, shard_size", [
-    *((name, *groups) for name in composed.COMPOSED
-      for groups in ((1, 0), (2, 0), (3, 0), (4, 2)))])
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks, shard_size", [(1, 0), (2, 0), (3, 0), (4, 2)])
+@pytest.mark.parametrize("name", composed.COMPOSED)
 def test_gradients_are_those_of_the_plain_model(name, ranks, shard_size, tmp_path):
     """One example after another through the class alone. Balanced by every dispatch, where a layer
     of a phase is recomputed, or a part of it, and the loss is made by chunks; and not balanced, in
