@@ -31,6 +31,7 @@ from transformers.utils import GENERATION_CONFIG_NAME
 from orchmllm.composition.configuration import ComposedConfig
 from orchmllm.composition.modeling import ComposedForConditionalGeneration, takes_grids
 from orchmllm.composition.processing import ComposedProcessor
+from orchmllm.data.text.processor import Processor
 from orchmllm.data.text.template_engine import Environment
 from orchmllm.hf.folder import PARTS, SINGLE, open_folder
 from orchmllm.models.families import refusals
@@ -97,6 +98,11 @@ def compose(parts: Parts, out: Path) -> ComposedConfig:
         shutil.copyfile(parts.llm / GENERATION_CONFIG_NAME, out / GENERATION_CONFIG_NAME)
     if links:
         _write_links(links, out)
+    try:
+        Processor(out)  # as training opens it, with its proofs
+    except BaseException:
+        shutil.rmtree(out)
+        raise
     return config
 
 

@@ -99,6 +99,29 @@ def test_the_model_is_its_parts_called_by_hand(name, tmp_path):
     assert torch.equal(out, inputs["input_ids"])
 
 
+@pytest.mark.parametrize("name", [
+    "siglip_whisper_qwen2", *(pytest.param(name, marks=pytest.mark.slow)
+                              for name in composed.COMPOSED if name != "siglip_whisper_qwen2")])
+def test_weights_are_those_in_the_folders_of_the_parts(name, tmp_path):
+    parts = composed.write_composed(name, tmp_path / "model", linked=True)
+    keys = {"dtype": torch.float64}
+    model = transformers.AutoModelForMultimodalLM.from_pretrained(tmp_path / "model", **keys)
+    inner = model.model
+    assert not [*(tmp_path / "model").glob("*.safetensors")]
+    llm = transformers.AutoModelForCausalLM.from_pretrained(parts.llm, **keys)
+    pairs = [(inner.language_model, llm.model), (model.lm_head, llm.lm_head)]
+    if parts.vision:
+        whole = transformers.AutoModel.from_pretrained(parts.vision, **keys)
+        pairs.append((inner.vision_tower, whole.get_encoder("image")))
+    if parts.audio:
+        whole = transformers.AutoModel.from_pretrained(parts.audio, **keys)
+        pairs.append((inner.audio_tower, whole.get_encoder()))
+    for found, wanted in pairs:
+        found, wanted = found.state_dict(), wanted.state_dict()
+        assert found.keys() == wanted.keys() and found
+        assert all(torch.equal(found[name], wanted[name]) for name in found)
+
+
 def test_what_cannot_be_composed_is_one_line(tmp_path, capsys):
     parts = composed.write_parts("qwen2_vl_whisper_llama", tmp_path)
     capsys.readouterr()
@@ -116,7 +139,7 @@ def test_what_cannot_be_composed_is_one_line(tmp_path, capsys):
     template = parts.llm / "chat_template.jinja"
     saved = template.read_text()
     template.write_text(saved.replace("message.content", "(message | string)"))
-    assert "chat template" in told()
+    assert "its chat template cannot write a question and an answer" in told()
     template.unlink()
     assert "has no chat template" in told()
     template.write_text(saved)

@@ -9,8 +9,15 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
+import transformers
 
 from orchmllm.config.balance import PhaseConfig
+from orchmllm.config.model import ModelConfig
+from orchmllm.config.recipe import FsdpConfig
+from orchmllm.models.families import part_of
+from orchmllm.plan.assign import PHASES
+from orchmllm.sharding.hf import load_whole
 from tests.lib import composed
 from tests.lib.ranks import run_ranks
 from tests.lib.whole_folders import write_clip, write_image
@@ -86,3 +93,25 @@ def test_what_is_frozen_changes_no_other_gradient(name, settings, ranks, shard_s
     composed.write_composed(name, folder)
     write_rows(folder, name)
     run_ranks(frozen_compared, ranks, folder, name, settings, shard_size, exact=1e-10)
+
+
+def loaded(world, folder: Path) -> dict[str, np.ndarray]:
+    whole = load_whole(
+        folder, ModelConfig(pretrained=str(folder)), FsdpConfig(param_dtype="float64"),
+        torch.device("cpu"), dict.fromkeys(PHASES, "none"), seed=5)
+    return {n: p.full_tensor().detach().numpy() for n, p in whole.hf.named_parameters()}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["clip_tiled_qwen3_moe", "siglip_whisper_qwen2"])
+def test_shards_are_read_from_the_folders_of_the_parts(name, tmp_path):
+    """And connectors are drawn, the same on any number of ranks."""
+    composed.write_composed(name, tmp_path / "model", linked=True)
+    plain = transformers.AutoModelForMultimodalLM.from_pretrained(
+        tmp_path / "model", dtype=torch.float64)
+    one, three = (run_ranks(loaded, ranks, tmp_path / "model")[0] for ranks in (1, 3))
+    for n, p in plain.named_parameters():
+        assert np.array_equal(one[n], three[n]), n
+        is_drawn = part_of(n) == "connector" and n.endswith("weight") and "norm" not in n
+        assert np.array_equal(one[n], p.detach().numpy()) is not is_drawn, n
+        assert not is_drawn or one[n].std() == pytest.approx(0.02, rel=0.2)
