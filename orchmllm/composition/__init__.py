@@ -37,11 +37,12 @@ class _Registering(MetaPathFinder):
 
 
 def _register(name: str) -> None:
-    """Nothing where another version of transformers is installed, which may lack what the classes
-    need: whole models are refused there."""
+    """Nothing where there is no torch, or another version of transformers, which may lack what the
+    classes need: whole models are refused there."""
     from orchmllm.models.families import TESTED
 
-    if sys.modules["transformers"].__version__.startswith(TESTED):
+    transformers = sys.modules["transformers"]
+    if transformers.__version__.startswith(TESTED) and transformers.is_torch_available():
         import_module(f"{__name__}.{_TABLES[name]}")
 
 

@@ -87,7 +87,7 @@ def test_compose_train_resume_export_and_answer(name, tmp_path):
     assert "saved on 2 ranks, now 3" in told
     assert losses(tmp_path / "balanced") == pytest.approx(losses(tmp_path / "sampled"), rel=1e-10)
     assert len(losses(tmp_path / "balanced")) == 4
-    run(tmp_path, "-m", "orchmllm", "export", "balanced/checkpoints/step_00000004", "--out", "exported")
+    run(tmp_path, "-m", "orchmllm", "export", "balanced", "--out", "exported")
     answers = [json.loads(line) for line in run(tmp_path, "-c", STRANGER).splitlines()]
     asked = read_rows(tmp_path / "balanced" / "samples.jsonl")[-4:]
     assert answers == [row["answer"] for row in asked]

@@ -7,8 +7,8 @@ from pathlib import Path
 import torch
 import transformers
 
-from orchmllm.composition.write import Parts, compose
 from orchmllm.hf.folder import PARTS
+from orchmllm.tools.compose.write import Parts, compose
 from tests.lib.processors import tokenizer
 
 _TEXT = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,

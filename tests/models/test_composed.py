@@ -12,8 +12,8 @@ import torch
 import transformers
 from PIL import Image
 
-from orchmllm.composition.write import compose
-from orchmllm.tools.compose import main
+from orchmllm.tools.compose.command import main
+from orchmllm.tools.compose.write import compose
 from tests.lib import composed
 
 pytestmark = pytest.mark.whole

@@ -45,7 +45,7 @@ def save_model(model: PreTrainedModel, learnt: int, source: Path, max_file_bytes
     number of tensors that are from the checkpoint."""
     copy_processor(source, folder)
     if model.config.model_type == COMPOSED:
-        from orchmllm.composition.write import save_parts
+        from orchmllm.tools.compose.write import save_parts
 
         save_parts(model, folder, max_file_bytes)
     else:

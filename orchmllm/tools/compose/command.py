@@ -38,8 +38,8 @@ def main(argv: list[str]) -> int:
         parser.error("--tiles cannot be below 0, nor --audio-stack below 1")
     if args.out.exists():
         raise ValueError(f"--out {args.out} exists already: name a new folder")
-    from orchmllm.composition.write import Parts, compose
     from orchmllm.hf.folder import PARTS
+    from orchmllm.tools.compose.write import Parts, compose
 
     template = args.chat_template.read_text(encoding="utf-8") if args.chat_template else ""
     config = compose(Parts(args.llm, args.vision, args.audio, args.tiles, args.audio_stack,
