@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import (
     AutoModel,
@@ -78,10 +79,15 @@ class _Images:
 
     def get_image_features(self, pixel_values: Tensor, **_: Any) -> BaseModelOutputWithPooling:
         """pixel_values (n, 3, H, W), of images or tiles; pooler_output (n, rows, width of the
-        LLM)."""
+        LLM). Raises ValueError for patches that are not whole squares."""
+        m = self.config.spatial_merge_size
+        side = int(np.max(self.config.vision_config.patch_size)) * m
+        height, width = pixel_values.shape[-2:]
+        if height % side >= side // m or width % side >= side // m:
+            raise ValueError(f"images of {height} x {width} pixels are not cut into squares of "
+                             f"{m} x {m} patches")
         states = self.vision_tower(pixel_values).last_hidden_state
-        patch, m = int(np.max(self.config.vision_config.patch_size)), self.config.spatial_merge_size
-        h, w = (side // patch // m for side in pixel_values.shape[-2:])
+        h, w = height // side, width // side
         squares = states[:, -h * w * m**2:].unflatten(1, (h, m, w, m)).transpose(2, 3)
         rows = self.vision_projector(squares.reshape(-1, m**2, states.shape[-1]))
         return BaseModelOutputWithPooling(
@@ -109,8 +115,8 @@ class _Windows:
                            ) -> BaseModelOutputWithPooling:
         """input_features (n, mel bands, frames of a window); input_features_mask (n, frames): 1 at
         those of the clip; pooler_output: rows of each clip."""
-        states = self.audio_tower(input_features).last_hidden_state
-        stack = self.config.audio_stack
+        stack, states = self.config.audio_stack, self.audio_tower(input_features).last_hidden_state
+        states = F.pad(states, (0, 0, 0, -states.shape[1] % stack))
         counts = [audio_rows(n, stack) for n in input_features_mask.sum(-1).tolist()]
         kept = torch.cat([clip[: n * stack] for clip, n in zip(states, counts, strict=True)])
         rows = self.audio_projector(kept)

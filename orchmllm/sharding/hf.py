@@ -9,7 +9,7 @@ versions of transformers that were tested are used (orchmllm.models.families).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +49,7 @@ def load_whole(
     layers: dict[str, nn.Module] = {}
 
     def distribute(hf: nn.Module) -> None:
+        hf.tie_weights()  # else FSDP2 would keep two copies of such a row, one of which gets old
         whole = WholeModel(hf, compute_dtype(config))
         whole.loss_chunk_rows = config.loss_chunk_rows
         if model.lora.rank:
@@ -86,12 +87,13 @@ def load_whole(
 def _read(cls: type, folder: Path, seed: int, options: Mapping[str, Any]) -> None:
     """Of a composed model that was not trained yet, the connectors are drawn. Raises ValueError if
     weights are missing or have another shape."""
-    parts = read_json(folder / PARTS) if (folder / PARTS).is_file() else {"": ""}
-    with drawn_by_rows(cls, seed):
+    has_parts = (folder / PARTS).is_file()
+    with drawn_by_rows(cls, seed) if has_parts else nullcontext():
         _, told = cls.from_pretrained(folder, use_safetensors=True, output_loading_info=True,
                                       **options)
+    parts = tuple(read_json(folder / PARTS)) if has_parts else ""
     wrong = [name for kind in ("missing_keys", "mismatched_keys") for name in told[kind]
-             if str(name).startswith(tuple(parts))]
+             if str(name).startswith(parts)]
     if wrong:
         raise ValueError(f"{folder}: {len(wrong)} weights are missing or have another shape "
                          f"({', '.join(map(str, sorted(wrong)[:3]))}): copy the folder completely")
