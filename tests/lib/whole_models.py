@@ -194,6 +194,9 @@ class WholeDataset:
     def arithmetic(self) -> dict:
         return {}  # its tensors are made without a processor
 
+    def image_row_bytes(self, raw) -> int:
+        return 3 * 4 * 4 * 8  # of a patch, in float64
+
     def blank(self, modality: int) -> dict[str, Tensor]:
         i, segment = next((i, s) for i in range(len(self)) for s, kind in enumerate(
             self.layout(i).modality.tolist()) if kind == modality)
