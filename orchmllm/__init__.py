@@ -9,6 +9,8 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING
 
+from orchmllm.composition import register_when_imported
+
 if TYPE_CHECKING:
     from orchmllm.encoders.hook import balance_encoders
     from orchmllm.encoders.items import Masked, Packed, Rows
@@ -43,6 +45,8 @@ __all__ = [
     "balance_encoders", "balance_trainer", "check_equivalence", "cost_of",
     "lengths_of", "plan_batches",
 ]
+
+register_when_imported()
 
 
 def __getattr__(name: str) -> object:

@@ -14,6 +14,7 @@ from orchmllm.launch import exit_with
 # Name -> (module, what it does).
 COMMANDS = {
     "init": ("orchmllm.tools.init.command", "write a recipe for data, or the demo's"),
+    "compose": ("orchmllm.tools.compose.command", "make one model of towers and an LLM"),
     "train": ("orchmllm.train", "train from a recipe"),
     "data": ("orchmllm.tools.data.command", "index, check or describe the data of a recipe"),
     "preprocess": ("orchmllm.tools.preprocess.command",

@@ -15,6 +15,9 @@ from safetensors import SafetensorError, safe_open
 
 ELEMENT_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+# Of a composed model that has no weights of its own: how the names of its tensors begin -> [folder,
+# how they begin there].
+PARTS = "parts.json"
 
 
 class Stored(NamedTuple):
@@ -45,7 +48,22 @@ def open_folder(path: Path) -> Folder:
     if not path.is_dir():
         raise ValueError("no such folder: give a local copy of the model (nothing is downloaded)")
     config = read_json(path / "config.json")
+    if (path / PARTS).is_file():
+        return Folder(path, config, _of_parts(path))
     return Folder(path, config, read_headers(_files(path)))
+
+
+def _of_parts(path: Path) -> dict[str, Stored]:
+    """The tensors of a composed model, in the folders of its parts."""
+    tensors = {}
+    for name, (folder, there) in read_json(path / PARTS).items():
+        try:
+            found = read_headers(_files(path / folder))
+        except ValueError as e:
+            raise ValueError(f"{PARTS} names {folder}: {e}") from e
+        tensors |= {name + key.removeprefix(there): stored for key, stored in found.items()
+                    if key.startswith(there)}
+    return tensors
 
 
 def read_headers(files: Iterable[Path]) -> dict[str, Stored]:

@@ -14,7 +14,7 @@ from orchmllm.config.train import TrainConfig
 from orchmllm.data.formats.scanned import digest
 from orchmllm.hf.folder import ELEMENT_BYTES, open_folder
 from orchmllm.hf.sources import PretrainedError, WeightSource
-from orchmllm.models.families import read_config
+from orchmllm.models.families import COMPOSED, read_config
 from orchmllm.plan.layout import ENCODERS
 
 if TYPE_CHECKING:
@@ -81,7 +81,10 @@ def tokenizer(data: DataConfig, model: ModelConfig) -> ChatTokenizer:
 def vocabulary(model: ModelConfig) -> tuple[int, str]:
     """(Tokens of the model's text, what says so). Raises ValueError for a folder that cannot be
     used."""
-    size = read_config(Path(model.folder)).get_text_config(decoder=True).vocab_size
+    config = read_config(Path(model.folder))
+    size = config.get_text_config(decoder=True).vocab_size
+    while config.model_type == COMPOSED and size in (config.image_token_id, config.audio_token_id):
+        size += 1  # it has no embedding and needs none
     return size, f"{model.folder}/config.json: vocab_size"
 
 

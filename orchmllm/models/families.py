@@ -17,6 +17,7 @@ FAMILIES = ("audioflamingo3", "aya_vision", "gemma3", "glm4v", "glm4v_moe", "ide
             "llava", "llava_next", "llava_onevision", "mistral3", "qwen2_5_omni", "qwen2_5_vl",
             "qwen2_audio", "qwen2_vl", "qwen3_5", "qwen3_5_moe", "qwen3_vl", "qwen3_vl_moe",
             "smolvlm", "vipllava")
+COMPOSED = "orchmllm_composed"  # the model_type of orchmllm.composition
 _NO_PIL = "has no image processor in transformers that resizes by Pillow"
 NOT_EXACT = {
     "cohere2_vision": _NO_PIL, "kimi_k25": _NO_PIL,
@@ -31,6 +32,7 @@ TOWERS = {"visual": "vision", "vision_tower": "vision", "vision_model": "vision"
 # Connectors that are inside of a tower.
 MERGERS = ("merger", "deepstack_merger_list", "proj")
 RANDOM = ("dropout", "drop_path", "layerdrop", "jitter")  # in names of settings
+SCALES = ("logit_scale", "logits_scaling", "final_logit_softcapping")  # after a head
 LANGUAGE = ("language_model", "text_model", "lm_head")
 
 
@@ -79,7 +81,7 @@ def model_class(config: PreTrainedConfig) -> type[PreTrainedModel]:
 def refusals(config: PreTrainedConfig) -> list[str]:
     """Why a model of this configuration cannot be trained exactly; empty if it can."""
     found = []
-    if config.model_type.removesuffix("_thinker") not in FAMILIES:
+    if config.model_type.removesuffix("_thinker") not in (*FAMILIES, COMPOSED):
         why = NOT_EXACT.get(config.model_type, "was not tested")
         return [f"model_type is {config.model_type!r}, which {why}: choose a model of "
                 f"{', '.join(FAMILIES)}, or train it with orchmllm.balance_encoders and "
@@ -88,7 +90,14 @@ def refusals(config: PreTrainedConfig) -> list[str]:
     if text.model_type not in TEXT_MODELS:
         found.append(f"its text model {text.model_type!r} was not tested: choose one of "
                      f"{', '.join(TEXT_MODELS)}")
-    if getattr(config, "quantization_config", None) is not None:
+    if config.model_type == COMPOSED:
+        found += [f"{name} of the text model is {value}, which changes logits in its own class "
+                  "alone: choose another LLM" for name in SCALES
+                  if (value := getattr(text, name, None)) not in (None, 1)]
+    parts = {"text": text} | {kind: getattr(config, f"{kind}_config", None)
+                              for kind in ("vision", "audio")}
+    if any(getattr(part, "quantization_config", None) is not None
+           for part in (config, *parts.values())):
         found.append("the weights are quantised: give a folder with weights that are not")
     if getattr(text, "attn_logit_softcapping", None):
         found.append("attn_logit_softcapping limits attention, which packing does not know: give "
@@ -100,8 +109,6 @@ def refusals(config: PreTrainedConfig) -> list[str]:
     if getattr(config, "distributed_config", None) is not None:
         found.append("distributed_config asks transformers to divide the model, such as its "
                      "experts, over ranks: take it out, because experts are sharded by FSDP2 here")
-    parts = {"text": text} | {kind: getattr(config, f"{kind}_config", None)
-                              for kind in ("vision", "audio")}
     for model, part in parts.items():
         for name, value in vars(part).items() if part is not None else ():
             if any(kind in name for kind in RANDOM) and isinstance(value, float | int) and (

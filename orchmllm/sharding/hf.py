@@ -9,7 +9,7 @@ versions of transformers that were tested are used (orchmllm.models.families).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from torch import nn
 
 from orchmllm.config.model import ModelConfig
 from orchmllm.config.recipe import FsdpConfig
+from orchmllm.hf.folder import PARTS, read_json
 from orchmllm.models import adapters
 from orchmllm.models.families import model_class, part_of, read_config
 from orchmllm.models.hf import WholeModel
@@ -48,6 +49,7 @@ def load_whole(
     layers: dict[str, nn.Module] = {}
 
     def distribute(hf: nn.Module) -> None:
+        hf.tie_weights()  # else FSDP2 would keep two copies of such a row, one of which gets old
         whole = WholeModel(hf, compute_dtype(config))
         whole.loss_chunk_rows = config.loss_chunk_rows
         if model.lora.rank:
@@ -73,7 +75,7 @@ def load_whole(
             with drawn_by_rows(cls, seed):
                 cls.from_pretrained(None, state_dict={}, **options)
         else:
-            _read(cls, folder, options)
+            _read(cls, folder, seed, options)
     adapters.put_back(made[0].hf, layers, torch.device("cpu") if config.cpu_offload else device)
     seed_adapters(made[0].hf, seed)
     whole = made[0].train()
@@ -82,10 +84,16 @@ def load_whole(
     return whole
 
 
-def _read(cls: type, folder: Path, options: Mapping[str, Any]) -> None:
-    """Raises ValueError if weights are missing or have another shape."""
-    _, told = cls.from_pretrained(folder, use_safetensors=True, output_loading_info=True, **options)
-    wrong = [name for kind in ("missing_keys", "mismatched_keys") for name in told[kind]]
+def _read(cls: type, folder: Path, seed: int, options: Mapping[str, Any]) -> None:
+    """Of a composed model that was not trained yet, the connectors are drawn. Raises ValueError if
+    weights are missing or have another shape."""
+    has_parts = (folder / PARTS).is_file()
+    with drawn_by_rows(cls, seed) if has_parts else nullcontext():
+        _, told = cls.from_pretrained(folder, use_safetensors=True, output_loading_info=True,
+                                      **options)
+    parts = tuple(read_json(folder / PARTS)) if has_parts else ""
+    wrong = [name for kind in ("missing_keys", "mismatched_keys") for name in told[kind]
+             if str(name).startswith(parts)]
     if wrong:
         raise ValueError(f"{folder}: {len(wrong)} weights are missing or have another shape "
                          f"({', '.join(map(str, sorted(wrong)[:3]))}): copy the folder completely")

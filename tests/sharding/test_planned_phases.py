@@ -124,7 +124,8 @@ def compared(world, folder: Path, name: str, runs: list[Recipe], phase: str = "v
              ) -> list[dict]:
     """What the plans of the first of the runs do in a phase, step by step; every run is compared
     with stock transformers."""
-    FAMILIES[name](transformers)  # imports a processor that would need torchvision
+    if name in FAMILIES:
+        FAMILIES[name](transformers)  # imports a processor that would need torchvision
     stock = models.stock_of(folder)
     rows = open_dataset(runs[0].data, runs[0].model, seed=0)
     exact = models.LOOSE.get(name, models.EXACT)
@@ -186,7 +187,8 @@ def frozen_compared(
     """By what is frozen, of each exchange of features whether it is in the backward pass. Gradients
     of what learns, summed over two balanced microbatches, are those of stock transformers. unequal:
     in some step these have unequal numbers of examples."""
-    FAMILIES[name](transformers)
+    if name in FAMILIES:
+        FAMILIES[name](transformers)
     stock, run = models.stock_of(folder), recipe(folder, accumulation_steps=2)
     every, greedy = {part_of(n) for n, _ in stock.named_parameters()}, PhaseConfig(policy="greedy")
     rows, wanted = open_dataset(run.data, run.model, seed=0), {}

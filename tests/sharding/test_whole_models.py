@@ -195,6 +195,16 @@ def test_a_run_is_the_same_balanced_unbalanced_and_resumed_on_other_ranks(name, 
     assert not any(moved[1])
 
 
+@pytest.mark.slow
+def test_tied_weights_learn_the_same_on_ranks_that_do_not_divide_their_rows(tmp_path):
+    saved("qwen2_vl", tmp_path / "model", tied=True)
+    model, found = ModelConfig(pretrained=str(tmp_path / "model")), []
+    for ranks in (1, 3):
+        run = recipe(tmp_path / f"{ranks}", model, 3)
+        found.append(losses(run_ranks(trained, ranks, run, "qwen2_vl")[0][0]))
+    assert found[0] == pytest.approx(found[1], rel=models.EXACT)
+
+
 def drawn(world, folder: Path) -> dict[str, np.ndarray]:
     """The parameters that each rank draws its rows of. They are spread as those that the class
     draws in one process, and the buffers are the same."""

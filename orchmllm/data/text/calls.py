@@ -77,7 +77,8 @@ class Calls:
                 processor.video_processor = self.videos.processor
         if hasattr(stock, "image_processor"):
             images = stock.image_processor
-            self.has_grids = "image_grid_thw" in images.model_input_names
+            self.has_grids = "image_grid_thw" in images.model_input_names and any(
+                hasattr(config, f"{kind}_start_token_id") for kind in ("vision", "image"))
             self.patch = int(np.max(config.vision_config.patch_size))
             marks[VISION], tokens[VISION] = stock.image_token, int(config.image_token_id)
             self._shapes.image_processor = adapted(images, Shapes)

@@ -30,9 +30,14 @@ class Clips:
         self._most_samples = longest_s // extractor.chunk_length * extractor.n_samples
         self._token = processor.audio_token
         self._starts: dict[int, int] = {}  # of an omni model: token of features -> that before them
-        if hasattr(processor, "image_processor"):
+        if hasattr(config, "audio_start_token_id") and hasattr(processor, "image_processor"):
             self._starts = {config.image_token_id: config.vision_start_token_id,
                             config.audio_token_id: config.audio_start_token_id}
+
+    @property
+    def brackets(self) -> bool:
+        """Whether the model looks for the tokens around its media."""
+        return bool(self._starts)
 
     @property
     def identity(self) -> list:

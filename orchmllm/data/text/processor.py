@@ -38,7 +38,7 @@ from orchmllm.data.text.sequences import Sequences
 from orchmllm.data.text.spans import Expanded, Span, Text, Tokens, before
 from orchmllm.data.text.tokenizer import ChatTokenizer
 from orchmllm.plan.geometry import AudioGeometry
-from orchmllm.plan.layout import AUDIO, VISION
+from orchmllm.plan.layout import VISION
 
 
 class Processor:
@@ -96,7 +96,7 @@ class Processor:
         self._types = torch.zeros(size, dtype=torch.int64)
         for kind, token in self.token_ids.items():
             self._types[token] = TYPES[kind]
-        is_omni = calls.marks.keys() >= {VISION, AUDIO}
+        is_omni = calls.clips is not None and calls.clips.brackets
         self._sequences = Sequences(self.token_ids, calls.features, size, calls.has_grids,
                                     calls.clips if is_omni else None)
 

@@ -8,16 +8,18 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from orchmllm.hf.folder import INDEX
-from orchmllm.hf.tensors import TORCH_DTYPES, FileTensor, read_sharded, renamed
-from orchmllm.models.families import model_class, read_config
+from safetensors import safe_open
+
+from orchmllm.hf.folder import INDEX, PARTS, open_folder
+from orchmllm.hf.tensors import TORCH_DTYPES, FileTensor, renamed
+from orchmllm.models.families import COMPOSED, model_class, read_config
 
 if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedModel
 
 PROCESSOR_FILES = ("*.json", "*.jinja", "*.txt", "*.model")  # tokenizer and templates, too
-OWN = ("config.json", INDEX)  # that transformers writes anew
+OWN = ("config.json", INDEX, PARTS)  # that transformers writes anew
 
 
 def of_checkpoint(saved: dict[str, FileTensor], name: str, shape: tuple[int, ...], dtype: str,
@@ -41,12 +43,18 @@ def save_model(model: PreTrainedModel, learnt: int, source: Path, max_file_bytes
                folder: Path, log: Callable[[str], None]) -> dict:
     """Writes a model with the processor of `source`, and returns its part of orchmllm.json. learnt:
     number of tensors that are from the checkpoint."""
-    model.save_pretrained(folder, max_shard_size=max_file_bytes)
     copy_processor(source, folder)
-    files = len(list(folder.glob("*.safetensors")))
-    log(f"{type(model).__name__}: {learnt} tensors in {files} file{'s' * (files > 1)}, with the "
+    if model.config.model_type == COMPOSED:
+        from orchmllm.tools.compose.write import save_parts
+
+        save_parts(model, folder, max_file_bytes)
+    else:
+        model.save_pretrained(folder, max_shard_size=max_file_bytes)
+    files, name = len(list(folder.rglob("*.safetensors"))), type(model).__name__
+    log(f"{name}: {learnt} tensors in {files} file{'s' * (files > 1)}, with the "
         f"processor of {source}")
-    return {"class": f"transformers.{type(model).__name__}", "tensors": learnt, "files": files}
+    return {"class": f"{type(model).__module__.partition('.')[0]}.{name}", "tensors": learnt,
+            "files": files}
 
 
 def write_whole(source: Path, saved: dict[str, FileTensor], dtype: str, max_file_bytes: int,
@@ -87,7 +95,11 @@ def _buffers(model: PreTrainedModel, source: Path) -> dict[str, Tensor]:
                 found[f"{path}.{name}"] = module
     for module in found.values():
         part[module]._init_weights(module)  # of parameters nothing: they have no memory yet
-    if not found or not any(source.glob("*.safetensors")):
+    if not found or not (any(source.glob("*.safetensors")) or (source / PARTS).is_file()):
         return {}
-    stored = read_sharded(source)
-    return {name: stored[name].load() for name in found if name in stored}
+    out = {}
+    for name, stored in open_folder(source).tensors.items():
+        if name in found:
+            with safe_open(stored.file, framework="pt") as file:
+                out[name] = file.get_tensor(stored.key)
+    return out

@@ -1,0 +1,154 @@
+"""Composed models in one process: against their parts called by hand, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from PIL import Image
+
+from orchmllm.tools.compose.command import main
+from orchmllm.tools.compose.write import compose
+from tests.lib import composed
+
+pytestmark = pytest.mark.whole
+TALK = [{"role": "user", "content": [{"type": "text", "text": "What is"}]},
+        {"role": "assistant", "content": [{"type": "text", "text": "the red row"}]}]
+
+
+def given(processor, hears: bool, shows: bool) -> dict:
+    """Two images of unlike sizes and two clips, of those that the model takes."""
+    rng = np.random.default_rng(0)
+    talk = json.loads(json.dumps(TALK))
+    talk[0]["content"] = [*[{"type": "image"}] * 2 * shows, *talk[0]["content"],
+                          *[{"type": "audio"}] * 2 * hears]
+    text = processor.apply_chat_template(talk, tokenize=False)
+    images = [Image.fromarray(rng.integers(0, 256, (h, w, 3), np.uint8))
+              for h, w in ((40, 90), (64, 50))]
+    clips = [rng.standard_normal(n).astype(np.float32) for n in (9_000, 3_500)]
+    out = processor(text=[text], images=[images] if shows else None, audio=clips if hears else None,
+                    audio_kwargs={"sampling_rate": 16_000}, return_tensors="pt")
+    return {n: v.double() if v.is_floating_point() else v for n, v in out.items()}
+
+
+def features(model, given: dict) -> dict[int, list[torch.Tensor]]:
+    """token -> rows of features, by the parts, one medium and one square of patches at a time."""
+    inner, config, found = model.model, model.config, {}
+    if "image_grid_thw" in given:
+        sizes = given["image_grid_thw"].prod(1).tolist()
+        found[config.image_token_id] = [
+            inner.vision_projector(inner.vision_tower(pixels, grid_thw=grid[None]).pooler_output)
+            for pixels, grid in zip(given["pixel_values"].split(sizes), given["image_grid_thw"],
+                                    strict=True)]
+    elif "pixel_values" in given:
+        found[config.image_token_id] = []
+        for tile in given["pixel_values"]:
+            states = inner.vision_tower(tile[None]).last_hidden_state[0]
+            patches = states[len(states) - 16:].reshape(4, 4, -1)
+            found[config.image_token_id] += [
+                inner.vision_projector(torch.cat([
+                    patches[2 * row + i, 2 * column + j] for i in (0, 1) for j in (0, 1)])[None])
+                for row in (0, 1) for column in (0, 1)]
+    if "input_features" in given:
+        found[config.audio_token_id] = []
+        for window, mask in zip(given["input_features"], given["input_features_mask"], strict=True):
+            states = inner.audio_tower(window[None]).last_hidden_state[0]
+            positions = (int(mask.sum()) + 1) // 2
+            found[config.audio_token_id] += [
+                inner.audio_projector(states[k: k + 2].reshape(1, -1))
+                for k in range(0, positions, 2)]
+    return found
+
+
+@pytest.mark.parametrize("name", [
+    name if "whisper" in name else pytest.param(name, marks=pytest.mark.slow)
+    for name in composed.COMPOSED])
+def test_the_model_is_its_parts_called_by_hand(name, tmp_path):
+    """And generates by itself, with its cache, what it makes of whole sequences."""
+    tower, hears, *_ = composed.COMPOSED[name]
+    composed.write_composed(name, tmp_path / "model")
+    model = transformers.AutoModelForMultimodalLM.from_pretrained(
+        tmp_path / "model", dtype=torch.float64, experts_implementation="eager")
+    processor = transformers.AutoProcessor.from_pretrained(tmp_path / "model", backend="pil")
+    inputs = given(processor, hears, bool(tower))
+    ids, config = inputs["input_ids"][0], model.config
+    media = features(model, inputs)
+    assert media.keys() == {t for t in (config.image_token_id, config.audio_token_id) if t}
+    row = model.get_input_embeddings()(ids.clone().masked_fill_(
+        sum(ids == token for token in media).bool(), 0))
+    for token, rows in media.items():
+        rows = torch.cat(rows)
+        assert len(rows) == int((ids == token).sum()) > 2
+        row = row.index_put(((ids == token).nonzero()[:, 0],), rows)
+    states = model.model.language_model(inputs_embeds=row[None]).last_hidden_state
+    wanted = states @ model.lm_head.weight.T
+    found = model(**inputs).logits
+    assert torch.allclose(found, wanted, rtol=1e-10, atol=1e-12)
+    assert (model.lm_head.weight is model.get_input_embeddings().weight) is (
+        config.text_config.tie_word_embeddings)
+    out = model.generate(**inputs, max_new_tokens=3, min_new_tokens=3, do_sample=False)
+    for _ in range(3):
+        longer = {**inputs, "attention_mask": torch.ones_like(inputs["input_ids"])}
+        token = model(**longer).logits[:, -1:].argmax(-1)
+        inputs["input_ids"] = torch.cat([inputs["input_ids"], token], 1)
+    assert torch.equal(out, inputs["input_ids"])
+
+
+@pytest.mark.parametrize("name", [
+    "siglip_whisper_qwen2", *(pytest.param(name, marks=pytest.mark.slow)
+                              for name in composed.COMPOSED if name != "siglip_whisper_qwen2")])
+def test_weights_are_those_in_the_folders_of_the_parts(name, tmp_path):
+    parts = composed.write_composed(name, tmp_path / "model", linked=True)
+    keys = {"dtype": torch.float64}
+    model = transformers.AutoModelForMultimodalLM.from_pretrained(tmp_path / "model", **keys)
+    inner = model.model
+    assert not [*(tmp_path / "model").glob("*.safetensors")]
+    llm = transformers.AutoModelForCausalLM.from_pretrained(parts.llm, **keys)
+    pairs = [(inner.language_model, llm.model), (model.lm_head, llm.lm_head)]
+    if parts.vision:
+        whole = transformers.AutoModel.from_pretrained(parts.vision, **keys)
+        pairs.append((inner.vision_tower, whole.get_encoder("image")))
+    if parts.audio:
+        whole = transformers.AutoModel.from_pretrained(parts.audio, **keys)
+        pairs.append((inner.audio_tower, whole.get_encoder()))
+    for found, wanted in pairs:
+        found, wanted = found.state_dict(), wanted.state_dict()
+        assert found.keys() == wanted.keys() and found
+        assert all(torch.equal(found[name], wanted[name]) for name in found)
+
+
+def test_what_cannot_be_composed_is_one_line(tmp_path, capsys):
+    parts = composed.write_parts("qwen2_vl_whisper_llama", tmp_path)
+    capsys.readouterr()
+
+    def told(*more: str, llm: Path = parts.llm) -> str:
+        assert main(["--llm", str(llm), "--vision", str(parts.vision), "--audio", str(parts.audio),
+                     "--out", str(tmp_path / "out"), *more]) == 2
+        assert not (tmp_path / "out").exists()
+        err = capsys.readouterr().err
+        assert err.count("\n") == 1
+        return err
+
+    assert "takes images of any size: leave --tiles out" in told("--tiles", "4")
+    assert "is no causal LLM of transformers" in told(llm=parts.vision)
+    template = parts.llm / "chat_template.jinja"
+    saved = template.read_text()
+    template.write_text(saved.replace("message.content", "(message | string)"))
+    assert "its chat template cannot write a question and an answer" in told()
+    template.unlink()
+    assert "has no chat template" in told()
+    template.write_text(saved)
+    config = json.loads((parts.llm / "config.json").read_text())
+    (parts.llm / "config.json").write_text(json.dumps({**config, "attention_dropout": 0.1}))
+    assert "attention_dropout of the text model is 0.1" in told()
+    (parts.llm / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 3}))
+    assert f"{parts.llm} lacks weights of model.language_model, such as" in told()
+    (parts.llm / "config.json").write_text(json.dumps(config))
+    shutil.rmtree(parts.audio)
+    assert f"{parts.audio}: its Config cannot be read" in told()
+    compose(parts._replace(audio=None), tmp_path / "out")
