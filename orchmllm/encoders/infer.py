@@ -62,6 +62,11 @@ def infer_encoders(model: nn.Module) -> tuple[nn.Module, tuple[Encoder, ...]]:
     return owner, tuple(_joined(owner, found))
 
 
+def has_encoders(model: nn.Module) -> bool:
+    """Whether it is a model of transformers with media among the arguments of its forward."""
+    return any(_methods(module) for module in model.modules())
+
+
 def _methods(module: nn.Module) -> list[tuple[str, str]]:
     """(kind, method) of the media among the arguments of forward. The methods of a wrapper, which
     take anything and pass it on, do not count."""

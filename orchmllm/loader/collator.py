@@ -69,11 +69,16 @@ def targets_of(step: Step) -> tuple[int, int]:
 
 def labels_of(batch: Any) -> Tensor | None:
     """The tensor "labels" of a batch, None where there is none."""
+    return tensor_in(batch, "labels")
+
+
+def tensor_in(batch: Any, name: str) -> Tensor | None:
+    """The tensor that a batch has by this key or attribute, None where there is none."""
     try:
-        labels = batch["labels"]
+        value = batch[name]
     except (TypeError, KeyError, IndexError):
-        labels = getattr(batch, "labels", None)
-    return labels if isinstance(labels, torch.Tensor) else None
+        value = getattr(batch, name, None)
+    return value if isinstance(value, torch.Tensor) else None
 
 
 def count_labels(labels: Tensor) -> tuple[int, int]:

@@ -3,6 +3,7 @@ SFTTrainer, DPOTrainer and RewardTrainer."""
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,18 +13,23 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.utils.data import DataLoader
 
+from orchmllm.encoders.hook import balance_encoders
+from orchmllm.encoders.infer import has_encoders
 from orchmllm.loader.costs import known_cost
-from orchmllm.loader.groups import check_group, refuse_parts, trainer_group
-from orchmllm.loader.known import PAIRS, check_trainer, known_lengths, loss_of_pairs, of_pairs
+from orchmllm.loader.groups import check_group, data_ranks, refuse_parts, trainer_group
+from orchmllm.loader.known import PAIRS, check_trainer, loss_of_pairs, of_pairs
+from orchmllm.loader.lengths import known_lengths
 from orchmllm.loader.loader import BalancedDataLoader
 from orchmllm.loader.loss import StepInfo, nothing_of, scale
 from orchmllm.loader.trial import EXAMPLES, SCALED, SHIFTED, SUM, TARGETS, Trial
 from orchmllm.loader.versions import require
 from orchmllm.loader.wrapped import plain
 
+log = logging.getLogger("orchmllm.loader")
 _STATE = "balanced_loader_{rank}.pt"
 
 
@@ -45,7 +51,7 @@ def balance(loader: DataLoader, **options: Any) -> BalancedDataLoader:
 
 def balance_trainer(
     trainer: Any, *, lengths: Any = None, length_fn: Any = None, loss: str | None = None,
-    **options: Any,
+    encoders: bool = True, **options: Any,
 ) -> Any:
     """Makes `trainer.train()` run on balanced batches: the same global batches as before, the same
     loss and gradients. Returns the trainer. Call it before train(), on all ranks.
@@ -53,12 +59,14 @@ def balance_trainer(
     trainer: transformers' Trainer or Seq2SeqTrainer, TRL's SFTTrainer, DPOTrainer or RewardTrainer,
     or of a subclass. Its data set, sampler, collator, worker processes and accumulation stay; if
     its get_train_dataloader returns a BalancedDataLoader, that is used as it is. lengths,
-    length_fn, options: see BalancedDataLoader; without the first two the lengths of the column
-    "input_ids", or of TRL's pairs, are taken. Lengths count tokens: the cost of an example is
+    length_fn, options: see BalancedDataLoader; without the first two a length is that of the
+    column "input_ids", or the positions of the batch that the Trainer's collator makes of a row
+    alone, with a black image for each image. Lengths count tokens: the cost of an example is
     cost_of(trainer.model), or its length where that cannot be known, unless phases is given. The
     ranks that share the data are those that the mesh of the model or of accelerate names, unless
-    group is given. loss: says what the loss is, instead of the try: `mean` over the rank's targets
-    of the batch, or `scaled` if it divides by num_items_in_batch.
+    group is given. encoders: whether those of the model are balanced, too, by balance_encoders; the
+    log says why where they cannot be. loss: says what the loss is, instead of the try: `mean` over
+    the rank's targets of the batch, or `scaled` if it divides by num_items_in_batch.
 
     What the loss is, is tried in the first step, by up to 7 forwards without gradients, which leave
     random numbers, buffers and parameters as they were; a model or a compute_loss that changes
@@ -74,21 +82,34 @@ def balance_trainer(
     base = check_trainer(trainer, loss)
     if options.get("group") is None:
         options["group"] = trainer_group(trainer)
+    if encoders:
+        _balance_encoders(trainer, options["group"])
     if "phases" not in options:
         options["phases"] = known_cost(trainer.model)
     kind = type(trainer)
     trainer.__class__ = type(f"Balanced{kind.__name__}", (_Balanced, kind), {})
-    if lengths is None and length_fn is None:
-        lengths = known_lengths(trainer)
     if base.__name__ in PAIRS:
         options, loss = of_pairs(trainer, options), loss or loss_of_pairs(kind)
     if loss == "mean":
         refuse_parts(trainer)
-    trainer._balance = dict(options, lengths=lengths, length_fn=length_fn)
+    given = {"lengths": lengths, "length_fn": length_fn}
+    trainer._balance = options | {k: v for k, v in given.items() if v is not None}
     of = SHIFTED if trainer._loss_shifts_labels else TARGETS
     trainer._balance_loss = {None: None, "scaled": SCALED, "mean": of}[loss]
     trainer._balance_steps = deque()
     return trainer
+
+
+def _balance_encoders(trainer: Any, group: Any) -> None:
+    """balance_encoders for the Trainer's model; the log says why not, of a model that has some."""
+    if not has_encoders(trainer.model):
+        return
+    try:
+        if len(data_ranks(group)) < dist.get_world_size():
+            raise ValueError("the ranks of a replica share its media")
+        balance_encoders(trainer.model)
+    except ValueError as error:
+        log.warning("the encoders of %s are not balanced: %s", type(trainer.model).__name__, error)
 
 
 class _Balanced:
@@ -104,7 +125,8 @@ class _Balanced:
         loader = super().get_train_dataloader()
         if not isinstance(loader, BalancedDataLoader):
             loader = BalancedDataLoader(loader, check_loss=False, **{
-                "accumulation_steps": self.args.gradient_accumulation_steps, **self._balance})
+                "accumulation_steps": self.args.gradient_accumulation_steps,
+                **known_lengths(loader, self._balance), **self._balance})
         if loader.accumulation_steps != self.args.gradient_accumulation_steps:
             raise ValueError(
                 f"the BalancedDataLoader has accumulation_steps={loader.accumulation_steps}, the "
