@@ -6,6 +6,8 @@ from __future__ import annotations
 
 import math
 import sys
+import weakref
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -24,6 +26,7 @@ from orchmllm.loader.source import (
     PlannedSampler,
     Reader,
     drawn_batches,
+    follow,
     open_source,
     refuse,
     refuse_ahead,
@@ -123,6 +126,8 @@ class BalancedDataLoader(DataLoader):
         self._next = self._done = (0, 0, None)
         self._own_key = f"inner_{self.rank}"  # in the state of a sampler or a stream
         self._step: StepInfo | None = None  # of the batch last yielded
+        self._ahead: deque[tuple] | None = None  # the same of batches that a wrapper holds back
+        self._original = weakref.ref(self)  # which an object with these attributes has, too
         self._live = False  # whether an iterator has begun and not ended
         self._show()
 
@@ -200,7 +205,8 @@ class BalancedDataLoader(DataLoader):
                 "a second iterator of this BalancedDataLoader begins while another one is live; "
                 "they would share plans: end the first (exhaust it, or `del iterator`), or make a "
                 "second loader")
-        refuse_ahead(sys._getframe(1).f_globals.get("__name__", ""), self)
+        refuse_ahead(caller := sys._getframe(1), self)
+        self._ahead = deque() if follow(caller, self) else None
         before = self._done = self._next
         epoch, first, state = before
         orch = self._orchestrator
@@ -218,13 +224,15 @@ class BalancedDataLoader(DataLoader):
                 for k, micro in enumerate(step.micro):
                     if k == len(step.micro) - 1:
                         self._done = epoch, step.index + 1, step.state
-                    self._step = StepInfo.of(
+                    self._step = info = StepInfo.of(
                         step, k, epoch, self.num_ranks, self.num_targets is None, self._watch)
+                    if self._ahead is not None:
+                        self._ahead.append((info, self._done))
                     if k == 0 and self._log_every and not step.index % self._log_every:
-                        log_step(step, self._step, self._planning.loop)
+                        log_step(step, info, self._planning.loop)
                     yielded += 1
                     yield micro.content
-                    self._watch.fetched(self._step)
+                    self._watch.fetched(info)
             self.num_dropped += pipeline.num_dropped
             self._done = epoch + 1, 0, None
         except GeneratorExit:

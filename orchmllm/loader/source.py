@@ -245,11 +245,11 @@ REBUILT = (
     "other libraries the BalancedDataLoader as it is")
 
 
-def refuse_ahead(caller: str, loader: DataLoader) -> None:
-    """Raises TypeError if Lightning's Trainer (the module that iterates) would fetch each batch
+def refuse_ahead(frame: Any, loader: DataLoader) -> None:
+    """Raises TypeError if Lightning's Trainer (the frame that iterates) would fetch each batch
     before it trained on the last: then loader.step is that of another batch. RuntimeError if the
     caller is of an older version than was tested."""
-    require(caller)
+    require(caller := frame.f_globals.get("__name__", ""))
     if caller.startswith(("lightning.pytorch.", "pytorch_lightning.")):
         try:
             len(loader)
@@ -258,6 +258,39 @@ def refuse_ahead(caller: str, loader: DataLoader) -> None:
                 "Lightning's Trainer fetches a batch ahead of a loader without a length, and "
                 "loader.step would be that of the wrong batch: give the stream a __len__"
             ) from error
+
+
+class _Wrapper:
+    """Stands before the class of an object that iterates a BalancedDataLoader for a loop, so that
+    it has what the loop asks of the loader."""
+
+    step = property(lambda self: self._original().step)
+    scale_sum = property(lambda self: self._original().scale_sum)
+    scale_mean = property(lambda self: self._original().scale_mean)
+
+
+class _FetchesAhead(_Wrapper):
+    """The same of an object that may fetch batches before it hands them out: the loader's step and
+    state are those of the batch that is handed out."""
+
+    def __next__(self) -> Any:
+        batch, loader = super().__next__(), self._original()
+        loader._step, loader._done = loader._ahead.popleft()
+        return batch
+
+
+def follow(frame: Any, loader: DataLoader) -> bool:
+    """Makes `step`, `scale_sum` and `scale_mean` known to an object that took the loader's
+    attributes for its own and iterates it in this frame, as those of Fabric and of Ray do. Returns
+    whether it may fetch batches before it hands them out."""
+    wrapper = frame.f_locals.get("self")
+    if wrapper is loader or getattr(wrapper, "_original", None) is not loader._original:
+        return False
+    kind = type(wrapper)
+    if not isinstance(wrapper, _Wrapper):
+        before = _FetchesAhead if hasattr(kind, "__next__") else _Wrapper
+        wrapper.__class__ = type(kind.__name__, (before, kind), {})
+    return isinstance(wrapper, _FetchesAhead)
 
 
 def refuse(examples: list) -> Any:

@@ -3,6 +3,7 @@ on all ranks before the first step."""
 
 from __future__ import annotations
 
+import copy
 import random
 import sys
 import threading
@@ -412,6 +413,8 @@ def of_family(world, family: str, folder: str, of_pairs: bool, loss: str | None 
     rows, how = picture_rows(family, of_pairs), {}
     if family == "qwen2_audio":
         how["data_collator"] = lambda rows: of_clips(processor, rows)
+    if of_pairs:
+        how["ref_model"] = copy.deepcopy(model)
     kind = "DPO" if of_pairs else "SFT"
     steps = min(world.world_size, 2)
     with as_torchrun(world):
