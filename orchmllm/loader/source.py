@@ -260,37 +260,30 @@ def refuse_ahead(frame: Any, loader: DataLoader) -> None:
             ) from error
 
 
-class _Wrapper:
-    """Stands before the class of an object that iterates a BalancedDataLoader for a loop, so that
-    it has what the loop asks of the loader."""
-
-    step = property(lambda self: self._original().step)
-    scale_sum = property(lambda self: self._original().scale_sum)
-    scale_mean = property(lambda self: self._original().scale_mean)
-
-
-class _FetchesAhead(_Wrapper):
-    """The same of an object that may fetch batches before it hands them out: the loader's step and
-    state are those of the batch that is handed out."""
-
-    def __next__(self) -> Any:
-        batch, loader = super().__next__(), self._original()
-        loader._step, loader._done = loader._ahead.popleft()
-        return batch
-
-
 def follow(frame: Any, loader: DataLoader) -> bool:
     """Makes `step`, `scale_sum` and `scale_mean` known to an object that took the loader's
     attributes for its own and iterates it in this frame, as those of Fabric and of Ray do. Returns
-    whether it may fetch batches before it hands them out."""
+    whether it may fetch batches before it hands them out; the loader's step and state are then
+    those of the batch that was handed out."""
     wrapper = frame.f_locals.get("self")
     if wrapper is loader or getattr(wrapper, "_original", None) is not loader._original:
         return False
     kind = type(wrapper)
-    if not isinstance(wrapper, _Wrapper):
-        before = _FetchesAhead if hasattr(kind, "__next__") else _Wrapper
-        wrapper.__class__ = type(kind.__name__, (before, kind), {})
-    return isinstance(wrapper, _FetchesAhead)
+    if not hasattr(kind, "scale_mean"):
+        wrapper.__class__ = type(kind.__name__, (kind,), _followed(kind))
+    return hasattr(kind, "__next__")
+
+
+def _followed(kind: type) -> dict[str, Any]:
+    """What the class of such an object becomes."""
+    def handed_out(self: Any) -> Any:
+        batch, loader = kind.__next__(self), self._original()
+        loader._step, loader._done = loader._ahead.popleft()
+        return batch
+
+    known = {name: property(lambda self, name=name: getattr(self._original(), name))
+             for name in ("step", "scale_sum", "scale_mean")}
+    return known | ({"__next__": handed_out} if hasattr(kind, "__next__") else {})
 
 
 def refuse(examples: list) -> Any:

@@ -85,7 +85,7 @@ def test_what_accelerate_prepared_takes_lengths():
     assert sorted(sum(run_ranks(prepared, 2), [])) == list(range(24))
 
 
-class Ahead:
+class Ahead(DataLoader):
     """Iterates as Ray's wrapper of a loader does."""
 
     def __init__(self, loader: DataLoader) -> None:
