@@ -205,8 +205,9 @@ class BalancedDataLoader(DataLoader):
                 "a second iterator of this BalancedDataLoader begins while another one is live; "
                 "they would share plans: end the first (exhaust it, or `del iterator`), or make a "
                 "second loader")
-        refuse_ahead(caller := sys._getframe(1), self)
-        self._ahead = deque() if follow(caller, self) else None
+        # A frame that this generator held would hold the generator.
+        refuse_ahead(sys._getframe(1), self)
+        self._ahead = deque() if follow(sys._getframe(1), self) else None
         before = self._done = self._next
         epoch, first, state = before
         orch = self._orchestrator

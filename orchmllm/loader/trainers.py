@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from orchmllm.encoders.hook import balance_encoders
+from orchmllm.encoders.hook import EncoderHandle, balance_encoders
 from orchmllm.encoders.infer import has_encoders
 from orchmllm.loader.costs import known_cost
 from orchmllm.loader.groups import check_group, data_ranks, refuse_parts, trainer_group
@@ -25,7 +25,7 @@ from orchmllm.loader.known import PAIRS, check_trainer, loss_of_pairs, of_pairs
 from orchmllm.loader.lengths import known_lengths
 from orchmllm.loader.loader import BalancedDataLoader
 from orchmllm.loader.loss import StepInfo, nothing_of, scale
-from orchmllm.loader.trial import EXAMPLES, SCALED, SHIFTED, SUM, TARGETS, Trial
+from orchmllm.loader.trial import AGAIN, EXAMPLES, SCALED, SHIFTED, SUM, TARGETS, Trial
 from orchmllm.loader.versions import require
 from orchmllm.loader.wrapped import plain
 
@@ -68,22 +68,21 @@ def balance_trainer(
     log says why where they cannot be. loss: says what the loss is, instead of the try: `mean` over
     the rank's targets of the batch, or `scaled` if it divides by num_items_in_batch.
 
-    What the loss is, is tried in the first step, by up to 7 forwards without gradients, which leave
-    random numbers, buffers and parameters as they were; a model or a compute_loss that changes
-    anything else when it is called needs `loss`. A mean is weighed, so that its gradient is that of
-    one process.
+    What the loss is, is tried in steps 1, 2, 10 and 100, by up to 7 forwards without gradients,
+    which leave random numbers, buffers and parameters as they were; a model or a compute_loss that
+    changes anything else when it is called needs `loss`. A mean is weighed, so that its gradient is
+    that of one process.
 
     Checkpoints hold the loader's state, and train(resume_from_checkpoint=...) goes on after the
     batch where the checkpoint was saved. Raises ValueError for a Trainer whose loss would be wrong,
-    whose ranks that share examples are not known, or whose batches cannot be balanced (in the first
-    step, on all ranks, for what the try finds), RuntimeError for an older version than was
+    whose ranks that share examples are not known, or whose batches cannot be balanced (in these
+    steps, on all ranks, for what the try finds), RuntimeError for an older version than was
     tested."""
     require(*(c.__module__ for c in type(trainer).__mro__))
     base = check_trainer(trainer, loss)
     if options.get("group") is None:
         options["group"] = trainer_group(trainer)
-    if encoders:
-        _balance_encoders(trainer, options["group"])
+    trainer._balance_encoders = encoders and _balance_encoders(trainer, options["group"])
     if "phases" not in options:
         options["phases"] = known_cost(trainer.model)
     kind = type(trainer)
@@ -96,20 +95,21 @@ def balance_trainer(
     trainer._balance = options | {k: v for k, v in given.items() if v is not None}
     of = SHIFTED if trainer._loss_shifts_labels else TARGETS
     trainer._balance_loss = {None: None, "scaled": SCALED, "mean": of}[loss]
-    trainer._balance_steps = deque()
+    trainer._balance_tries, trainer._balance_steps = loss is None, deque()
     return trainer
 
 
-def _balance_encoders(trainer: Any, group: Any) -> None:
+def _balance_encoders(trainer: Any, group: Any) -> EncoderHandle | None:
     """balance_encoders for the Trainer's model; the log says why not, of a model that has some."""
     if not has_encoders(trainer.model):
-        return
+        return None
     try:
         if len(data_ranks(group)) < dist.get_world_size():
             raise ValueError("the ranks of a replica share its media")
-        balance_encoders(trainer.model)
+        return balance_encoders(trainer.model)
     except ValueError as error:
         log.warning("the encoders of %s are not balanced: %s", type(trainer.model).__name__, error)
+        return None
 
 
 class _Balanced:
@@ -117,6 +117,7 @@ class _Balanced:
 
     _balance: dict[str, Any]
     _balance_loss: str | None  # what the loss is (see Trial), None until a batch has shown it
+    _balance_tries: bool  # whether later batches have to show the same
     _balance_steps: deque[StepInfo]  # of batches that were fetched and not trained on
     _balance_step: StepInfo | None = None  # of the batch that is trained on
     _balance_loader: BalancedDataLoader
@@ -132,6 +133,7 @@ class _Balanced:
                 f"the BalancedDataLoader has accumulation_steps={loader.accumulation_steps}, the "
                 f"Trainer {self.args.gradient_accumulation_steps}: they have to be equal")
         check_group(loader, self._balance["group"])
+        loader.enabled = self._balance.get("enabled", loader.enabled)
         self._balance_loader = loader
         return loader
 
@@ -159,10 +161,12 @@ class _Balanced:
         if step is None:  # an evaluation
             return compute(model, inputs, return_outputs, num_items_in_batch)
         with _unequal_lengths(self.accelerator):
-            if self._balance_loss is None:
+            if self._balance_loss is None or self._balance_tries and (
+                    self.state.global_step in AGAIN and step.microbatch == 0):
                 trial = Trial(self, model, lambda some, count: compute(
                     model, some, num_items_in_batch=count), self._balance_loader.num_targets)
-                self._balance_loss = trial.meaning(inputs, step.num_examples, num_items_in_batch)
+                self._balance_loss = trial.meaning(
+                    inputs, step.num_examples, num_items_in_batch, self._balance_loss)
             if self._balance_loss == SCALED and num_items_in_batch is None:
                 raise ValueError(
                     "loss='scaled', but this Trainer gives the loss no num_items_in_batch, so it "
