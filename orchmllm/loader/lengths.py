@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from orchmllm.data.media.headers import image_header
 from orchmllm.data.media.medium import Medium
-from orchmllm.loader.collator import tensor_in
+from orchmllm.loader.positions import tensor_in
 from orchmllm.loader.wrapped import plain
 from orchmllm.plan.layout import VISION
 

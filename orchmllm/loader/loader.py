@@ -21,6 +21,7 @@ from orchmllm.loader.collator import Collator
 from orchmllm.loader.groups import data_ranks
 from orchmllm.loader.links import connect
 from orchmllm.loader.loss import LossWatch, StepInfo
+from orchmllm.loader.positions import Fit
 from orchmllm.loader.setup import Planning, check_arguments, check_state, log_step, plan_batch
 from orchmllm.loader.source import (
     PlannedSampler,
@@ -285,7 +286,7 @@ class BalancedDataLoader(DataLoader):
         """
         epoch, step, inner = self._done
         state = {"version": STATE_VERSION, **self._order(), "epoch": epoch, "step": step,
-                 "geometry": self._planning.geometry}
+                 "geometry": self._planning.geometry, "positions": self._planning.fit.knots}
         if self._source.kind == "indices":
             return {**state, "batch_size": self._source.batch_size}
         return {**state, **self._source.counted(), "num_ranks": self.num_ranks,
@@ -298,7 +299,8 @@ class BalancedDataLoader(DataLoader):
         order or accumulation, within an epoch for another batch_size argument (unless the global
         batches are equal), and for a per-rank state of another rank or number of ranks."""
         check_state(state, self.state_dict(), self._own_key)
-        self._planning.geometry = state.get("geometry", 0)  # states of before do not have it
+        self._planning.geometry = state.get("geometry", 0)  # states of before do not have these
+        self._planning.fit = Fit(state.get("positions", ()))
         size = self._source.batch_size
         if self._source.kind == "indices" and (
                 state["step"] or state.get("batch_size", size) == size):
