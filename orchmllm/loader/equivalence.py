@@ -113,7 +113,7 @@ def _cause(run: Run, plain: list[Gradients], again: list[Gradients], tolerance: 
                     "computed on a rank's examples")
     return ("what an example gives depends on those beside it: padding that no mask hides, an "
             "average over a rank's batch, or a loss that compares examples "
-            '("What varies per rank" in docs/loader.md)')
+            '("Losses over several examples" in docs/loader_cases.md)')
 
 
 _CHANGES = {

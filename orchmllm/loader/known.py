@@ -12,7 +12,7 @@ _GENERATED = ("its batches are generated and compared within the step, after the
               "the prompts, so no length is known when a step is planned; ")
 _ENCODERS = "balance_encoders(model) still balances the encoders of a model that has some"
 _GROUPS = (f"{_GENERATED}{_ENCODERS}. In a loop of your own, over answers that exist, make the "
-           'answers to one prompt the example ("What varies per rank" in docs/loader.md)')
+           'answers to one prompt the example ("Losses over several examples" in docs/loader_cases.md)')
 _OWN_LOOP = ('; BalancedDataLoader balances it in a loop of your own, if its loss is a sum over '
              'examples or targets ("Which model, which way" in docs/loader.md)')
 _REFUSED = {
@@ -39,8 +39,8 @@ def check_trainer(trainer: Any, loss: str | None) -> type:
     if "return_loss" in inspect.signature(model.forward).parameters:
         raise ValueError(f"{type(model).__name__} has a contrastive loss, which compares the "
                          "examples of a rank with each other, and balancing changes these: in a "
-                         "loop of your own compute it over all ranks (\"What varies per rank\" in "
-                         "docs/loader.md)")
+                         "loop of your own compute it over all ranks (\"Losses over several "
+                         "examples\" in docs/loader_cases.md)")
     if loss not in (None, "mean", "scaled"):
         raise ValueError(f"loss is {loss!r}: use 'mean' or 'scaled'")
     of_batch = sorted(_OF_A_BATCH & {*getattr(trainer, "loss_types", ())})

@@ -244,8 +244,8 @@ class LossWatch:
             'nothing checks how the loss is scaled, because the batch has no tensor "labels", and '
             "ranks hold unequally many examples (this one %d of %d in %d batches): a mean over "
             "each rank's own weighs examples by the plan, and a loss that compares examples with "
-            'each other has to be computed over all ranks ("What varies per rank" in '
-            "docs/loader.md). Give BalancedDataLoader num_targets (collated batch -> "
+            'each other has to be computed over all ranks ("Losses over several examples" '
+            "in docs/loader_cases.md). Give BalancedDataLoader num_targets (collated batch -> "
             "int) and write loss = loader.scale_mean(loss, shifted=False), or check_loss=False if "
             "your loop divides by the examples of all ranks itself",
             info.num_examples, info.num_global_examples, batches)

@@ -165,8 +165,10 @@ class _Balanced:
                     self.state.global_step in AGAIN and step.microbatch == 0):
                 trial = Trial(self, model, lambda some, count: compute(
                     model, some, num_items_in_batch=count), self._balance_loader.num_targets)
-                self._balance_loss = trial.meaning(
+                before, self._balance_loss = self._balance_loss, trial.meaning(
                     inputs, step.num_examples, num_items_in_batch, self._balance_loss)
+                if self._balance_loss != before:
+                    self._balance_says(num_items_in_batch)
             if self._balance_loss == SCALED and num_items_in_batch is None:
                 raise ValueError(
                     "loss='scaled', but this Trainer gives the loss no num_items_in_batch, so it "
@@ -185,6 +187,17 @@ class _Balanced:
         elif not step.num_examples:  # a filler
             loss = nothing_of(loss)
         return (loss, *outputs) if return_outputs else loss
+
+    def _balance_says(self, num_items_in_batch: Tensor | int | None) -> None:
+        """On rank 0, what the trial has found."""
+        if self.args.process_index:
+            return
+        log.info("the loss of %s is: %s", type(self.model).__name__, self._balance_loss)
+        if num_items_in_batch is not None and self._balance_loss not in (SCALED, SUM):
+            log.warning("the loss of %s ignores num_items_in_batch, for which the Trainer alone "
+                        "multiplies the gradient by the number of ranks, %d. Balanced, it is that "
+                        "of one process: a learning rate that was tuned to the other does not fit",
+                        type(self.model).__name__, self._balance_loader.num_ranks)
 
     def _divides_by(self, num_items_in_batch: Tensor | int | None) -> int:
         """What Trainer.training_step divides the loss by."""

@@ -63,8 +63,8 @@ class Trial:
                     "it is not the same when it is computed twice. Such a part, as the auxiliary "
                     "loss of routed experts, is computed on the examples of one rank, which "
                     "balancing changes: switch it off (model.config.output_router_logits = False), "
-                    'compute it over all ranks ("What varies per rank" in docs/loader.md), or say '
-                    "loss='scaled' to let it depend on the plan")
+                    'compute it over all ranks ("Losses over several examples" in '
+                    "docs/loader_cases.md), or say loss='scaled' to let it depend on the plan")
         return self._count(inputs, num_examples, before)
 
     def _count(self, inputs: Mapping[str, Any], num_examples: int, before: str | None) -> str:

@@ -584,7 +584,7 @@ def run_cells(world: Any, cells: list[Cell]) -> list[tuple[float, list[list[int]
 
 
 def client_table() -> str:
-    """The table of docs/loader.md: every cell is right, or the tests of its client fail."""
+    """The table of docs/loader_cases.md: every cell is right, or the tests of its client fail."""
     lines = (ROOT / "constraints.txt").read_text()
     pinned = dict(reversed(re.findall(r"^([\w-]+)==([\d.]+)", lines, re.M)))  # the first of each
     names = {
