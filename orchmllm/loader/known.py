@@ -12,7 +12,8 @@ _GENERATED = ("its batches are generated and compared within the step, after the
               "the prompts, so no length is known when a step is planned; ")
 _ENCODERS = "balance_encoders(model) still balances the encoders of a model that has some"
 _GROUPS = (f"{_GENERATED}{_ENCODERS}. In a loop of your own, over answers that exist, make the "
-           'answers to one prompt the example ("Losses over several examples" in docs/loader_cases.md)')
+           'answers to one prompt the example ("Losses over several examples" in '
+           "docs/loader_cases.md)")
 _OWN_LOOP = ('; BalancedDataLoader balances it in a loop of your own, if its loss is a sum over '
              'examples or targets ("Which model, which way" in docs/loader.md)')
 _REFUSED = {

@@ -117,6 +117,7 @@ class CollatedLengths:
                              "is not found out by that: give lengths or length_fn")
 
     def __call__(self, index: int) -> int:
+        """Raises ValueError naming the row whose length is not known."""
         if self._lengths[index] < 0:
             try:
                 self._lengths[index] = self.of(self._rows[index])

@@ -128,4 +128,5 @@ class FittedCost(CostModel):
     knots: tuple[Seen, ...] = ()
 
     def __call__(self, lengths: np.ndarray, frames: np.ndarray | None = None) -> np.ndarray:
+        """(n,) -> (n,), as CostModel. Raises what that raises."""
         return super().__call__(Fit(self.knots)(np.asarray(lengths, np.int64)), frames)
