@@ -27,7 +27,10 @@ from scripts.count_code import count_parts, count_rooms, read_all
 # maker of the demo's corpus came from scripts, generate and answers in the report (+760),
 # with slow networks and host memory in the doctor (+75), the dry run of whole models (+210), and
 # whole models in init and caps in what is predicted (+80).
-MOST = {"base": 21_580, "tools": 5_030, "papers": 1_700, "cpp": 2_140}
+# The drop-in grew by what it had to be told: lengths by a Trainer's own collator and its encoders
+# (+100), wrappers of a loader (+30), positions that are fitted to what was seen (+90), and the
+# causes that check_equivalence names, for Trainers, too (+130).
+MOST = {"base": 21_940, "tools": 5_030, "papers": 1_700, "cpp": 2_140}
 
 
 @pytest.mark.parametrize("room", list(MOST))

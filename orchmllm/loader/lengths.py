@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_map
 from torch.utils.data import DataLoader, IterableDataset
 
 from orchmllm.data.media.headers import image_header
-from orchmllm.data.media.medium import Medium
+from orchmllm.data.media.medium import MediaError, Medium
 from orchmllm.loader.positions import tensor_in
 from orchmllm.loader.wrapped import plain
 from orchmllm.plan.layout import VISION
@@ -168,7 +168,10 @@ def _with_blank_images(dataset: Any) -> Any:
 
     class Blank(of.Image):
         def decode_example(self, value: dict, token_per_repo_id: Any = None) -> Any:
-            height, width = _size(value)
+            try:
+                height, width = _size(value)
+            except (MediaError, OSError, ValueError):  # of a kind that has to be decoded
+                return super().decode_example(value, token_per_repo_id)
             return sys.modules["PIL.Image"].new("RGB", (width, height))
 
     def blank(feature: Any) -> None:

@@ -82,7 +82,8 @@ def balance_trainer(
     base = check_trainer(trainer, loss)
     if options.get("group") is None:
         options["group"] = trainer_group(trainer)
-    trainer._balance_encoders = encoders and _balance_encoders(trainer, options["group"])
+    trainer._balance_encoders = (
+        _encoders_balanced(trainer, options["group"]) if encoders else None)
     if "phases" not in options:
         options["phases"] = known_cost(trainer.model)
     kind = type(trainer)
@@ -99,7 +100,7 @@ def balance_trainer(
     return trainer
 
 
-def _balance_encoders(trainer: Any, group: Any) -> EncoderHandle | None:
+def _encoders_balanced(trainer: Any, group: Any) -> EncoderHandle | None:
     """balance_encoders for the Trainer's model; the log says why not, of a model that has some."""
     if not has_encoders(trainer.model):
         return None
@@ -121,6 +122,7 @@ class _Balanced:
     _balance_steps: deque[StepInfo]  # of batches that were fetched and not trained on
     _balance_step: StepInfo | None = None  # of the batch that is trained on
     _balance_loader: BalancedDataLoader
+    _balance_encoders: EncoderHandle | None
 
     def get_train_dataloader(self) -> BalancedDataLoader:
         loader = super().get_train_dataloader()

@@ -145,8 +145,7 @@ def computed(world, cases: list[tuple]) -> list[list[tuple[int, list[float]]]]:
     rank in all steps, and the gains that the log gives."""
     lines, out = messages(), []
     for kind, together in cases:
-        # Steps that are planned before a batch was seen are few of many.
-        few = together in (collate, packed)
+        few = together in (collate, packed)  # of the others, steps that are planned unseen are few
         lengths, case = lengths_of(kind, 768 if few else 2048), []
         for how in (dict(enabled=False), {}, *(
                 dict(policy=policy) for policy in ("padded", "least_move", "greedy"))):
@@ -173,8 +172,9 @@ def test_without_a_policy_the_loader_finds_the_one_that_fits(cases, num_ranks):
               f"{auto} planned, {[positions for positions, _ in fixed]} by each policy; gain "
               f"{counted:.1f}% counted, {np.mean(gains):.1f}% logged")
         assert auto <= 1.03 * min(positions for positions, _ in fixed) and auto <= 1.01 * off
-        assert len(gains) == (96 if together in (collate, packed) else 256) // num_ranks
-        assert together not in (collate, packed) or num_ranks == 2 or abs(np.mean(gains) - counted) <= 5
+        few = together in (collate, packed)
+        assert len(gains) == (96 if few else 256) // num_ranks
+        assert not few or num_ranks == 2 or abs(np.mean(gains) - counted) <= 5
 
 
 def said(world, lengths: list[int], hows: list[dict]) -> list[tuple[list[str], dict]]:
