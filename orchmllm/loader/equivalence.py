@@ -77,7 +77,7 @@ def check_equivalence(
         model = trainer.model if trainer is not None else getattr(parameters, "__self__", None)
         asked = watch.asked or not isinstance(loader, BalancedDataLoader)
         raise AssertionError(f"{error}; likely cause: " + _cause(
-            run, plain, again, tolerance, model, asked, bool(encoders))) from None
+            run, plain, tolerance, model, asked, bool(encoders))) from None
     if dist.get_rank() == 0:
         print(f"gradients equal to {whole:.0e}")
     return worst
@@ -87,23 +87,23 @@ class _Differs(AssertionError):
     """The gradients with balancing are others."""
 
 
-def _cause(run: Run, plain: list[Gradients], again: list[Gradients], tolerance: float,
-           model: nn.Module | None, asked: bool, moves: bool) -> str:
+def _cause(run: Run, plain: list[Gradients], tolerance: float, model: nn.Module | None,
+           asked: bool, moves: bool) -> str:
     """What would make the gradients equal, or what the model has that balancing changes."""
-    def equal(**how: bool) -> bool:
+    def equal(want: list[Gradients], **how: bool) -> bool:
         try:
-            _differences(run(True, **how), run(False) if not how else plain, again, tolerance)
+            _differences(run(True, **how), want, want, tolerance)
         except (AssertionError, ValueError):  # the change may not fit the loop
             return False
         return True
 
-    if moves and equal(moves=False):
+    if moves and equal(plain, moves=False):
         return "the encoders, which are encoded otherwise on another rank"
     if not asked:
         return f"the loss is never scaled: {losses.MEND}"
     for change, text in _CHANGES.items():
         with _scaled_otherwise(change):
-            if equal():
+            if equal(run(False)):
                 return text
     for name, module in () if model is None else model.named_modules():
         if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.training:
