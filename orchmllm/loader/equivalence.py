@@ -90,8 +90,9 @@ class _Differs(AssertionError):
 def _cause(run: Run, plain: list[Gradients], tolerance: float, model: nn.Module | None,
            asked: bool, moves: bool) -> str:
     """What would make the gradients equal, or what the model has that balancing changes."""
-    def equal(want: list[Gradients], **how: bool) -> bool:
+    def equal(want: list[Gradients] | None = None, **how: bool) -> bool:
         try:
+            want = want or run(False)
             _differences(run(True, **how), want, want, tolerance)
         except (AssertionError, ValueError):  # the change may not fit the loop
             return False
@@ -103,7 +104,7 @@ def _cause(run: Run, plain: list[Gradients], tolerance: float, model: nn.Module 
         return f"the loss is never scaled: {losses.MEND}"
     for change, text in _CHANGES.items():
         with _scaled_otherwise(change):
-            if equal(run(False)):
+            if equal():
                 return text
     for name, module in () if model is None else model.named_modules():
         if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.training:
