@@ -8,11 +8,11 @@ from typing import Any
 _LIBRARIES = ("transformers", "trl")
 PAIRS = ("DPOTrainer", "RewardTrainer")  # whose loss is a mean over pairs of answers
 _KNOWN = ("Trainer", "Seq2SeqTrainer", "SFTTrainer", *PAIRS)
-_GENERATED = ("its batches are generated and compared within the step, after the loader gave "
-              "the prompts, so no length is known when a step is planned; ")
+_GENERATED = ("its batches are generated within the step, after the loader gave the prompts, so no "
+              "length is known when a step is planned; ")
 _ENCODERS = "balance_encoders(model) still balances the encoders of a model that has some"
-_GROUPS = (f"{_GENERATED}{_ENCODERS}. In a loop of your own, over answers that exist, make the "
-           'answers to one prompt the example ("Losses over several examples" in '
+_GROUPS = (f"{_GENERATED}in a loop of your own, over answers that exist, make the answers to one "
+           'prompt the example ("Losses over several examples" in '
            "docs/loader_cases.md)")
 _OWN_LOOP = ('; BalancedDataLoader balances it in a loop of your own, if its loss is a sum over '
              'examples or targets ("Which model, which way" in docs/loader.md)')
