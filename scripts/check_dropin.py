@@ -283,7 +283,7 @@ def uses(world: Any) -> list[tuple[str, str]]:
 
     out = [(f"an Encoder called with {how}", encoder_called(world, how)) for how in (
         "an option", "a factor", "a mask made in the forward", "by position")]
-    out += [(f"a loop over {f.__name__[3:]}s", warned(world, f))
+    out += [(f"batches {f.__name__}", warned(world, f))
             for f in (as_tuple, as_target, as_pairs)]
     with tempfile.TemporaryDirectory() as folder:
         out.append(("loss='scaled' of a mean", trainer_of(world, folder, "scaled", None)))
