@@ -142,7 +142,8 @@ def test_a_row_that_cannot_be_known_is_named():
 
 def test_lengths_by_what_collate_fn_makes_of_a_row_alone():
     def lengths_by(collate) -> CollatedLengths:
-        return CollatedLengths(torch.utils.data.DataLoader([{"n": 3}, {"n": 5}], collate_fn=collate))
+        rows = [{"n": 3}, {"n": 5}]
+        return CollatedLengths(torch.utils.data.DataLoader(rows, collate_fn=collate))
 
     def padded(rows: list[dict]) -> dict:
         sizes = torch.tensor([[row["n"]] for row in rows])
