@@ -146,7 +146,7 @@ def computed(world, cases: list[tuple]) -> list[list[tuple[int, list[float]]]]:
     lines, out = messages(), []
     for kind, together in cases:
         few = together in (collate, packed)  # of the others, steps that are planned unseen are few
-        lengths, case = lengths_of(kind, 768 if few else 2048), []
+        lengths, case = lengths_of(kind, 768 if few else 3072), []
         for how in (dict(enabled=False), {}, *(
                 dict(policy=policy) for policy in ("padded", "least_move", "greedy"))):
             del lines[:]
@@ -173,7 +173,7 @@ def test_without_a_policy_the_loader_finds_the_one_that_fits(cases, num_ranks):
               f"{counted:.1f}% counted, {np.mean(gains):.1f}% logged")
         assert auto <= 1.03 * min(positions for positions, _ in fixed) and auto <= 1.01 * off
         few = together in (collate, packed)
-        assert len(gains) == (96 if few else 256) // num_ranks
+        assert len(gains) == (96 if few else 384) // num_ranks
         assert not few or num_ranks == 2 or abs(np.mean(gains) - counted) <= 5
 
 
