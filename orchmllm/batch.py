@@ -216,7 +216,8 @@ class Microbatch:
     PackedExamples); ignored: positions (in the
     microbatch's layout) of examples without labels. Of a loader of whole examples: content is
     what collate_fn returned, num_targets its labels (see commit), geometry whether it is padded
-    (PADDED, PACKED, or 0 where it does not show), labels_shape that of "labels".
+    (PADDED, PACKED, or 0 where it does not show), seen: its longest example and the positions that
+    this one has in it, labels_shape that of "labels".
     """
 
     plan: StepPlan
@@ -227,6 +228,7 @@ class Microbatch:
     positions: np.ndarray | None = None
     num_targets: tuple[int, int] = UNCOUNTED
     geometry: int = 0
+    seen: tuple[int, int] = (0, 0)
     labels_shape: tuple[int, ...] | None = None
 
 
@@ -252,7 +254,8 @@ class Step:
     error: why it cannot be loaded. preprocessed: where servers read (data.preprocess). phases:
     figures of the plans (orchmllm.plan.step.phase_figures), of the trainer's steps. useful_flop: of
     the global batch, where the loader counts it (models.flops.step_flops). geometry: of
-    the batches of all ranks: PADDED if one of them is, else PACKED if one is that, else 0.
+    the batches of all ranks: PADDED if one of them is, else PACKED if one is that, else 0; seen
+    (ranks, 2): that of the batch with the longest example of each.
     as_sampled: whether it is not balanced, to be compared with steps that are
     (balance.measure_every); kept_balanced: why it is balanced although it should not have been.
     loop: (index of an earlier step, microseconds that the slowest rank's loop took for it, or
@@ -266,6 +269,7 @@ class Step:
     num_shifted_targets: int | None = None
     failed: list[FailedSegment] = field(default_factory=list)
     geometry: int = 0
+    seen: np.ndarray | None = None
     plan_s: float = 0.0
     wait_s: float = 0.0
     state: Any = None

@@ -44,7 +44,7 @@ PROTOCOL_VERSION = 5
 _LAYOUT_FIELDS = ("version", "step", "num_examples", "num_segments", "exhausted", "error_bytes",
                   "spec_digest")
 _COMMIT_FIELDS = ("step", "digest", "detail_bytes", "geometry", "num_targets", "num_shifted",
-                  "loop_us")
+                  "loop_us", "seen")
 
 
 class Orchestrator:
@@ -154,13 +154,14 @@ class Orchestrator:
     def commit(
         self, step: int, plans: Sequence[StepPlan], *, error: Exception | None = None,
         failed: Sequence[FailedSegment] = (), num_targets: tuple[int, int] = UNCOUNTED,
-        geometry: int = 0, loop_us: int = UNKNOWN,
-    ) -> tuple[list[FailedSegment], list[int | None], int, int]:
+        geometry: int = 0, seen: tuple[int, int] = (0, 0), loop_us: int = UNKNOWN,
+    ) -> tuple[list[FailedSegment], list[int | None], int, np.ndarray, int]:
         """COMMIT: agrees that this step is sound. num_targets: labels of this rank's batches, and
-        those that a model which shifts labels itself predicts. geometry: of them, see Step.
-        loop_us: of this rank for an earlier step, see Step.loop. Returns (what all ranks could not
-        decode; both counts of all ranks, None if some rank could not count its own; the geometry
-        of the step; loop_us of the slowest rank of this shard, UNKNOWN if it is of some rank).
+        those that a model which shifts labels itself predicts. geometry, seen: of them, see Step
+        (not sent from 2^31 on). loop_us: of this rank for an earlier step, see Step.loop. Returns
+        (what all ranks could not decode; both counts of all ranks, None if some rank could not
+        count its own; the geometry and what was seen, of the step; loop_us of the slowest rank of
+        this shard, UNKNOWN if it is of some rank).
 
         Raises RemoteError if any rank passed an `error`, its cause on that rank, and
         PlanMismatchError if plans differ."""
@@ -170,7 +171,8 @@ class Orchestrator:
             detail = json.dumps([describe(error), [astuple(f) for f in failed]])
         everyone = self._commit_gather
         rows = everyone(np.array(
-            [step, digest, len(detail.encode()), geometry, *num_targets, loop_us], np.int64))
+            [step, digest, len(detail.encode()), geometry, *num_targets, loop_us,
+             seen[0] << 32 | seen[1] if max(seen) < 2**31 else 0], np.int64))
         head = dict(zip(_COMMIT_FIELDS, rows.T, strict=True))
         details = [json.loads(t) if t else [None, []]
                    for t in gather_texts(everyone, detail, head["detail_bytes"])]
@@ -183,6 +185,7 @@ class Orchestrator:
                 [None if (head[name] == UNKNOWN).any() else int(head[name].sum())
                  for name in ("num_targets", "num_shifted")],
                 int(head["geometry"].max()),
+                np.stack([head["seen"] >> 32, head["seen"] & (2**32 - 1)], 1),
                 UNKNOWN if (loops == UNKNOWN).any() else int(loops.max()))
 
     def dispatch(self, micro: Microbatch, num_global_targets: int) -> Batch | PackedExamples:

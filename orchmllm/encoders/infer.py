@@ -45,7 +45,7 @@ def infer_encoders(model: nn.Module) -> tuple[nn.Module, tuple[Encoder, ...]]:
                          f"({', '.join(type(m).__name__ for m in owners)}): call balance_encoders "
                          "for one of them")
     for module in model.modules():
-        if any(c.__name__ == "Qwen2AudioModel" for c in type(module).__mro__):
+        if _is_qwen2_audio(module):
             return module, (_QWEN2_AUDIO,)
     if not owners:
         raise ValueError(
@@ -60,6 +60,15 @@ def infer_encoders(model: nn.Module) -> tuple[nn.Module, tuple[Encoder, ...]]:
         raise ValueError(f"no encoder was found in {type(owner).__name__}: describe what encodes "
                          "with orchmllm.Encoder (docs/encoders.md)")
     return owner, tuple(_joined(owner, found))
+
+
+def has_encoders(model: nn.Module) -> bool:
+    """Whether it is a model of transformers with media among the arguments of its forward."""
+    return any(_methods(module) or _is_qwen2_audio(module) for module in model.modules())
+
+
+def _is_qwen2_audio(module: nn.Module) -> bool:
+    return any(c.__name__ == "Qwen2AudioModel" for c in type(module).__mro__)
 
 
 def _methods(module: nn.Module) -> list[tuple[str, str]]:

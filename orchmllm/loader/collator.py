@@ -1,18 +1,19 @@
-"""What the user's collate_fn returned: whether it is padded, how many targets it holds, and what a
-rank without an example makes of it."""
+"""What the user's collate_fn returned: how many targets it holds, and what a rank without an
+example makes of it."""
 
 from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils.data._utils.pin_memory import pin_memory
 
-from orchmllm.batch import IGNORE_INDEX, PACKED, PADDED, UNCOUNTED, Microbatch, Step
+from orchmllm.batch import IGNORE_INDEX, UNCOUNTED, Microbatch, Step
+from orchmllm.loader.positions import geometry_of, tensor_in
 
 
 class Collator:
@@ -34,7 +35,8 @@ class Collator:
         if batch is None:
             raise TypeError("collate_fn returned None: it has to return the batch")
         counts, is_filler = self.num_targets, not len(micro.rank_plan.examples)
-        micro.geometry = 0 if is_filler else geometry_of(micro, batch)
+        if not is_filler:
+            micro.geometry, micro.seen = geometry_of(micro, batch)
         labels = labels_of(batch)
         micro.labels_shape = None if labels is None else tuple(labels.shape)
         # It fails at the first batch of an epoch that ends with fillers, not at the last.
@@ -69,11 +71,7 @@ def targets_of(step: Step) -> tuple[int, int]:
 
 def labels_of(batch: Any) -> Tensor | None:
     """The tensor "labels" of a batch, None where there is none."""
-    try:
-        labels = batch["labels"]
-    except (TypeError, KeyError, IndexError):
-        labels = getattr(batch, "labels", None)
-    return labels if isinstance(labels, torch.Tensor) else None
+    return tensor_in(batch, "labels")
 
 
 def count_labels(labels: Tensor) -> tuple[int, int]:
@@ -98,23 +96,3 @@ def ignore_labels(batch: Any, labels: Tensor | None) -> Any:
     else:
         batch.labels = ignored
     return batch
-
-
-def geometry_of(micro: Microbatch, batch: Any) -> int:
-    """Whether a tensor of the batch shows that examples of the planned lengths were padded to the
-    longest (PADDED) or joined (PACKED); 0 where none does, as with a single example or equal
-    lengths."""
-    lengths = micro.plan.layout.tokens_per_example[micro.rank_plan.examples]
-    longest, total = int(lengths.max(initial=0)), int(lengths.sum())
-    values = batch.values() if isinstance(batch, Mapping) else (
-        batch if isinstance(batch, list | tuple) else [batch])
-    shown = 0
-    for shape in (value.shape for value in values if isinstance(value, Tensor)):
-        # Some more for special tokens and multiples of 8, not any size: lengths may have another
-        # unit.
-        if (len(shape) > 1 and shape[0] == len(lengths) and longest <= shape[1] <= (
-                1.25 * longest + 8) and shape[0] * shape[1] > 1.1 * total):
-            return PADDED
-        if 1.1 * longest < total <= max(shape[:2], default=0) <= 1.25 * total + 8:
-            shown = PACKED
-    return shown

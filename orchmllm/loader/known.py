@@ -1,26 +1,25 @@
-"""Which Trainers balance_trainer takes, and the lengths and options that their data has."""
+"""Which Trainers balance_trainer takes, and the options that their data has."""
 
 from __future__ import annotations
 
 import inspect
-import math
 from typing import Any
-
-from torch.utils.data import IterableDataset
 
 _LIBRARIES = ("transformers", "trl")
 PAIRS = ("DPOTrainer", "RewardTrainer")  # whose loss is a mean over pairs of answers
 _KNOWN = ("Trainer", "Seq2SeqTrainer", "SFTTrainer", *PAIRS)
-_GROUPS = ("it compares the answers to one prompt with each other, and balancing would take them "
-           'apart: make the group the example ("What varies per rank" in docs/loader.md)')
+_GENERATED = ("its batches are generated within the step, after the loader gave the prompts, so no "
+              "length is known when a step is planned; ")
+_ENCODERS = "balance_encoders(model) still balances the encoders of a model that has some"
+_GROUPS = (f"{_GENERATED}in a loop of your own, over answers that exist, make the answers to one "
+           'prompt the example ("Losses over several examples" in '
+           "docs/loader_cases.md)")
 _OWN_LOOP = ('; BalancedDataLoader balances it in a loop of your own, if its loss is a sum over '
              'examples or targets ("Which model, which way" in docs/loader.md)')
 _REFUSED = {
     "GRPOTrainer": _GROUPS, "RLOOTrainer": _GROUPS,
-    "KTOTrainer": "it estimates the divergence from the other examples of the batch; "
-                  "balance_encoders(model) still balances the encoders of a model that has some",
-    "DistillationTrainer": "its batches are generated within the step; balance_encoders(model) "
-                           "still balances the encoders of a model that has some"}
+    "KTOTrainer": f"it estimates the divergence from the other examples of the batch; {_ENCODERS}",
+    "DistillationTrainer": _GENERATED + _ENCODERS}
 _OF_A_BATCH = {"aot", "aot_unpaired", "sft"}  # losses of DPO that are no mean over pairs
 
 
@@ -41,8 +40,8 @@ def check_trainer(trainer: Any, loss: str | None) -> type:
     if "return_loss" in inspect.signature(model.forward).parameters:
         raise ValueError(f"{type(model).__name__} has a contrastive loss, which compares the "
                          "examples of a rank with each other, and balancing changes these: in a "
-                         "loop of your own compute it over all ranks (\"What varies per rank\" in "
-                         "docs/loader.md)")
+                         "loop of your own compute it over all ranks (\"Losses over several "
+                         "examples\" in docs/loader_cases.md)")
     if loss not in (None, "mean", "scaled"):
         raise ValueError(f"loss is {loss!r}: use 'mean' or 'scaled'")
     of_batch = sorted(_OF_A_BATCH & {*getattr(trainer, "loss_types", ())})
@@ -73,20 +72,3 @@ def of_pairs(trainer: Any, given: dict[str, Any]) -> dict[str, Any]:
             trainer.args, "padding_free", False):
         options.setdefault("policy", "padded")  # a pair has two rows, which hides the padding
     return options
-
-
-def known_lengths(trainer: Any) -> list[int] | None:
-    """Of the examples of a data set that is tokenised: input_ids, or TRL's pairs, of which the
-    longer answer is what both are padded to. None for any other."""
-    data = trainer.train_dataset
-    columns = getattr(data, "column_names", None) or ()
-    if isinstance(data, IterableDataset):
-        return None
-    if "input_ids" in columns:
-        return [len(ids) for ids in data["input_ids"]]
-    if not {"chosen_ids", "rejected_ids"} <= set(columns):
-        return None
-    prompts = data["prompt_ids"] if "prompt_ids" in columns else [()] * len(data)
-    longest = getattr(trainer.args, "max_length", None) or math.inf
-    return [min(len(prompt) + max(len(chosen), len(rejected)), longest) for prompt, chosen, rejected
-            in zip(prompts, data["chosen_ids"], data["rejected_ids"], strict=True)]

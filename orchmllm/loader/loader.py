@@ -6,6 +6,8 @@ from __future__ import annotations
 
 import math
 import sys
+import weakref
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -19,11 +21,13 @@ from orchmllm.loader.collator import Collator
 from orchmllm.loader.groups import data_ranks
 from orchmllm.loader.links import connect
 from orchmllm.loader.loss import LossWatch, StepInfo
+from orchmllm.loader.positions import Fit
 from orchmllm.loader.setup import Planning, check_arguments, check_state, log_step, plan_batch
 from orchmllm.loader.source import (
     PlannedSampler,
     Reader,
     drawn_batches,
+    follow,
     open_source,
     refuse,
     refuse_ahead,
@@ -123,6 +127,8 @@ class BalancedDataLoader(DataLoader):
         self._next = self._done = (0, 0, None)
         self._own_key = f"inner_{self.rank}"  # in the state of a sampler or a stream
         self._step: StepInfo | None = None  # of the batch last yielded
+        self._ahead: deque[tuple] | None = None  # the same of batches that a wrapper holds back
+        self._original = weakref.ref(self)  # which an object with these attributes has, too
         self._live = False  # whether an iterator has begun and not ended
         self._show()
 
@@ -200,7 +206,9 @@ class BalancedDataLoader(DataLoader):
                 "a second iterator of this BalancedDataLoader begins while another one is live; "
                 "they would share plans: end the first (exhaust it, or `del iterator`), or make a "
                 "second loader")
-        refuse_ahead(sys._getframe(1).f_globals.get("__name__", ""), self)
+        # A frame that this generator held would hold the generator.
+        refuse_ahead(sys._getframe(1), self)
+        self._ahead = deque() if follow(sys._getframe(1), self) else None
         before = self._done = self._next
         epoch, first, state = before
         orch = self._orchestrator
@@ -218,13 +226,15 @@ class BalancedDataLoader(DataLoader):
                 for k, micro in enumerate(step.micro):
                     if k == len(step.micro) - 1:
                         self._done = epoch, step.index + 1, step.state
-                    self._step = StepInfo.of(
+                    self._step = info = StepInfo.of(
                         step, k, epoch, self.num_ranks, self.num_targets is None, self._watch)
+                    if self._ahead is not None:
+                        self._ahead.append((info, self._done))
                     if k == 0 and self._log_every and not step.index % self._log_every:
-                        log_step(step, self._step, self._planning.loop)
+                        log_step(step, info, self._planning.loop)
                     yielded += 1
                     yield micro.content
-                    self._watch.fetched(self._step)
+                    self._watch.fetched(info)
             self.num_dropped += pipeline.num_dropped
             self._done = epoch + 1, 0, None
         except GeneratorExit:
@@ -276,7 +286,7 @@ class BalancedDataLoader(DataLoader):
         """
         epoch, step, inner = self._done
         state = {"version": STATE_VERSION, **self._order(), "epoch": epoch, "step": step,
-                 "geometry": self._planning.geometry}
+                 "geometry": self._planning.geometry, "positions": self._planning.fit.knots}
         if self._source.kind == "indices":
             return {**state, "batch_size": self._source.batch_size}
         return {**state, **self._source.counted(), "num_ranks": self.num_ranks,
@@ -289,7 +299,8 @@ class BalancedDataLoader(DataLoader):
         order or accumulation, within an epoch for another batch_size argument (unless the global
         batches are equal), and for a per-rank state of another rank or number of ranks."""
         check_state(state, self.state_dict(), self._own_key)
-        self._planning.geometry = state.get("geometry", 0)  # states of before do not have it
+        self._planning.geometry = state.get("geometry", 0)  # states of before do not have these
+        self._planning.fit = Fit(state.get("positions", ()))
         size = self._source.batch_size
         if self._source.kind == "indices" and (
                 state["step"] or state.get("batch_size", size) == size):

@@ -87,7 +87,7 @@ class StepInfo:
     def denominator(self, *, shifted: bool) -> int:
         """num_targets or num_shifted_targets. Raises ValueError if they are not known."""
         if self._watch is not None:
-            self._watch.done = True
+            self._watch.done = self._watch.asked = True
         count = self.num_shifted_targets if shifted else self.num_targets
         if count is None:
             raise ValueError(
@@ -212,10 +212,10 @@ def _divisor(info: StepInfo) -> int:
 class LossWatch:
     """Warns once if a loop never asks how to scale its loss although ranks hold unequally many
     targets. Batches may be fetched ahead, so it waits for PATIENCE steps; not where the targets are
-    not known, since there no loop can ask. done: says no more."""
+    not known, since there no loop can ask. done: says no more. asked: whether the loop asked."""
 
     def __init__(self, done: bool) -> None:
-        self.done, self._unequal = done, 0
+        self.done, self.asked, self._unequal = done, False, 0
 
     def fetched(self, info: StepInfo) -> None:
         """Another batch was fetched after that of `info`."""
@@ -244,7 +244,8 @@ class LossWatch:
             'nothing checks how the loss is scaled, because the batch has no tensor "labels", and '
             "ranks hold unequally many examples (this one %d of %d in %d batches): a mean over "
             "each rank's own weighs examples by the plan, and a loss that compares examples with "
-            "each other cannot be balanced. Give BalancedDataLoader num_targets (collated batch -> "
+            'each other has to be computed over all ranks ("Losses over several examples" '
+            "in docs/loader_cases.md). Give BalancedDataLoader num_targets (collated batch -> "
             "int) and write loss = loader.scale_mean(loss, shifted=False), or check_loss=False if "
             "your loop divides by the examples of all ranks itself",
             info.num_examples, info.num_global_examples, batches)

@@ -10,6 +10,7 @@ from typing import Any
 from orchmllm.batch import PACKED, PADDED, Step
 from orchmllm.loader.gain import LoopGain, costs_of
 from orchmllm.loader.loss import StepInfo
+from orchmllm.loader.positions import Fit, FittedCost
 from orchmllm.loader.source import Source
 from orchmllm.orchestrator import Orchestrator
 from orchmllm.plan.assign import BalancePolicy, NodeSolver, PhasePolicy, PlanSpec
@@ -21,6 +22,7 @@ from orchmllm.plan.step import StepPlan, plan_step
 
 log = logging.getLogger("orchmllm.loader")
 BY_LENGTH = CostModel(linear=1000, quadratic=0)
+NO_LOSS = 1e-6  # gain below which a step stays as sampled: there is none
 LITTLE = 0.01  # predicted gain under which the log says so
 
 
@@ -72,13 +74,14 @@ class Planning:
 
     policy, tolerance, max_tokens: as of the loader. says: whether this rank writes to the log.
     known: the other arguments of make_spec, which raises. geometry: PADDED once a batch of any rank
-    was, PACKED where no batch of a whole step showed padding, 0 before the first step. loop: what
-    balancing gained so far, with measure_every."""
+    was, PACKED where no batch of a whole step showed padding, 0 before the first step. fit: the
+    positions of an example by its length, of which costs are made with `auto`. loop: what balancing
+    gained so far, with measure_every."""
 
     def __init__(self, policy: str, tolerance: float | None, max_tokens: int, *, says: bool,
                  **known: Any) -> None:
         self._chooses = policy == "auto" and tolerance is None and not max_tokens
-        self._says, self.geometry, self.loop = says, 0, LoopGain()
+        self._says, self.geometry, self.fit, self.loop = says, 0, Fit(), LoopGain()
         otherwise = "least_move" if policy == "auto" else policy
         first = "padded" if self._chooses else otherwise
         self._specs = {geometry: make_spec(name, tolerance, max_tokens, **known)
@@ -87,6 +90,12 @@ class Planning:
     def spec(self, enabled: bool) -> PlanSpec:
         """Of the steps that are planned next; not enabled: they stay as sampled."""
         spec = replace(self._specs[self.geometry], fills=True)
+        if self._chooses:  # a plan that gains nothing moves nothing
+            spec = replace(spec, balance=replace(
+                spec.balance, min_gain=max(spec.balance.min_gain, NO_LOSS)))
+        if self._chooses and not self.fit.is_length:
+            cost = FittedCost(**vars(spec.costs["llm"]), knots=tuple(self.fit.knots))
+            spec = replace(spec, costs={"llm": cost})
         return spec if enabled else spec.as_sampled
 
     def look(self, orchestrator: Orchestrator, step: Step) -> None:
@@ -97,7 +106,10 @@ class Planning:
         if step.kept_balanced and self._says:
             log.info("step %d is not measured as sampled: %s", step.index, step.kept_balanced)
         before, self.geometry = self.geometry, max(self.geometry, step.geometry, PACKED)
+        fitted = self.fit.add(step.seen)
         if self.geometry == before:
+            if fitted and self._chooses:
+                orchestrator.spec = self.spec(orchestrator.spec.balance.enabled)
             return
         orchestrator.spec = self.spec(orchestrator.spec.balance.enabled)
         policy, pads = orchestrator.spec.balance.llm.policy, self.geometry == PADDED

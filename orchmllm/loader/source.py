@@ -245,11 +245,11 @@ REBUILT = (
     "other libraries the BalancedDataLoader as it is")
 
 
-def refuse_ahead(caller: str, loader: DataLoader) -> None:
-    """Raises TypeError if Lightning's Trainer (the module that iterates) would fetch each batch
+def refuse_ahead(frame: Any, loader: DataLoader) -> None:
+    """Raises TypeError if Lightning's Trainer (the frame that iterates) would fetch each batch
     before it trained on the last: then loader.step is that of another batch. RuntimeError if the
     caller is of an older version than was tested."""
-    require(caller)
+    require(caller := frame.f_globals.get("__name__", ""))
     if caller.startswith(("lightning.pytorch.", "pytorch_lightning.")):
         try:
             len(loader)
@@ -258,6 +258,32 @@ def refuse_ahead(caller: str, loader: DataLoader) -> None:
                 "Lightning's Trainer fetches a batch ahead of a loader without a length, and "
                 "loader.step would be that of the wrong batch: give the stream a __len__"
             ) from error
+
+
+def follow(frame: Any, loader: DataLoader) -> bool:
+    """Makes `step`, `scale_sum` and `scale_mean` known to an object that took the loader's
+    attributes for its own and iterates it in this frame, as those of Fabric and of Ray do. Returns
+    whether it may fetch batches before it hands them out; the loader's step and state are then
+    those of the batch that was handed out."""
+    wrapper = frame.f_locals.get("self")
+    if wrapper is loader or getattr(wrapper, "_original", None) is not loader._original:
+        return False
+    kind = type(wrapper)
+    if not hasattr(kind, "scale_mean"):
+        wrapper.__class__ = type(kind.__name__, (kind,), _followed(kind))
+    return hasattr(kind, "__next__")
+
+
+def _followed(kind: type) -> dict[str, Any]:
+    """What the class of such an object becomes."""
+    def handed_out(self: Any) -> Any:
+        batch, loader = kind.__next__(self), self._original()
+        loader._step, loader._done = loader._ahead.popleft()
+        return batch
+
+    known = {name: property(lambda self, name=name: getattr(self._original(), name))
+             for name in ("step", "scale_sum", "scale_mean")}
+    return known | ({"__next__": handed_out} if hasattr(kind, "__next__") else {})
 
 
 def refuse(examples: list) -> Any:

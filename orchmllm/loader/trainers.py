@@ -3,6 +3,7 @@ SFTTrainer, DPOTrainer and RewardTrainer."""
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,18 +13,23 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.utils.data import DataLoader
 
+from orchmllm.encoders.hook import EncoderHandle, balance_encoders
+from orchmllm.encoders.infer import has_encoders
 from orchmllm.loader.costs import known_cost
-from orchmllm.loader.groups import check_group, refuse_parts, trainer_group
-from orchmllm.loader.known import PAIRS, check_trainer, known_lengths, loss_of_pairs, of_pairs
+from orchmllm.loader.groups import check_group, data_ranks, refuse_parts, trainer_group
+from orchmllm.loader.known import PAIRS, check_trainer, loss_of_pairs, of_pairs
+from orchmllm.loader.lengths import known_lengths
 from orchmllm.loader.loader import BalancedDataLoader
 from orchmllm.loader.loss import StepInfo, nothing_of, scale
-from orchmllm.loader.trial import EXAMPLES, SCALED, SHIFTED, SUM, TARGETS, Trial
+from orchmllm.loader.trial import AGAIN, EXAMPLES, SCALED, SHIFTED, SUM, TARGETS, Trial
 from orchmllm.loader.versions import require
 from orchmllm.loader.wrapped import plain
 
+log = logging.getLogger("orchmllm.loader")
 _STATE = "balanced_loader_{rank}.pt"
 
 
@@ -45,7 +51,7 @@ def balance(loader: DataLoader, **options: Any) -> BalancedDataLoader:
 
 def balance_trainer(
     trainer: Any, *, lengths: Any = None, length_fn: Any = None, loss: str | None = None,
-    **options: Any,
+    encoders: bool = True, **options: Any,
 ) -> Any:
     """Makes `trainer.train()` run on balanced batches: the same global batches as before, the same
     loss and gradients. Returns the trainer. Call it before train(), on all ranks.
@@ -53,42 +59,58 @@ def balance_trainer(
     trainer: transformers' Trainer or Seq2SeqTrainer, TRL's SFTTrainer, DPOTrainer or RewardTrainer,
     or of a subclass. Its data set, sampler, collator, worker processes and accumulation stay; if
     its get_train_dataloader returns a BalancedDataLoader, that is used as it is. lengths,
-    length_fn, options: see BalancedDataLoader; without the first two the lengths of the column
-    "input_ids", or of TRL's pairs, are taken. Lengths count tokens: the cost of an example is
+    length_fn, options: see BalancedDataLoader; without the first two a length is that of the
+    column "input_ids", or the positions of the batch that the Trainer's collator makes of a row
+    alone, with a black image for each image. Lengths count tokens: the cost of an example is
     cost_of(trainer.model), or its length where that cannot be known, unless phases is given. The
     ranks that share the data are those that the mesh of the model or of accelerate names, unless
-    group is given. loss: says what the loss is, instead of the try: `mean` over the rank's targets
-    of the batch, or `scaled` if it divides by num_items_in_batch.
+    group is given. encoders: whether those of the model are balanced, too, by balance_encoders; the
+    log says why where they cannot be. loss: says what the loss is, instead of the try: `mean` over
+    the rank's targets of the batch, or `scaled` if it divides by num_items_in_batch.
 
-    What the loss is, is tried in the first step, by up to 7 forwards without gradients, which leave
-    random numbers, buffers and parameters as they were; a model or a compute_loss that changes
-    anything else when it is called needs `loss`. A mean is weighed, so that its gradient is that of
-    one process.
+    What the loss is, is tried in steps 1, 2, 10 and 100, by up to 7 forwards without gradients,
+    which leave random numbers, buffers and parameters as they were; a model or a compute_loss that
+    changes anything else when it is called needs `loss`. A mean is weighed, so that its gradient is
+    that of one process.
 
     Checkpoints hold the loader's state, and train(resume_from_checkpoint=...) goes on after the
     batch where the checkpoint was saved. Raises ValueError for a Trainer whose loss would be wrong,
-    whose ranks that share examples are not known, or whose batches cannot be balanced (in the first
-    step, on all ranks, for what the try finds), RuntimeError for an older version than was
+    whose ranks that share examples are not known, or whose batches cannot be balanced (in these
+    steps, on all ranks, for what the try finds), RuntimeError for an older version than was
     tested."""
     require(*(c.__module__ for c in type(trainer).__mro__))
     base = check_trainer(trainer, loss)
     if options.get("group") is None:
         options["group"] = trainer_group(trainer)
+    trainer._balance_encoders = (
+        _encoders_balanced(trainer, options["group"]) if encoders else None)
     if "phases" not in options:
         options["phases"] = known_cost(trainer.model)
     kind = type(trainer)
     trainer.__class__ = type(f"Balanced{kind.__name__}", (_Balanced, kind), {})
-    if lengths is None and length_fn is None:
-        lengths = known_lengths(trainer)
     if base.__name__ in PAIRS:
         options, loss = of_pairs(trainer, options), loss or loss_of_pairs(kind)
     if loss == "mean":
         refuse_parts(trainer)
-    trainer._balance = dict(options, lengths=lengths, length_fn=length_fn)
+    given = {"lengths": lengths, "length_fn": length_fn}
+    trainer._balance = options | {k: v for k, v in given.items() if v is not None}
     of = SHIFTED if trainer._loss_shifts_labels else TARGETS
     trainer._balance_loss = {None: None, "scaled": SCALED, "mean": of}[loss]
-    trainer._balance_steps = deque()
+    trainer._balance_tries, trainer._balance_steps = loss is None, deque()
     return trainer
+
+
+def _encoders_balanced(trainer: Any, group: Any) -> EncoderHandle | None:
+    """balance_encoders for the Trainer's model; the log says why not, of a model that has some."""
+    if not has_encoders(trainer.model):
+        return None
+    try:
+        if len(data_ranks(group)) < dist.get_world_size():
+            raise ValueError("the ranks of a replica share its media")
+        return balance_encoders(trainer.model)
+    except ValueError as error:
+        log.warning("the encoders of %s are not balanced: %s", type(trainer.model).__name__, error)
+        return None
 
 
 class _Balanced:
@@ -96,20 +118,24 @@ class _Balanced:
 
     _balance: dict[str, Any]
     _balance_loss: str | None  # what the loss is (see Trial), None until a batch has shown it
+    _balance_tries: bool  # whether later batches have to show the same
     _balance_steps: deque[StepInfo]  # of batches that were fetched and not trained on
     _balance_step: StepInfo | None = None  # of the batch that is trained on
     _balance_loader: BalancedDataLoader
+    _balance_encoders: EncoderHandle | None
 
     def get_train_dataloader(self) -> BalancedDataLoader:
         loader = super().get_train_dataloader()
         if not isinstance(loader, BalancedDataLoader):
             loader = BalancedDataLoader(loader, check_loss=False, **{
-                "accumulation_steps": self.args.gradient_accumulation_steps, **self._balance})
+                "accumulation_steps": self.args.gradient_accumulation_steps,
+                **known_lengths(loader, self._balance), **self._balance})
         if loader.accumulation_steps != self.args.gradient_accumulation_steps:
             raise ValueError(
                 f"the BalancedDataLoader has accumulation_steps={loader.accumulation_steps}, the "
                 f"Trainer {self.args.gradient_accumulation_steps}: they have to be equal")
         check_group(loader, self._balance["group"])
+        loader.enabled = self._balance.get("enabled", loader.enabled)
         self._balance_loader = loader
         return loader
 
@@ -137,10 +163,14 @@ class _Balanced:
         if step is None:  # an evaluation
             return compute(model, inputs, return_outputs, num_items_in_batch)
         with _unequal_lengths(self.accelerator):
-            if self._balance_loss is None:
+            if self._balance_loss is None or self._balance_tries and (
+                    self.state.global_step in AGAIN and step.microbatch == 0):
                 trial = Trial(self, model, lambda some, count: compute(
                     model, some, num_items_in_batch=count), self._balance_loader.num_targets)
-                self._balance_loss = trial.meaning(inputs, step.num_examples, num_items_in_batch)
+                before, self._balance_loss = self._balance_loss, trial.meaning(
+                    inputs, step.num_examples, num_items_in_batch, self._balance_loss)
+                if self._balance_loss != before:
+                    self._balance_says(num_items_in_batch)
             if self._balance_loss == SCALED and num_items_in_batch is None:
                 raise ValueError(
                     "loss='scaled', but this Trainer gives the loss no num_items_in_batch, so it "
@@ -159,6 +189,17 @@ class _Balanced:
         elif not step.num_examples:  # a filler
             loss = nothing_of(loss)
         return (loss, *outputs) if return_outputs else loss
+
+    def _balance_says(self, num_items_in_batch: Tensor | int | None) -> None:
+        """On rank 0, what the trial has found."""
+        if self.args.process_index:
+            return
+        log.info("the loss of %s is: %s", type(self.model).__name__, self._balance_loss)
+        if num_items_in_batch is not None and self._balance_loss not in (SCALED, SUM):
+            log.warning("the loss of %s ignores num_items_in_batch, for which the Trainer alone "
+                        "multiplies the gradient by the number of ranks, %d. Balanced, it is that "
+                        "of one process: a learning rate that was tuned to the other does not fit",
+                        type(self.model).__name__, self._balance_loader.num_ranks)
 
     def _divides_by(self, num_items_in_batch: Tensor | int | None) -> int:
         """What Trainer.training_step divides the loss by."""

@@ -21,6 +21,7 @@ from orchmllm.loader.collator import count_labels, labels_of
 from orchmllm.loader.groups import refuse_parts
 
 SCALED, SUM, TARGETS, SHIFTED, EXAMPLES = "scaled", "sum", "targets", "shifted", "examples"
+AGAIN = (1, 9, 99)  # optimizer steps done when the trial is repeated: one batch may not show it
 
 
 class Trial:
@@ -36,11 +37,13 @@ class Trial:
         self._num_targets, self._name = num_targets, type(trainer.model).__name__
 
     def meaning(
-        self, inputs: Mapping[str, Any], num_examples: int, num_items: Tensor | int | None
+        self, inputs: Mapping[str, Any], num_examples: int, num_items: Tensor | int | None,
+        before: str | None = None,
     ) -> str | None:
         """SCALED if the loss halves with twice the num_items_in_batch, SUM, or what it is a mean
         over: TARGETS, SHIFTED (without the first label of each row) or EXAMPLES. None if it is 0
-        or not finite on all ranks. Raises ValueError, on all ranks alike, for any other loss;
+        or not finite on all ranks. before: what the trial of another batch found, which stays if
+        this one shows it, too. Raises ValueError, on all ranks alike, for any other loss;
         RuntimeError where computing it failed on a rank."""
         def respond() -> tuple[list[float], list[bool]]:
             if num_items is None:
@@ -50,9 +53,9 @@ class Trial:
 
         told = self._told(respond)
         if not len(told):
-            return None
+            return before
         if num_items is not None:
-            if told[:, 0].all() and not told[:, 1].any():
+            if told[:, 0].all() and not told[:, 1].any() and before in (None, SCALED):
                 return SCALED
             if told[:, 0].any() or not told[:, 1].all():
                 raise ValueError(
@@ -60,11 +63,11 @@ class Trial:
                     "it is not the same when it is computed twice. Such a part, as the auxiliary "
                     "loss of routed experts, is computed on the examples of one rank, which "
                     "balancing changes: switch it off (model.config.output_router_logits = False), "
-                    'compute it over all ranks ("What varies per rank" in docs/loader.md), or say '
-                    "loss='scaled' to let it depend on the plan")
-        return self._count(inputs, num_examples)
+                    'compute it over all ranks ("Losses over several examples" in '
+                    "docs/loader_cases.md), or say loss='scaled' to let it depend on the plan")
+        return self._count(inputs, num_examples, before)
 
-    def _count(self, inputs: Mapping[str, Any], num_examples: int) -> str:
+    def _count(self, inputs: Mapping[str, Any], num_examples: int, before: str | None) -> str:
         """Of a loss that is not divided by num_items_in_batch: SUM, or what it is a mean over."""
         def fit() -> tuple[list[float], list[bool]]:
             parts = _parts(inputs, num_examples)
@@ -72,7 +75,8 @@ class Trial:
                                        training=False)
             if parts is None:
                 return [0.0], [False] * 4
-            return losses, self._fits(parts, *losses, max(1e-5, 4 * eps))
+            # Small losses of a later batch are rounded more; what matters is larger.
+            return losses, self._fits(parts, *losses, max(1e-3 if before else 1e-5, 4 * eps))
 
         refuse_parts(self._trainer)
         told = self._told(fit)
@@ -80,12 +84,14 @@ class Trial:
         found = {name for k, name in enumerate(names) if len(told) and told[:, k].all()}
         first = [SHIFTED, TARGETS] if self._trainer._loss_shifts_labels else [TARGETS, SHIFTED]
         labels = labels_of(inputs)
+        if before in found or before and not len(told):
+            return before
         unclear = (self._num_targets is None and EXAMPLES in found and len(found) > 1
                    and labels.dim() > 1 and not labels.is_floating_point())
         if not found or unclear:
             raise ValueError(
                 f"the loss of {self._name} is not divided by num_items_in_batch, and the parts of "
-                "the first batch do not show it to be " + (
+                f"{'a later' if before else 'the first'} batch do not show it to be " + (
                     "a mean over labels that are not -100 or over examples: no label is -100"
                     if unclear else "what was tried: a sum, or a mean over num_targets, labels "
                     "that are not -100 (with and without the first of each row) or examples") +
@@ -172,7 +178,7 @@ def _parts(inputs: Mapping[str, Any], num_examples: int) -> list[dict] | None:
         return [{**inputs, "labels": v} for v in (x, y, labels, x)]
     if not num_examples or not tensors or any(len(v) != num_examples for v in tensors.values()):
         return None
-    half = (num_examples + 1) // 2
+    half = max(num_examples // 2, 1)
     x = {k: v[:half] for k, v in tensors.items()}
     y = {k: v[-half:] for k, v in tensors.items()}
     labels = labels_of(y)

@@ -168,7 +168,7 @@ def bytes_of_gathers(world, dispatch: str) -> list[int]:
 def test_with_lengths_a_step_gathers_two_headers():
     """LAYOUT and COMMIT of 6 steps, and LAYOUT of the end; docs/loader.md says how many bytes."""
     with_lengths, moving = (run_ranks(bytes_of_gathers, 2, d)[0] for d in ("load", "bytes"))
-    assert sorted(with_lengths) == [56] * 6 + [64] * 7
+    assert sorted(with_lengths) == [64] * 13
     assert max(moving) > 64
 
 

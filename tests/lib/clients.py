@@ -219,9 +219,9 @@ def plain(cell: Cell, wrap: Callable[[nn.Module], nn.Module], whole: Callable, *
             for batch in batches:
                 batch = moved(batch, cell)
                 loss = loss_of(model(input_ids=batch["input_ids"]).logits, batch["labels"])
-                forget_filler(inner, loader)
-                backward(loader.scale_mean(loss, batch["labels"], shifted=True, divided_by=1))
-                if loader.step.is_last_microbatch:
+                forget_filler(inner, batches)
+                backward(batches.scale_mean(loss, batch["labels"], shifted=True, divided_by=1))
+                if batches.step.is_last_microbatch:
                     optimizer.step()
                     optimizer.zero_grad()
                     evaluate(model, cell)
@@ -584,7 +584,7 @@ def run_cells(world: Any, cells: list[Cell]) -> list[tuple[float, list[list[int]
 
 
 def client_table() -> str:
-    """The table of docs/loader.md: every cell is right, or the tests of its client fail."""
+    """The table of docs/loader_cases.md: every cell is right, or the tests of its client fail."""
     lines = (ROOT / "constraints.txt").read_text()
     pinned = dict(reversed(re.findall(r"^([\w-]+)==([\d.]+)", lines, re.M)))  # the first of each
     names = {

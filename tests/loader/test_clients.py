@@ -3,7 +3,7 @@ does to a loader. Every cell ends with the weights of one process that trained o
 
 The fast cells cover every pair of (client, feature on or off) and of two features; the slow ones
 are all (make test-slow GROUP=clients, and GROUP=trainers for those of test_trainer_clients.py).
-docs/loader.md holds the table.
+docs/loader_cases.md holds the table.
 """
 
 from __future__ import annotations
@@ -54,5 +54,5 @@ def test_a_mean_for_each_rank_is_found():
 
 
 def test_the_table_in_the_docs():
-    text = (ROOT / "docs/loader.md").read_text()
-    assert client_table() in text, f"put this into docs/loader.md:\n{client_table()}"
+    text = (ROOT / "docs/loader_cases.md").read_text()
+    assert client_table() in text, f"put this into docs/loader_cases.md:\n{client_table()}"

@@ -323,7 +323,7 @@ def said(how: str, dtype: torch.dtype) -> str:
             logits = nn.functional.dropout(logits, 0.1)
         loss = nn.functional.cross_entropy(logits, batch["labels"].flatten())
         if how != "a mean per rank":
-            loss = loader.scale_mean(loss, batch["labels"], shifted=False)
+            loss = loader.scale_mean(loss, batch["labels"], shifted=how == "shifted")
         loss.backward()
         if how == "one bias":
             bias.grad += 1e-3 * bias.grad.norm() * loader.enabled
@@ -338,10 +338,11 @@ def said(how: str, dtype: torch.dtype) -> str:
 
 
 SAID = {("right", torch.float32): "", ("right", torch.bfloat16): "",
-        ("a mean per rank", torch.bfloat16): "loader.scale_mean",
+        ("a mean per rank", torch.bfloat16): "likely cause: the loss is never scaled",
+        ("shifted", torch.float32): "`shifted` is the wrong way round",
         ("dropout", torch.float32): "switch off dropout",
         ("dropout", torch.bfloat16): "switch off dropout",
-        ("one bias", torch.float32): "values.bias differs"}
+        ("one bias", torch.float32): "padding that no mask hides"}
 
 
 def all_said(world) -> list[str]:

@@ -10,6 +10,7 @@ import torch
 from PIL import Image
 
 from orchmllm import lengths_of
+from orchmllm.loader.lengths import CollatedLengths
 from tests.data.test_image_templates import MODELS, TEMPLATES, TRL, processor
 from tests.lib.tokenizers import write_merged_tokenizer
 
@@ -137,3 +138,19 @@ def test_a_row_that_cannot_be_known_is_named():
         lengths_of(Processor(), [good, {"words": "hi"}])
     with pytest.raises(ValueError, match="row 1.*no decoder knows its format"):
         lengths_of(Processor(), [good, {"text": "I", "image": {"bytes": b"nothing"}}])
+
+
+def test_lengths_by_what_collate_fn_makes_of_a_row_alone():
+    def lengths_by(collate) -> CollatedLengths:
+        rows = [{"n": 3}, {"n": 5}]
+        return CollatedLengths(torch.utils.data.DataLoader(rows, collate_fn=collate))
+
+    def padded(rows: list[dict]) -> dict:
+        sizes = torch.tensor([[row["n"]] for row in rows])
+        return {"input_ids": torch.ones(len(rows), 8), "attention_mask": torch.arange(8) < sizes}
+
+    assert [lengths_by(padded)(i) for i in (0, 1)] == [3, 5]
+    with pytest.raises(ValueError, match="row 0.*neither input_ids nor an attention_mask"):
+        lengths_by(lambda rows: {"pixels": torch.ones(1, 3)})
+    with pytest.raises(ValueError, match="draws random numbers"):
+        lengths_by(lambda rows: {"input_ids": torch.randint(0, 9, (len(rows), 4))})

@@ -3,6 +3,7 @@ on all ranks before the first step."""
 
 from __future__ import annotations
 
+import copy
 import random
 import sys
 import threading
@@ -15,13 +16,15 @@ import torch
 from PIL import Image
 from torch import nn
 
-from orchmllm import balance_trainer, cost_of, lengths_of
+from orchmllm import balance_trainer, check_equivalence, cost_of
 from orchmllm.data.text.model_folder import load_processor
 from tests.lib.clients import Examples, as_torchrun, forget_accelerate, tiny
 from tests.lib.ranks import RankFailure, run_ranks
 
 pytestmark = pytest.mark.dist
 NEW_PYTHON = pytest.mark.skipif(sys.version_info < (3, 11), reason="TRL's releases need it")
+FAMILIES_OF_MEDIA = ("qwen2_vl", "qwen3_vl", "gemma3", "internvl", "qwen2_audio",
+                     "qwen2_5_vl pairs")
 LENGTHS = Examples(24, few_long=True).lengths
 
 
@@ -178,7 +181,9 @@ def weights(world, kinds: tuple[str, ...], folder: str, steps: int = 1) -> list[
                 trainer = balance_trainer(
                     trainer, lengths=data.lengths, policy="greedy",
                     max_tokens=40 if steps > 1 and "CTC" not in data.kind else 0)
-                assert kind != "tokens" or trainer._balance["phases"] == cost_of(trainer.model)
+                if kind == "tokens":
+                    assert trainer._balance["phases"] == cost_of(trainer.model)
+                    assert check_equivalence(trainer) < 1e-12  # which leaves no trace
             out.append(trained(trainer))
     return out
 
@@ -351,42 +356,107 @@ def test_the_try_of_the_loss_changes_no_random_number_and_no_buffer(tmp_path):
         assert tried == said and tried[-1] == 3
 
 
-def of_images(world, family: str, folder: str, loss: str | None = None) -> list[float]:
-    """TRL's SFTTrainer on rows with none to two images, one process with the plain Trainer."""
-    import datasets
-    from trl import SFTConfig, SFTTrainer
+def picture_rows(family: str, of_pairs: bool) -> Any:
+    """Rows with none to two images, or one, in the forms that TRL takes; of qwen2_audio a clip."""
+    import datasets as hf
+
+    rng, rows = np.random.default_rng(0), []
+    text = [{"role": hf.Value("string"), "content": hf.Value("string")}]
+    for i in range(24):
+        asked = [{"role": "user", "content": "What is " + "it? " * int(rng.integers(1, 20))}]
+        said = [{"role": "assistant", "content": "the red row " * int(rng.integers(1, 9))}]
+        row = {"messages": asked + said}
+        if of_pairs or family == "qwen3_vl":
+            row = {"prompt": asked, "completion": said}
+        if of_pairs:
+            row["chosen"] = row.pop("completion")
+            row["rejected"] = [{"role": "assistant", "content": "no"}]
+        if family == "qwen2_audio":
+            row["clip"] = (rng.standard_normal(int(rng.integers(1600, 16000))) / 4).tolist()
+        else:
+            shapes = [(*rng.integers(30, 90, 2), 3) for _ in range(1 if family == "gemma3" or (
+                of_pairs) else i % 3)]
+            images = [Image.fromarray(rng.integers(0, 255, s, np.uint8)) for s in shapes]
+            row |= {"image": images[0]} if family == "gemma3" else {"images": images}
+        rows.append(row)
+    kinds = {"image": hf.Image(), "images": hf.List(hf.Image()), "clip": hf.List(hf.Value("float"))}
+    return hf.Dataset.from_list(rows, hf.Features({k: kinds.get(k, text) for k in rows[0]}))
+
+
+def of_clips(processor: Any, rows: list[dict]) -> dict:
+    """A collate function of one's own, as model cards have it."""
+    texts = [processor.apply_chat_template([
+        {"role": m["role"], "content": [*[{"type": "audio"}] * (m["role"] == "user"),
+                                        {"type": "text", "text": m["content"]}]}
+        for m in row["messages"]], tokenize=False) for row in rows]
+    batch = processor(text=texts, audio=[np.array(row["clip"]) for row in rows], padding=True,
+                      return_tensors="pt", sampling_rate=16000)
+    batch["input_features"] = batch["input_features"].double()
+    batch["labels"] = batch["input_ids"].masked_fill(batch["attention_mask"] == 0, -100)
+    return batch
+
+
+def of_images(world, families: tuple[str, ...], folder: str, **how: Any) -> list[list[float]]:
+    """TRL's SFTTrainer, or DPOTrainer for pairs; one process with the plain Trainer."""
+    return [of_family(world, name.removesuffix(" pairs"), folder, "pairs" in name, **how)
+            for name in families]
+
+
+def of_family(world, family: str, folder: str, of_pairs: bool, loss: str | None = None
+              ) -> list[float]:
+    import trl
 
     from tests.lib.whole_folders import write_model
 
-    mine = Path(folder) / f"{family}{world.world_size}{world.rank}"
+    mine = Path(folder) / f"{family}{of_pairs}{world.world_size}{world.rank}"
     mine.mkdir(parents=True)
     model = write_model(family, mine, torch.float64)
-    rng, rows = np.random.default_rng(0), []
-    for i in range(16):
-        images = [Image.fromarray(rng.integers(0, 255, (*rng.integers(30, 90, 2), 3), np.uint8))
-                  for _ in range(i % 3)]
-        rows.append({"images": images, "messages": [
-            {"role": "user", "content": "What is " + "it? " * int(rng.integers(1, 20))},
-            {"role": "assistant", "content": "the red row " * int(rng.integers(1, 9))}]})
     processor, _ = load_processor(mine)
+    rows, how = picture_rows(family, of_pairs), {}
+    if family == "qwen2_audio":
+        how["data_collator"] = lambda rows: of_clips(processor, rows)
+    if of_pairs:
+        how["ref_model"] = copy.deepcopy(model)
+    kind = "DPO" if of_pairs else "SFT"
+    steps = min(world.world_size, 2)
     with as_torchrun(world):
-        trainer = SFTTrainer(
-            model=model, processing_class=processor, train_dataset=datasets.Dataset.from_list(rows),
-            args=SFTConfig(**settings(folder), gradient_accumulation_steps=world.world_size,
-                           per_device_train_batch_size=8 // world.world_size**2, bf16=False,
-                           gradient_checkpointing=False, max_length=None))
+        trainer = getattr(trl, f"{kind}Trainer")(
+            model=model, processing_class=processor, train_dataset=rows, **how,
+            args=getattr(trl, f"{kind}Config")(
+                **settings(folder), gradient_accumulation_steps=steps, bf16=False,
+                per_device_train_batch_size=12 // world.world_size // steps, max_length=None,
+                gradient_checkpointing=family == "qwen3_vl", **(
+                    {"disable_dropout": True} if of_pairs else {
+                        "remove_unused_columns": False,
+                        "dataset_kwargs": {"skip_prepare_dataset": True}})))
         if world.world_size > 1:
-            trainer = balance_trainer(trainer, lengths=lengths_of(processor, rows), loss=loss)
-        return trained(trainer)
+            trainer = balance_trainer(trainer, loss=loss)
+        found = trained(trainer)
+    if world.world_size > 1:
+        lengths = trainer._balance_loader._reader._lengths
+        collated = trainer.data_collator([rows[5]])["attention_mask"].sum(-1).max()
+        assert lengths(5) == collated and len({lengths(i) for i in range(24)}) > 4
+        assert encoders_of(model)
+    return found
+
+
+def encoders_of(model: nn.Module) -> list[str]:
+    """Encoders that were balanced."""
+    return [name for m in model.modules() for hook in m._forward_pre_hooks.values()
+            for name in getattr(getattr(hook, "__self__", None), "last", ())]
 
 
 @NEW_PYTHON
-@pytest.mark.parametrize("family", ["qwen2_5_vl", pytest.param("qwen3_vl", marks=pytest.mark.slow)])
-def test_rows_with_images_are_trained_as_in_one_process(tmp_path, family):
-    """A batch whose patches cannot be cut: its labels alone show what the loss is."""
-    [want], ranks = (run_ranks(of_images, d, family, str(tmp_path)) for d in (1, 2))
+@pytest.mark.parametrize("families, num_ranks", [
+    (("qwen2_5_vl",), 2), *(pytest.param(FAMILIES_OF_MEDIA, d, marks=pytest.mark.slow)
+                            for d in (2, 3))])
+def test_models_with_encoders_are_trained_as_in_one_process(tmp_path, families, num_ranks):
+    """By balance_trainer(trainer) alone. A batch whose patches cannot be cut: its labels alone show
+    what the loss is."""
+    [want], ranks = (run_ranks(of_images, d, families, str(tmp_path)) for d in (1, num_ranks))
     for got in ranks:
-        assert got == pytest.approx(want, abs=1e-6)
-    if family == "qwen2_5_vl":
+        for family, mine, one in zip(families, got, want, strict=True):
+            assert mine == pytest.approx(one, abs=1e-6), family
+    if len(families) == 1:
         with pytest.raises(RankFailure, match="gives the loss no num_items_in_batch"):
-            run_ranks(of_images, 2, family, str(tmp_path / "scaled"), "scaled")
+            run_ranks(of_images, 2, families, str(tmp_path / "scaled"), loss="scaled")

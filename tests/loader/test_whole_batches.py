@@ -1,4 +1,4 @@
-"""Losses over several examples at once: the code of docs/loader.md, run on two ranks, has the
+"""Losses over several examples at once: the code of docs/loader_cases.md, run on two ranks, has the
 gradients of one process."""
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ LOSSES = {"routed experts": 1e-5, "contrastive": 1e-12}  # Mixtral's router is i
 
 def shown() -> SimpleNamespace:
     """What the blocks of the section define."""
-    text = (ROOT / "docs/loader.md").read_text(encoding="utf-8")
-    section = text.split("## What varies per rank")[1].split("\n## ")[0]
+    text = (ROOT / "docs/loader_cases.md").read_text(encoding="utf-8")
+    section = text.split("## Losses over several examples")[1].split("\n## ")[0]
     names = {"torch": torch, "F": F, "dist": dist, "BalancedDataLoader": BalancedDataLoader}
     for block in re.findall(r"```python\n(.*?)```", section, re.S):
         exec(block, names)

@@ -85,6 +85,55 @@ def test_what_accelerate_prepared_takes_lengths():
     assert sorted(sum(run_ranks(prepared, 2), [])) == list(range(24))
 
 
+class Ahead(DataLoader):
+    """Iterates as Ray's wrapper of a loader does."""
+
+    def __init__(self, loader: DataLoader) -> None:
+        self.__dict__.update(loader.__dict__)
+        self._dataloader = loader
+
+    def __iter__(self):
+        self.batches = iter(self._dataloader)
+        self.next_batch = next(self.batches, None)
+        return self
+
+    def __next__(self):
+        batch = self.next_batch
+        if batch is None:
+            raise StopIteration
+        self.next_batch = next(self.batches, None)
+        return batch
+
+
+def fetched_ahead(world) -> list[int]:
+    """Examples of each batch, with a state that is loaded within an epoch."""
+    seen, state = [], None
+    for stop in (2, None):
+        loader = loader_of(Texts(24), 3, collate_fn=collate_texts,
+                           lengths=lambda i: len(Texts(24)[i]["input_ids"]))
+        if state is not None:
+            loader.load_state_dict(state)
+        batches = Ahead(loader)
+        for _ in range(2 if stop is None else 1):
+            for n, batch in enumerate(batches, 1):
+                ids, info = batch["ids"].tolist(), batches.step
+                assert ids == info.example_ids == loader.step.example_ids
+                loss = torch.tensor(1.0)
+                assert batches.scale_mean(loss, shifted=False) == info.scale_mean(
+                    loss, shifted=False) == loader.scale_mean(loss, shifted=False)
+                seen += ids
+                state = loader.state_dict()
+                if n == stop:
+                    break
+    return seen
+
+
+def test_a_wrapper_that_fetches_ahead_has_the_step_of_the_batch_it_hands_out():
+    ranks = run_ranks(fetched_ahead, 2)
+    assert sorted(sum(ranks, [])) == sorted([*range(24)] * 2)
+    assert sum(ranks, []) != [*range(24)] * 2
+
+
 def test_short_batches_of_what_is_wrapped_are_left_out_and_counted():
     """And two ranks number what they draw otherwise."""
     def stream(rank: int) -> ForeignStream:

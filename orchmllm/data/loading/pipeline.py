@@ -164,9 +164,10 @@ class Pipeline:
         # This step became wanted when the one `prefetch` before it was taken, on every rank: the
         # caller had ended the one before that.
         earlier = step.index - self.prefetch - 1
-        step.failed, counts, step.geometry, loop_us = self.orchestrator.commit(
+        step.failed, counts, step.geometry, step.seen, loop_us = self.orchestrator.commit(
             step.index, step.plans, error=step.error, failed=step.failed, num_targets=num_targets,
             geometry=max((micro.geometry for micro in step.micro), default=0),
+            seen=max((micro.seen for micro in step.micro), default=(0, 0)),
             loop_us=self._loop_us.pop(earlier, UNKNOWN))
         step.loop = earlier, loop_us
         step.num_global_targets, step.num_shifted_targets = counts
