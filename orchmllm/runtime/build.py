@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import os
 from collections.abc import Callable
+from dataclasses import asdict
 
 import torch
 import torch.distributed as dist
@@ -17,14 +20,24 @@ from orchmllm.plan.assign import PlanSpec
 from orchmllm.runtime.preflight import check_vocabulary
 
 
-def build_dataset(recipe: Recipe, log: Callable[[str], object] = lambda line: None
-                  ) -> ConversationDataset:
-    """log: is told what of the data is never learnt. Raises ValueError naming the file if data or
-    tokenizer cannot be used with the model."""
+def build_dataset(recipe: Recipe, log: Callable[[str], object] = lambda line: None, *,
+                  seen: bool = False) -> ConversationDataset:
+    """log: is told where rows of its sources go, unless that was seen. Raises ValueError naming the
+    file if data or tokenizer cannot be used with the model, or too much of the data is lost."""
     dataset = spec_of(recipe.model).dataset(recipe.data, recipe.model, seed=recipe.run.seed)
     check_vocabulary(dataset.tokenizer, recipe.model)
-    survey(dataset.sources, dataset.reader, recipe.data, log)
+    if not seen:
+        survey(dataset.sources, dataset.reader, recipe.data, log)
     return dataset
+
+
+def look_at_data(recipe: Recipe, log: Callable[[str], object]) -> str:
+    """Before there are ranks: rows of each source go the whole way to a model, and ranks that start
+    here need not look again. Returns the ledgers as JSON. Raises ValueError, see build_dataset."""
+    dataset = build_dataset(recipe, seen=True)
+    ledgers = survey(dataset.sources, dataset.reader, recipe.data, log, decode=True)
+    os.environ["ORCHMLLM_LEDGERS"] = json.dumps([asdict(ledger) for ledger in ledgers])
+    return os.environ["ORCHMLLM_LEDGERS"]
 
 
 def build_orchestrator(

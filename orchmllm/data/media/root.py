@@ -97,7 +97,8 @@ class MediaRoot:
     """Where a source's media may be. path: a real path, or the URL of a folder. declared: the
     recipe named it, so absolute paths that lead there are allowed. prefix: put before relative
     names. storage: what may be read of other machines. video: what is read of videos. part: of the
-    row's clip or video."""
+    row's clip or video. taken: is told of what a row gives for media, and of the medium, or None
+    where it cannot be used."""
 
     path: str
     declared: bool = False
@@ -105,6 +106,7 @@ class MediaRoot:
     storage: Storage = NOWHERE
     video: VideoSampling = VideoSampling()
     part: Part | None = None
+    taken: list[tuple[object, Medium | None]] | None = None
 
     def of(self, keys: object) -> MediaRoot:
         """With the part that keys of a medium or a content part name. Raises RowError."""
@@ -127,13 +129,18 @@ class MediaRoot:
     def file(self, modality: int, value: object) -> Medium:
         """What a row holds for one medium: a path, a data: URL, bytes, or Hugging Face's
         {"bytes", "path"}; all of it. Raises RowError."""
+        medium = None
         try:
             if isinstance(value, Mapping):
                 refuse_unread(value)
-            return self._medium(modality, value)
+            medium = self._medium(modality, value)
+            return medium
         except RowError as error:
             error.modality = modality
             raise
+        finally:
+            if self.taken is not None:
+                self.taken.append((value, medium))
 
     def _medium(self, modality: int, value: object) -> Medium:
         kind = "image" if modality == VISION else "audio"

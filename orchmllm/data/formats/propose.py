@@ -1,0 +1,1 @@
+def proposal(source, rows): return ""
