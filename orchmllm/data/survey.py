@@ -10,7 +10,6 @@ import numpy as np
 
 from orchmllm.config.recipe import DataConfig
 from orchmllm.data.formats.open import DataSource
-from orchmllm.data.formats.propose import proposal
 from orchmllm.data.formats.rows import RowStore
 from orchmllm.data.ledger import Ledger
 from orchmllm.data.lengths import LengthReader
@@ -55,13 +54,13 @@ def _check(ledger: Ledger, reader: LengthReader, source: DataSource, rows: Seque
     lost = [line for share, line in _lost(ledger, reader) if 100 * share > most]
     if ledger.rows and ledger.num_refused == ledger.rows:
         raise ValueError(f"{source.name}: {lost[0] if lost else 'no row can be used'}"
-                         f"{proposal(source, rows)}")
+                         f"{source.proposal(rows, known=True)}")
     unread = ledger.media["unread"] / max(1, ledger.media.total())
     if source.is_found and 100 * unread > most:
         lost.append(f"{unread:.0%} of the media are in keys that nothing reads")
     if lost:
-        raise ValueError(f"{source.name}: {'; '.join(lost)}{proposal(source, rows)}; or set "
-                         f"data.max_lost_percent, which is {most:g}, to train without it")
+        raise ValueError(f"{source.name}: {'; '.join(lost)}{source.proposal(rows, known=True)}; "
+                         f"or set data.max_lost_percent, which is {most:g}, to train without it")
 
 
 def _remarks(ledger: Ledger, reader: LengthReader) -> Iterator[str]:

@@ -80,7 +80,7 @@ KEYS = {
             "profile.steps", *(f"data.sources.columns.{field}" for field in vars(
                 ColumnsConfig()))), "other"),
         **dict.fromkeys((
-            "data.strict", "data.allow_left_out", "data.sources.video_audio",
+            "data.strict", "data.sources.video_audio",
             "data.remote.roots.anonymous", "balance.whole_examples", "balance.vision.nodewise",
             "balance.audio.nodewise", "balance.llm.nodewise", "fsdp.cpu_offload", "fsdp.meta_init",
             "fsdp.compile"), True),

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from orchmllm.config.recipe import SourceConfig
 from orchmllm.data.formats import arrow, energon
+from orchmllm.data.formats.columns import Columns, changed
 from orchmllm.data.formats.rows import JoinedRows, JsonRows, LaterRows, RowStore
 from orchmllm.data.formats.scanned import File
 from orchmllm.data.formats.tables import PickedRows, TableRows, TranscriptRows
@@ -272,7 +273,10 @@ def _check_splits(config: SourceConfig, stores: Sequence[RowStore]) -> None:
 
 def _open_files(config: SourceConfig, files: Sequence[File], root: Path | str, cache_dir: Path
                 ) -> RowStore:
-    opened = (TarRows if files[0].suffix == ".tar" else TableRows
+    numbered = [name.isdecimal() for name in Columns(changed(config.columns)).names
+                if "{" not in name]
+    opened = (TarRows if files[0].suffix == ".tar" else
+              partial(TableRows, has_names=not all(numbered) if numbered else None)
               if files[0].suffix in TABLE_SUFFIXES else partial(JsonRows, rows=config.columns.rows))
 
     def open_file(path: File) -> RowStore:

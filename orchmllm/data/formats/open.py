@@ -20,6 +20,7 @@ from orchmllm.data.formats import energon
 from orchmllm.data.formats.columns import NONE, PLACES, absent, changed
 from orchmllm.data.formats.conversation import DOCUMENT, Conversation, media_of
 from orchmllm.data.formats.find import find_store
+from orchmllm.data.formats.propose import proposal
 from orchmllm.data.formats.row_formats import FORMATS, RowFormat
 from orchmllm.data.formats.rows import RowStore
 from orchmllm.data.media.medium import RowError, VideoSampling
@@ -118,6 +119,18 @@ class DataSource:
         if self.row_format.columns.fits(row, media=False):
             return self.row_format
         return next((one for one in self.others if one.fits(row)), self.row_format)
+
+    def proposal(self, rows: Sequence[tuple[dict, Path]], *, known: bool = False) -> str:
+        """The line under which most of the rows can be used, each with its file, in words; empty
+        where there is none, or none that is better than it is (known: it is read somehow)."""
+        files = {id(row): file for row, file in rows}
+
+        def read(row: dict, row_format: RowFormat) -> Conversation:
+            file = files.get(id(row), rows[0][1])
+            return replace(self, row_format=row_format, others=()).parse(row, file)
+
+        return proposal([row for row, _ in rows], self.root, read,
+                        self.row_format if known else None)
 
     def _read(self, row: dict, row_format: RowFormat, root: MediaRoot) -> Conversation:
         """A row as a format reads it, with the part that the row names. Raises RowError."""
@@ -236,7 +249,10 @@ def _as_source(config: SourceConfig, store: RowStore, layout: str | None,
     elif columns.keys() - {"split", "segments", "rows", "id"}:
         layout = "columns"
     others = () if layout else tuple(FORMATS.values())
-    layout = layout or _detected(store, config.path)
+    video = VideoSampling(config.video_fps, config.video_frames, config.video_max_frames,
+                          config.video_audio)
+    media = MediaRoot(root, bool(config.media_root), storage=storage, video=video)
+    layout = layout or _detected(store, config, media)
     try:
         row_format = (RowFormat(columns) if layout == "columns"
                       else FORMATS[layout].with_columns(columns))
@@ -253,10 +269,7 @@ def _as_source(config: SourceConfig, store: RowStore, layout: str | None,
     if config.prompt and not row_format.takes_prompt:
         raise ValueError(f"{config.path}: prompt is {config.prompt!r:.80}, but rows of {layout} "
                          "hold their questions: leave it out")
-    video = VideoSampling(config.video_fps, config.video_frames, config.video_max_frames,
-                          config.video_audio)
-    return DataSource(config, name, store, layout, row_format, MediaRoot(
-        root, bool(config.media_root), storage=storage, video=video), others)
+    return DataSource(config, name, store, layout, row_format, media, others)
 
 
 def _short_name(path: str) -> str:
@@ -281,7 +294,9 @@ def _chosen(layout: str, store: RowStore) -> str:
     return layout
 
 
-def _detected(store: RowStore, path: str) -> str:
+def _detected(store: RowStore, config: SourceConfig, root: MediaRoot) -> str:
+    """Raises ValueError, with the columns that would read the rows, where no format does."""
+    path = config.path
     unread: list[RowError] = []
     rows = list(_peek(store, unread))
     if any("chosen" in row and "rejected" in row for row in rows):
@@ -293,10 +308,11 @@ def _detected(store: RowStore, path: str) -> str:
         return "llava"
     if votes:  # a row of another layout is read by its own
         return votes.most_common(1)[0][0]
-    looked = "".join(f"\n  {name}: {known.holds}" for name, known in FORMATS.items())
     keys = set().union(*rows)
-    seen = f"keys {', '.join(sorted(map(str, keys)))}" if keys else (
+    seen = f"keys {', '.join(sorted(map(str, keys))):.300}" if keys else (
         f"no row that can be read{''.join(f' ({error.reason})' for error in unread[:1])}")
+    source = DataSource(config, path, store, "text", FORMATS["text"], root)
+    columns = source.proposal([(row, store.files[0]) for row in rows] if store.files else [])
     raise ValueError(f"{path}: {store.kind} of unknown layout: its first {NUM_PEEKED} rows have "
-                     f"{seen}; looked for{looked}\nname the columns (columns: in the source), or "
-                     "the format")
+                     f"{seen}{columns or '; name the columns (columns: in the source)'}, or the "
+                     "format (row_format), as docs/formats.md lists them")

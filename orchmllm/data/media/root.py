@@ -6,6 +6,7 @@ from __future__ import annotations
 import base64
 import binascii
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -25,6 +26,8 @@ from orchmllm.data.media.parts import cut, part_of, refuse_unread
 from orchmllm.data.storage.clients import without_query
 from orchmllm.data.storage.remote import NOWHERE, RemoteFile, Storage, is_url
 from orchmllm.plan.layout import AUDIO, VISION
+
+_BASE64 = re.compile(r"[A-Za-z0-9+/]{76}")
 
 
 @lru_cache(maxsize=65536)
@@ -64,9 +67,15 @@ def resolve(name: str, root: str, *, absolute: bool) -> str:
     return full
 
 
+def is_base64(text: str) -> bool:
+    """Whether a text can be no path, and begins as the content of a file does."""
+    return _BASE64.match(text) is not None and "." not in text
+
+
 def from_base64(body: str, modality: int, name: str) -> Medium:
     """Raises RowError if `body` is not base64."""
     try:
+        body = "".join(body.split()) if "\n" in body else body
         return Medium(modality, name, data=base64.b64decode(body, validate=True))
     except (binascii.Error, ValueError) as error:
         raise RowError(f"{name}: not base64: {error}", name) from error
@@ -162,6 +171,8 @@ class MediaRoot:
             if not head.endswith(";base64"):
                 raise RowError(f"{name} must be base64 (data:image/png;base64,...)", name)
             return from_base64(body, modality, name)
+        if is_base64(value):
+            return from_base64(value, modality, f"embedded {kind}")
         refuse_kind(value)
         name = value if value.startswith("/") or ":" in value else os.path.join(self.prefix, value)
         if is_url(value) or is_url(self.path):
