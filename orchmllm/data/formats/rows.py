@@ -24,12 +24,13 @@ from orchmllm.data.media.medium import RowError
 class RowStore(ABC):
     """kind: what it is, for people. files: those whose change changes the rows. root: folder that
     media paths are relative to unless the recipe says otherwise. is_open: whether its rows have
-    been counted."""
+    been counted. splits: whether parts of it can be read beside each other."""
 
     kind: str
     files: list[File]
     root: Path | str
     is_open = True
+    splits = True
 
     @abstractmethod
     def __len__(self) -> int:
@@ -50,7 +51,7 @@ class RowStore(ABC):
     def units(self, num: int) -> list:
         """At least `num` pieces that a stream reads in order, where it can be divided that far."""
         stores = self.parts()
-        parts = -(-num // len(stores))
+        parts = -(-num // len(stores)) if stores[0].splits else 1
         return [StoreUnit(one, part, parts) for one in stores for part in range(parts)
                 if parts == 1 or len(one) > part]
 
@@ -159,6 +160,7 @@ class LaterRows(RowStore):
 
     def __init__(self, open_store: Callable[[], RowStore], path: File) -> None:
         self._open, self.files, self.root, self.is_open = open_store, [path], path.parent, False
+        self.splits = path.suffix not in (".parquet", ".arrow")
 
     @cached_property
     def _store(self) -> RowStore:

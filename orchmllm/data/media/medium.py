@@ -20,7 +20,7 @@ from orchmllm.data.storage.remote import RemoteFile
 from orchmllm.plan.layout import TEXT, VISION
 
 MAX_MEMBER_BYTES = 512 << 20  # a medium's encoded bytes
-MAX_NAME, MAX_REASON = 200, 400  # characters of them in errors
+MAX_NAME, MAX_REASON = 100, 400  # characters of them in errors
 ZEROS = 1024  # at the end of a file
 ZEROS_AT_END = "truncated: it ends in zeros, so its end was never written; fetch the file again"
 # What the machine has run out of says nothing of a file.

@@ -21,6 +21,7 @@ from orchmllm.data.media.medium import (
     RowError,
     VideoSampling,
     printable,
+    told,
 )
 from orchmllm.data.media.parts import cut, part_of, refuse_unread
 from orchmllm.data.storage.clients import without_query
@@ -38,32 +39,33 @@ def _real_folder(folder: str) -> str:
 def resolve(name: str, root: str, *, absolute: bool) -> str:
     """Path of the medium `name` below `root` (a real path). absolute: whether absolute paths and
     file: URLs that lead there are allowed, i.e. the root was declared. Raises RowError."""
+    shown = told(name, 60)
     if not name or "\0" in name or printable(name) != name:
-        raise RowError(f"media path {name!r:.200} must be a non-empty string without NUL or lone "
+        raise RowError(f"media path {shown!r} must be a non-empty string without NUL or lone "
                        "surrogates", name[:100])
     scheme = name.split(":", 1)[0].lower() if ":" in name else ""
     if scheme == "file" and name.startswith("file:///"):
         path = unquote(name[len("file://"):])
     elif "://" in name or scheme in ("file", "pipe", "data"):
-        raise RowError(f"media path {name[:200]!r} is a URL of a kind that is never fetched; "
+        raise RowError(f"media path {shown!r} is a URL of a kind that is never fetched; "
                        "download the file below the media root and write its relative path",
                        name[:200])
     else:
         path = name
     pure = PurePosixPath(path)
     if pure.is_absolute() and not absolute:
-        raise RowError(f"media path {name!r} is absolute and no media_root is declared; write it "
+        raise RowError(f"media path {shown!r} is absolute and no media_root is declared; write it "
                        "relative to the data file, or declare media_root", name)
     if ".." in pure.parts:
-        raise RowError(f"media path {name!r} leaves the folder {root}; write a path below it "
+        raise RowError(f"media path {shown!r} leaves the folder {root}; write a path below it "
                        "without ..", name)
     full = os.path.join(root, path)
     real = os.path.realpath(full) if os.path.islink(full) else os.path.join(
         _real_folder(os.path.dirname(full)), os.path.basename(full))
     if not (real + os.sep).startswith(root.rstrip(os.sep) + os.sep):
         how = "a symbolic link leads" if full.startswith(root) else "leads"
-        raise RowError(f"media path {name!r}: {how} out of {root}; declare a media_root that holds "
-                       "both, or copy the file", name)
+        raise RowError(f"media path {shown!r}: {how} out of {root}; declare a media_root that "
+                       "holds both, or copy the file", name)
     return full
 
 
@@ -163,7 +165,7 @@ class MediaRoot:
         if isinstance(value, bytes):
             return Medium(modality, f"embedded {kind}", data=value)
         if not isinstance(value, str) or not value:
-            raise RowError(f"a medium is {value!r:.200}: must be a non-empty string (a path below "
+            raise RowError(f"a medium is {value!r:.80}: must be a non-empty string (a path below "
                            f"the media root), or bytes (in {kind!r})")
         if value.startswith("data:"):
             head, _, body = value.partition(",")
