@@ -119,8 +119,8 @@ class Ledger:
 
     def follow(self, source: DataSource, reader: LengthReader, row: Mapping, file: File,
                place: str, *, decode: bool = False) -> None:
-        """Reads a row as a run does, and counts what becomes of it. decode: with its media."""
-        self.rows += 1
+        """Reads a row as a run does, and counts what becomes of it. decode: with its media. Raises
+        OSError where it cannot be read for now, which counts nothing."""
         row, taken = Watched(row), []
         try:
             turns = replace(source, root=replace(source.root, taken=taken)).parse(row, file)
@@ -135,6 +135,7 @@ class Ledger:
             self.refuse(error, place)
             self._count(source, row, taken)
             return
+        self.rows += 1
         self.unread |= row.unread()
         self.targets.append(tuple(int(one.layout.num_targets.sum()) * (one.problem is None)
                                   for one in (kept, every)))
@@ -143,6 +144,8 @@ class Ledger:
             spans, reader, _num_text(kept) / max(1, _num_text(every))))
 
     def refuse(self, error: Exception, place: str) -> None:
+        """A row of which nothing is known."""
+        self.rows += 1
         first, count = self.refused.get(str(error), (place, 0))
         self.refused[str(error)] = first, count + 1
 

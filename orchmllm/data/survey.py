@@ -31,15 +31,12 @@ def survey(sources: Sequence[DataSource], reader: LengthReader, data: DataConfig
             path, number = store.place(i)
             place = f"{path}, row {number}"
             try:
-                row = store.row(i)
+                rows.append((store.row(i), path))
+                ledger.follow(source, reader, *rows[-1], place, decode=decode)
             except RowError as error:
-                ledger.rows += 1
                 ledger.refuse(error, place)
             except OSError:  # told of when it is read to be trained on
                 continue
-            else:
-                rows.append((row, path))
-                ledger.follow(source, reader, row, path, place, decode=decode)
         log(str(ledger))
         for line in _remarks(ledger, reader):
             log(f"{source.name}: {line}")

@@ -23,7 +23,7 @@ from tests.lib.sources import opened
 
 
 def test_a_progressive_jpeg_of_many_scans_is_refused_by_its_header():
-    """2,000 scans of 330 KB took 45 s to decode."""
+    """2,000 scans in 330 KB took 45 s to decode."""
     file = io.BytesIO()
     Image.new("RGB", (3000, 3000)).save(file, "JPEG", progressive=True)
     plain = file.getvalue()
