@@ -176,6 +176,9 @@ def main(argv: list[str]) -> int:
     ranks = world.world_size if world else args.ranks or recipe.launch.nproc_per_node
     if world is None or world.rank == 0 and not world.checked:
         launch.say(_announcement(recipe, ranks))
+        if not world and args.ranks and recipe.launch.nproc_per_node not in (0, args.ranks):
+            launch.say(f"--ranks {args.ranks} is what starts, not launch.nproc_per_node="
+                       f"{recipe.launch.nproc_per_node} of the recipe")
         from orchmllm.runtime.build import look_at_data
 
         try:
@@ -185,9 +188,6 @@ def main(argv: list[str]) -> int:
             return 2
         world = world and replace(world, ledgers=ledgers)
     if world is None:
-        if args.ranks and recipe.launch.nproc_per_node not in (0, args.ranks):
-            launch.say(f"--ranks {args.ranks} is what starts, not launch.nproc_per_node="
-                       f"{recipe.launch.nproc_per_node} of the recipe")
         return run_local("orchmllm.train", argv, ranks, log=launch.say)
 
     def work(watch: HangWatchdog) -> None:

@@ -104,6 +104,10 @@ class Ledger:
     def num_refused(self) -> int:
         return sum(count for _, count in self.refused.values())
 
+    def saved(self) -> dict:
+        """All of it, as JSON may hold it."""
+        return vars(self) | {"unread": sorted(self.unread)}
+
     def shares(self) -> list[tuple[str, float, float]]:
         """(fate in words, share of the characters, share of the media), of those that occur."""
         chars, media = (max(1, found.total()) for found in (self.chars, self.media))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable
-from dataclasses import asdict
 
 import torch
 import torch.distributed as dist
@@ -36,7 +35,7 @@ def look_at_data(recipe: Recipe, log: Callable[[str], object]) -> str:
     here need not look again. Returns the ledgers as JSON. Raises ValueError, see build_dataset."""
     dataset = build_dataset(recipe, seen=True)
     ledgers = survey(dataset.sources, dataset.reader, recipe.data, log, decode=True)
-    os.environ["ORCHMLLM_LEDGERS"] = json.dumps([asdict(ledger) for ledger in ledgers])
+    os.environ["ORCHMLLM_LEDGERS"] = json.dumps([ledger.saved() for ledger in ledgers])
     return os.environ["ORCHMLLM_LEDGERS"]
 
 

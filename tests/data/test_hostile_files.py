@@ -15,8 +15,9 @@ import pytest
 from PIL import Image
 
 from orchmllm.config.data import ColumnsConfig
+from orchmllm.data.formats import arrow
 from orchmllm.data.media.headers import image_header
-from orchmllm.data.media.medium import MediaError, Medium
+from orchmllm.data.media.medium import MediaError, Medium, RowError
 from orchmllm.plan.layout import VISION
 from tests.lib.formats import write_jsonl
 from tests.lib.sources import opened
@@ -112,3 +113,34 @@ def test_a_parquet_file_that_decompresses_to_much_more_is_refused(tokenizer, tmp
     pa.parquet.write_table(table, tmp_path / "a.parquet", compression="zstd", use_dictionary=False)
     with pytest.raises(ValueError, match="bytes hold 100.*more than the limit of 400 times"):
         opened(tmp_path / "a.parquet", tokenizer, tmp_path, row_format="text")
+
+
+def test_rows_of_parquet_are_found_in_any_order(tmp_path, monkeypatch):
+    """In small row groups, and in a large one, which is kept as Arrow on the disk; a row group that
+    is damaged costs its rows alone."""
+    import pyarrow as pa
+    import pyarrow.parquet
+
+    rows = [{"a": f"text {k}", "b": {"bytes": bytes([k]), "path": None}, "c": [k] * (k % 3)}
+            for k in range(100)]
+    wanted = [{"a": row["a"], "b": {"bytes": row["b"]["bytes"]}, "c": row["c"]} for row in rows]
+    path = tmp_path / "a.parquet"
+    pa.parquet.write_table(pa.Table.from_pylist(rows), path, row_group_size=40, compression="none")
+    order = np.random.default_rng(0).permutation(100).tolist()
+    store = arrow.ParquetRows(path, 0, tmp_path / "cache")
+    assert [store.row(i) for i in order] == [wanted[i] for i in order] and len(store) == 100
+    assert not (tmp_path / "cache").exists() and store.place(70) == (path, 71)
+    monkeypatch.setattr(arrow, "LARGE_BYTES", 100)
+    monkeypatch.setattr(arrow, "MAX_EXPANSION", 10**6)
+    for _ in range(2):  # the second one finds the copy
+        large = arrow.ParquetRows(path, 0, tmp_path / "cache")
+        assert [large.row(i) for i in order] == [wanted[i] for i in order] and len(large) == 100
+    monkeypatch.undo()
+    data = bytearray(path.read_bytes())
+    at = data.index(b"text 50")
+    data[at - 118: at - 110] = bytes(8)  # in the header of the page
+    (tmp_path / "bad.parquet").write_bytes(data)
+    bad = arrow.ParquetRows(tmp_path / "bad.parquet", 0, tmp_path / "cache")
+    with pytest.raises(RowError, match="the parquet file is damaged"):
+        bad.row(60)
+    assert [bad.row(i) for i in (95, 3)] == [wanted[i] for i in (95, 3)]

@@ -4,20 +4,28 @@ keys that nothing reads."""
 from __future__ import annotations
 
 import json
+import os
 import re
 from dataclasses import replace
 
+import numpy as np
 import pytest
+from PIL import Image
 
 from orchmllm.config.recipe import DataConfig, load_recipe
 from orchmllm.data.formats.conversation import chat
 from orchmllm.data.media.root import MediaRoot
 from orchmllm.data.survey import survey
 from orchmllm.data.text.tokenizer import ChatTokenizer
-from orchmllm.runtime.build import build_dataset
+from orchmllm.runtime.build import build_dataset, look_at_data
+from orchmllm.runtime.metrics import open_log
 from orchmllm.tools.data.command import main
+from orchmllm.tools.report.log import read_run
+from orchmllm.tools.report.page import page
 from tests.data.test_templates import THINK
 from tests.lib.formats import write_jsonl
+from tests.lib.recipes import RECIPES
+from tests.lib.rows import a_row
 from tests.lib.sources import opened
 from tests.lib.tokenizers import write_tokenizer
 
@@ -125,3 +133,28 @@ def test_lint_and_a_run_say_it(tmp_path, capsys):
     build_dataset(replace(written, data=replace(written.data, max_lost_percent=45.0)), told.append)
     assert [line.split(": ", 1)[1][:24] for line in told[1:]] == [
         "keys that nothing reads:", "warning: the chat templa"]
+
+
+def test_what_was_seen_before_the_ranks_is_kept_for_the_report(tmp_path, monkeypatch):
+    """By rows that went the whole way: one medium ends before its header says."""
+    monkeypatch.delenv("ORCHMLLM_LEDGERS", raising=False)
+    noise = np.random.default_rng(0).integers(0, 255, (60, 60, 3), np.uint8)
+    Image.fromarray(noise).save(tmp_path / "a.png")
+    (tmp_path / "b.png").write_bytes((tmp_path / "a.png").read_bytes()[:-900])
+    rows = [{**said("What?", "red"), "image": name} for name in ("a.png",) * 5 + ("b.png",)]
+    lines(tmp_path, None, rows)
+    recipe = load_recipe(RECIPES / "demo.yaml", [
+        f"data.path={tmp_path}", f"data.index_dir={tmp_path}/index", f"run.dir={tmp_path}/run"])
+    told: list[str] = []
+    ledgers = look_at_data(recipe, told.append)
+    assert os.environ["ORCHMLLM_LEDGERS"] == ledgers and "6 rows" in told[0]
+    assert "1 of 6 rows" in told[1] and "b.png" in told[1] and "truncated" in told[1]
+    recipe.run.folder.mkdir()
+    log = open_log(recipe, told.append, ledgers)
+    log.write(a_row(1))
+    log.close()
+    shown = page(read_run(tmp_path / "run"))
+    name = recipe.data.path.rpartition("/")[2]
+    assert f"<td>{name}</td><td>6</td><td>media</td><td class=n>6</td>" in shown.replace(
+        " class=n>6</td><td>media", ">6</td><td>media")
+    assert "in rows that are refused" in shown and "83.3%" in shown

@@ -17,7 +17,9 @@ import numpy as np
 from orchmllm.config.recipe import SourceConfig
 from orchmllm.data.formats.rows import JoinedRows, RowStore, StreamRow
 from orchmllm.data.formats.scanned import File, digest, scanned, sizes
+from orchmllm.data.media.medium import RowError
 from orchmllm.data.storage.cache import written
+from orchmllm.data.storage.clients import StorageError
 from orchmllm.data.storage.remote import RemoteFile
 
 ROWS_AT_ONCE = 16  # of a parquet file that are decoded together
@@ -54,11 +56,16 @@ class ArrowRows(RowStore):
         offset, here = int(i - self._start[group]), self._here
         if getattr(here, "group", -1) != group or offset < here.first:
             here.group, here.rest, here.batch, here.first = group, self.batches(group), (), 0
-        with _reading(f"{self.files[0]}, row {i + 1}"):
+        try:
             while offset >= here.first + len(here.batch):
                 here.first += len(here.batch)
                 here.batch = next(here.rest)
             return clean(here.batch.slice(offset - here.first, 1).to_pylist()[0])
+        except StorageError:
+            raise
+        except Exception as error:  # of pyarrow, on bad bytes
+            here.group = -1
+            raise RowError(f"the {self.kind} is damaged: {error}") from error
 
 
 class IpcRows(ArrowRows):
@@ -95,7 +102,7 @@ class ParquetRows(ArrowRows):
         self.copy = None
         if max(decoded, default=0) > LARGE_BYTES:
             self.copy = self._copied(cache_dir)
-            return self.copy.open(cache_dir)
+            return np.diff(self.copy._start).tolist()
         return [group.num_rows for group in groups]
 
     def _copied(self, cache_dir: Path) -> IpcRows:

@@ -53,7 +53,7 @@ def _used(rows: Sequence[Mapping], read: Read, row_format: RowFormat) -> tuple[i
             media = media_of(read(row, row_format))
             for medium in media:
                 (audio_header if medium.modality == AUDIO else image_header)(medium)
-        except (RowError, MediaError):
+        except (RowError, MediaError, OSError):
             continue
         count, num_media = count + 1, num_media + len(media)
     return count, num_media

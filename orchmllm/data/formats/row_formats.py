@@ -231,9 +231,11 @@ class RowFormat:
 
     @property
     def skips(self) -> set[str]:
-        """Keys that need not be refused: those that are read, and questions where turns are."""
-        is_text = self.reader.read is described
-        return self.columns.names | (set() if is_text else {*KEYS["question"].keys})
+        """Keys that need not be refused: those that are read, questions where there are answers,
+        and choices where there are turns."""
+        known = {described: (), answered: KEYS["question"].keys}
+        return self.columns.names | {*known.get(
+            self.reader.read, KEYS["question"].keys + KEYS["choices"].keys)}
 
     @property
     def takes_prompt(self) -> bool:
