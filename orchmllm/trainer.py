@@ -86,10 +86,6 @@ class Trainer:
             self.checkpointer.kept_batch, gather=self._gather, known=self.checkpointer.memory,
             log=self._log)
         spec = self.memory.spec
-        self.orchestrator, self._validation = (
-            build_orchestrator(recipe, one, world.world_size, self.device, group)
-            for one in (spec, replace(spec, balance=replace(spec.balance, measure_every=0))))
-        self.orchestrator.refuses = self.memory.refuses
         kind = spec_of(recipe.model)
         self.attention = kind.attention(recipe.model, self.device.type, compute_dtype(
             recipe.fsdp))  # chosen before the first step; a kernel that fails is found here
@@ -97,7 +93,11 @@ class Trainer:
             self._log(source.describe())
         self.model = kind.build(recipe, self.device, self.memory.choice, sources, on_cpu,
                                 spec.ranks_per_node, group, self._log)
-        self._feed = kind.feed(self.model, self.dataset, on_cpu, self._log)
+        self._feed, spec = kind.feed(self.model, self.dataset, spec, on_cpu, self._log)
+        self.orchestrator, self._validation = (
+            build_orchestrator(recipe, one, world.world_size, self.device, group)
+            for one in (spec, replace(spec, balance=replace(spec.balance, measure_every=0))))
+        self.orchestrator.refuses = self.memory.refuses
         self.timer = StepTimer(self.model.clock, self.device)
         train, self.parts = recipe.train, learning_parts(self.model)
         self.optimizer = make_optimizer(self.model, train)

@@ -8,11 +8,11 @@ that failed.
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
-from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -29,7 +29,7 @@ from orchmllm.data.media.decode import OnError, decode_samples, fail, upright_im
 from orchmllm.data.media.headers import audio_header, image_header
 from orchmllm.data.media.kinds import VIDEO
 from orchmllm.data.media.medium import MediaError, Medium, RowError, Sampled
-from orchmllm.data.media.raw import AS_BYTES, Arithmetic, with_bytes
+from orchmllm.data.media.raw import AS_BYTES, NOTHING, Arithmetic, with_bytes
 from orchmllm.data.media.shapes import Content, Size, blank, kind_of, sized
 from orchmllm.data.media.video import pictures
 from orchmllm.data.media.video_processor import items_of
@@ -39,8 +39,6 @@ from orchmllm.data.text.spans import Tokens, before
 from orchmllm.data.text.tokenizer import ChatTokenizer
 from orchmllm.plan.geometry import AudioGeometry
 from orchmllm.plan.layout import TEXT, VISION, BatchLayout
-
-NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 
 class ProcessedReader(LengthReader):
@@ -106,7 +104,7 @@ class ProcessedReader(LengthReader):
 
     def load(self, row: MeasuredExample, name: Callable[[], str], *, text: bool = True,
              segments: Collection[int] | None = None, encoded: Collection[int] = (),
-             raw: Mapping[str, int] = NOTHING, on_error: OnError = None) -> ProcessedExample:
+             raw: Collection[str] = (), on_error: OnError = None) -> ProcessedExample:
         """The example of a row with the lengths that were measured, or parts of it. name: tells
         where the row is.
 
@@ -114,12 +112,12 @@ class ProcessedReader(LengthReader):
         positions in the segment list of the media to decode, whose tensors are in `parts`, as the
         processor makes them beside the others of the example. encoded: those of them that are not
         decoded: in their place is a row from which another rank loads this medium alone. raw:
-        arguments that hold images or videos which are bytes in `parts` -> the copies of a frame in
-        them, see orchmllm.data.media.raw. A medium that cannot be decoded raises MediaError with
-        `segment` set; with `on_error`, it is called with (segment, error) instead, the image is
-        black or the clip silent, and nothing is learnt. A row that cannot be used, or has changed
-        since it was measured, is told of as segment 0 (the first where its text is loaded) and has
-        the planned lengths."""
+        arguments that hold images or videos which are bytes in `parts`, each frame once where the
+        processor repeats it. A medium that cannot be decoded raises MediaError with `segment`
+        set; with `on_error`, it is called with (segment, error) instead, the image is black or
+        the clip silent, and nothing is learnt. A row that cannot be used, or has changed since it
+        was measured, is told of as segment 0 (the first where its text is loaded) and has the
+        planned lengths."""
         problem, example = row.problem, None
         here = None if segments is None else [s for s in segments if s not in encoded]
         if problem is None:
@@ -132,7 +130,7 @@ class ProcessedReader(LengthReader):
                 fail(0, problem, on_error)
             example = self._filler(row, here, raw)
         if here is not None:
-            example = _parted(example, here, raw)
+            example = _parted(example, here, raw, self.processor.patch)
             example.parts.update({s: row_of_medium(
                 row._replace(problem=problem), s, self.processor, on_error) for s in encoded})
         return example if text else replace(example, input_ids=None, labels=None)
@@ -147,10 +145,22 @@ class ProcessedReader(LengthReader):
         size = Size(224, 224) if modality == VISION else Size(0, self.processor.audio.sample_rate)
         return self.processor.parts([blank(size)])[0]
 
+    def image_row_bytes(self, raw: Collection[str]) -> int:
+        """Of a patch of an image as it moves between ranks. raw: see `load`."""
+        size, content = Size(224, 224), KINDS[VISION].content
+        [tensors] = self.processor.parts([blank(size)], self._options(raw))
+        pixels = with_bytes(tensors, {content} & {*raw}, self.processor.patch)[content]
+        [[grid]] = self.processor.calls.expanded((size,)).grids
+        return pixels.nbytes // math.prod(grid)
+
+    def _options(self, raw: Collection[str]) -> Mapping[str, Any]:
+        """Of the call for images. raw: see `load`."""
+        return self.processor.of_bytes if KINDS[VISION].content in raw else NOTHING
+
     def _example(self, row: MeasuredExample, wanted: Collection[int] | None,
                  raw: Collection[str], on_error: OnError) -> ProcessedExample:
         """wanted: segments that are decoded (None: all). raw: arguments whose pixels are neither
-        rescaled nor normalised. Raises RowError where the row is not as planned."""
+        rescaled nor normalised, see `load`. Raises RowError where the row is not as planned."""
         layout, every = row.layout, items_of(row.turns, self.processor.videos)
         segments = np.flatnonzero(layout.modality != TEXT).tolist()
         sizes = {s: Size(*size) for s, size in zip(segments, row.sizes, strict=True)}
@@ -161,13 +171,14 @@ class ProcessedReader(LengthReader):
         spans = before(row.spans or self.processor.rendered(row.turns), len(media))
         known = Tokens(row.token_ids, row.supervised, [], row.digest) if row.digest else None
         tokens, arguments = self.processor.load(
-            spans, media, self.max_example_tokens, _options(KINDS[VISION].content, raw), known)
-        found = layout_of(int(layout.example_id[0]), tokens)
-        if found.to_payload().tolist() != layout.to_payload().tolist():
-            raise RowError("the processor makes other lengths of it")
+            spans, media, self.max_example_tokens, self._options(raw), known)
+        if tokens is not known:
+            found = layout_of(int(layout.example_id[0]), tokens)
+            if found.to_payload().tolist() != layout.to_payload().tolist():
+                raise RowError("the processor makes other lengths of it")
         arguments.pop(VIDEOS, None)  # without pixels
         slices = [self.processor.videos.pixels(frames, *layout.grid[s, 1:].tolist(),
-                                               _options(VIDEOS, raw))
+                                               AS_BYTES if VIDEOS in raw else NOTHING)
                   for s, frames in content.items() if names[s] == VIDEOS]
         if slices:
             arguments[VIDEOS] = torch.cat(slices)
@@ -220,14 +231,13 @@ class ProcessedReader(LengthReader):
         token = {TEXT: self.tokenizer.end_id or 0, **processor.token_ids}
         names = {s: KINDS[m].content for s, m in zip(
             segments.tolist(), layout.modality[segments].tolist(), strict=True)}
-        sizes, options = [Size(*size) for size in row.sizes], dict(
-            _options(KINDS[VISION].content, raw))
+        sizes, options = [Size(*size) for size in row.sizes], self._options(raw)
         if processor.videos and sizes:  # the row, which says what is an image, may be gone
             sizes, options = self._as_videos(layout, segments), {"do_resize": False}
             token[VISION], names = token[VIDEO], dict.fromkeys(names, VIDEOS)
         ids = torch.from_numpy(np.repeat([token[m] for m in layout.modality.tolist()],
                                          layout.num_tokens))
-        arguments = processor.arguments_like(ids, sizes, **options)
+        arguments = processor.arguments_like(ids, sizes, options)
         if VIDEOS in arguments:
             rows = sum(int(layout.rows[s]) for s in names if wanted is None or s in wanted)
             arguments[VIDEOS] = torch.zeros(rows, arguments[VIDEOS].shape[1])
@@ -265,21 +275,17 @@ def open_processor(folder: str | os.PathLike, data: DataConfig) -> Processor:
     return processor
 
 
-def _options(name: str, raw: Collection[str]) -> Mapping[str, Any]:
-    """Of the call for images or videos, whose pixels are the argument `name`."""
-    return AS_BYTES if name in raw else NOTHING
-
-
-def _parted(example: ProcessedExample, segments: Collection[int], raw: Mapping[str, int]
+def _parted(example: ProcessedExample, segments: Collection[int], raw: Collection[str], patch: int
             ) -> ProcessedExample:
     """Of an example the tensors of these media, and those that the text model reads. Of videos it
-    has the pixels of these media alone. raw: see ProcessedReader.load."""
+    has the pixels of these media alone. raw: see ProcessedReader.load;
+    patch: pixels of its side."""
     cut = {}
     for kind in KINDS.values():
         media = [s for s, name in example.arguments.items()
                  if name == kind.content and (name != VIDEOS or s in segments)]
         cut |= zip(media, kind.parts(example.media, example.lengths.grid[media]), strict=True)
-    return replace(example, parts={s: with_bytes(cut[s], raw) for s in segments}, media={
+    return replace(example, parts={s: with_bytes(cut[s], raw, patch) for s in segments}, media={
         n: v for n, v in example.media.items() if not is_content(n)})
 
 

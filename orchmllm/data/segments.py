@@ -16,6 +16,7 @@ from orchmllm.plan.layout import AUDIO, VISION
 IN_ONE_ROW = "pixel_attention_mask"  # its families put the media of an example in one row
 VIDEOS = "pixel_values_videos"  # the argument that holds videos
 OF_EXAMPLE = "batch_num_images"  # says of an example how many images it has
+TYPES = {VISION: 1, VIDEO: 2, AUDIO: 3}  # of tokens that stand for features, as transformers has it
 # How the names of tensors begin that hold images or their sizes.
 _OF_IMAGES = ("pixel_", "image_")
 

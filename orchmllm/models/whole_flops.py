@@ -197,7 +197,8 @@ def whole_work(phase: str, model: ModelConfig, lengths: Lengths, checkpointing: 
 
 
 def plan_whole(job: Job) -> PlanSpec:
-    """What the planner has to know. Images move as bytes, frames of clips in float32. A medium
+    """What the planner has to know. Images move as bytes, which a run finds out to be so or not
+    (orchmllm.data.loading.whole_examples), frames of clips in float32. A medium
     costs by its positions and an example by its tokens what they compute,
     without the logits of what is learnt: exactly, but for an LLM with sliding windows, whose cost
     is exact for examples of one and of four windows, and for the edges of windows of images."""

@@ -339,6 +339,17 @@ def test_another_processor_has_another_digest_and_index(tmp_path):
     shutil.copytree(tmp_path, tmp_path / "moved")
     assert opened(tmp_path / "moved").reader.processor.digest == digest
     assert pickle.loads(pickle.dumps(rows.reader)).identity == rows.reader.identity
+    for name, changed in (
+            ("tokenizer_config.json", lambda text: json.dumps(
+                json.loads(text) | {"add_prefix_space": True, "bos_token": "<turn>"})),
+            ("chat_template.jinja", lambda text: text + "{# another #}")):
+        file = tmp_path / name
+        text = file.read_text()
+        file.write_text(changed(text))
+        other = opened(tmp_path)
+        assert other.reader.processor.digest != digest and other.indexes == [None], name
+        file.write_text(text)
+    assert opened(tmp_path).indexes[0] is not None
     content["image_processor"]["size"]["longest_edge"] //= 2
     path.write_text(json.dumps(content))
     other = opened(tmp_path)

@@ -10,6 +10,7 @@ import torch
 from tokenizers import Tokenizer, processors
 from transformers import TokenizersBackend
 
+from orchmllm.data.text.encoded import Encoded
 from orchmllm.data.text.templates import ChatTemplate
 from orchmllm.data.text.tokenizer import ChatTokenizer
 from tests.data.test_processed import edited, indexed, opened, talk, write_rows
@@ -18,8 +19,8 @@ from tests.data.test_processed import edited, indexed, opened, talk, write_rows
 @pytest.mark.parametrize("family", [
     "qwen3_vl", pytest.param("idefics3", marks=pytest.mark.slow)])
 def test_a_row_is_rendered_and_encoded_once(tmp_path, monkeypatch, family):
-    """Loading what was measured here does neither; the processor of idefics3 asks its tokenizer for
-    places, too."""
+    """Loading what was measured here does neither; the parts of idefics3's processor need its
+    tokenizer."""
     write_rows(tmp_path, family, [[(40, 60)], [(90, 30), (50, 50)], []])
     rows, known = opened(tmp_path), indexed(tmp_path)
     calls: Counter = Counter()
@@ -29,14 +30,14 @@ def test_a_row_is_rendered_and_encoded_once(tmp_path, monkeypatch, family):
         monkeypatch.setattr(where, name, lambda *args, **keys: (
             calls.update([name]), was(*args, **keys))[1])
 
-    count(TokenizersBackend, "_encode_plus")
+    count(Encoded, "of")
     count(ChatTemplate, "spans")
 
     def asked(call) -> tuple[int, int]:
         calls.clear()
         for i in range(3):
             call(i)
-        return calls["spans"], calls["_encode_plus"]
+        return calls["spans"], calls["of"]
 
     assert asked(rows.layout) == (3, 3)
     assert asked(rows.load) == ((0, 0) if family == "qwen3_vl" else (0, 3))

@@ -17,9 +17,10 @@ from orchmllm.config.recipe import DataConfig
 from orchmllm.data.dataset import ConversationDataset
 from orchmllm.data.loading.whole_examples import feed_of
 from orchmllm.data.loading.workers import Workers
-from orchmllm.data.media.raw import as_bytes, table_of
+from orchmllm.data.media.raw import as_bytes, one_of_copies, table_of
 from orchmllm.encoders.planned import PlannedEncoders
 from orchmllm.hf.whole_model import open_dataset
+from orchmllm.plan.assign import BalancePolicy, PlanSpec
 from orchmllm.plan.layout import TEXT
 from tests.data.test_processed import write_rows
 from tests.lib.processors import FAMILIES
@@ -111,9 +112,12 @@ def test_an_image_that_the_encoder_would_not_see_travels_as_float32(tmp_path):
 
 def test_a_processor_without_these_steps_ends_nothing(tmp_path, monkeypatch):
     encoders, rows = opened(tmp_path, "qwen2_5_vl", [[(40, 60)]])
-    monkeypatch.setattr(rows.reader.processor._processor.image_processor, "rescale", None)
+    monkeypatch.setattr(rows.reader.processor.calls.stock.image_processor, "rescale", None)
     told = []
-    feed_of(SimpleNamespace(encoders=encoders), rows, lambda row: row[None], told.append)
+    planned = PlanSpec({}, {"vision": 3 * 14**2}, 0, 1, BalancePolicy())
+    _, spec = feed_of(SimpleNamespace(encoders=encoders), rows, planned, lambda row: row[None],
+                      told.append)
+    assert spec.row_bytes == {"vision": 3 * 14**2 * 2 * FLOATS}  # with both frames
     assert "pixel_values" not in encoders.pixels and len(told) == 1
     assert told[0].startswith("pixel_values travel as float32") and "TypeError" in told[0]
 
@@ -121,7 +125,9 @@ def test_a_processor_without_these_steps_ends_nothing(tmp_path, monkeypatch):
 def test_values_that_are_no_bytes_are_refused():
     for values in ([0.5, 1.0], [-1.0, 3.0], [256.0, 0.0], [float("nan"), 0.0]):
         with pytest.raises(ValueError, match="not whole numbers from 0 to 255"):
-            as_bytes(torch.tensor([values]), 1)
+            as_bytes(torch.tensor([values]))
     frames = torch.arange(24.0).reshape(2, 12)  # 3 channels, 2 frames of 2 values, which differ
-    assert torch.equal(as_bytes(frames, 2), frames.to(torch.uint8))
+    assert torch.equal(one_of_copies(frames, 2), frames)
+    assert torch.equal(one_of_copies(frames[:, [0, 1, 0, 1, 4, 5, 4, 5, 8, 9, 8, 9]], 2),
+                       frames[:, [0, 1, 4, 5, 8, 9]])
     assert table_of(lambda image: image / np.float32(2)).shape == (3, 256)

@@ -30,6 +30,7 @@ from orchmllm.data.loading.preprocess_handshake import Servers
 from orchmllm.data.loading.workers import Workers
 from orchmllm.data.sampler import GlobalSampler
 from orchmllm.orchestrator import Orchestrator
+from orchmllm.plan.assign import PlanSpec
 from orchmllm.plan.layout import ENCODERS, BatchLayout
 from orchmllm.plan.rearrange import Rearrangement
 from orchmllm.plan.step import phase_figures
@@ -207,10 +208,10 @@ class Request:
                 [torch.stack([loaded[e].token_ids, loaded[e].labels], dim=1) for e in self.texts])
 
 
-def feed_of(model: Any, dataset: Any, gather: RowGather, log: Callable[[str], None]
-            ) -> Callable[..., SegmentFeed]:
+def feed_of(model: Any, dataset: Any, spec: PlanSpec, gather: RowGather, log: Callable[[str], None]
+            ) -> tuple[Callable[..., SegmentFeed], PlanSpec]:
     """The feed of a model of this project's own parts, which asks nothing of its arguments."""
-    return SegmentFeed
+    return SegmentFeed, spec
 
 
 class StepLoader(Pipeline):

@@ -25,6 +25,7 @@ from orchmllm.comm.pieces import Media, Piece
 from orchmllm.data.lengths import MeasuredExample
 from orchmllm.data.loading.rank_messages import packed, unpacked
 from orchmllm.data.loading.step_loader import Request, SegmentFeed
+from orchmllm.plan.assign import PlanSpec
 from orchmllm.plan.layout import ENCODERS
 from orchmllm.plan.rearrange import Rearrangement
 
@@ -123,10 +124,11 @@ class WholeFeed(SegmentFeed):
                           or [self._blank(phase)])
 
 
-def feed_of(model: Any, dataset: Any, gather: RowGather, log: Callable[[str], None]
-            ) -> Callable[..., WholeFeed]:
-    """The feed of a model, in which images are bytes until they are encoded where that is exact on
-    all ranks; says of what it is not. Collective; gather: of all ranks."""
+def feed_of(model: Any, dataset: Any, spec: PlanSpec, gather: RowGather, log: Callable[[str], None]
+            ) -> tuple[Callable[..., WholeFeed], PlanSpec]:
+    """(The feed of a model, in which images are bytes until they are encoded where that is exact on
+    all ranks; `spec` with the bytes that move then). Says of what it is not exact. Collective;
+    gather: of all ranks."""
     for name, find in dataset.reader.arithmetic().items():
         why, pixels = "another rank cannot make them of bytes", None
         try:
@@ -137,4 +139,7 @@ def feed_of(model: Any, dataset: Any, gather: RowGather, log: Callable[[str], No
             model.encoders.pixels[name] = pixels
         else:
             log(f"{name} travel as float32, which is four times the bytes: {why}")
-    return partial(WholeFeed, model=model)
+    if spec.row_bytes.get("vision"):
+        there = dataset.reader.image_row_bytes(model.encoders.raw)
+        spec = replace(spec, row_bytes={**spec.row_bytes, "vision": there})
+    return partial(WholeFeed, model=model), spec

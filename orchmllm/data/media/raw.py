@@ -4,7 +4,8 @@ whether that gives what the processor makes is proven with its own results (`sam
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -12,6 +13,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
+NOTHING: Mapping[str, Any] = MappingProxyType({})
 AS_BYTES = {"do_rescale": False, "do_normalize": False}  # options of a processor's call
 _CHANNELS = 3
 
@@ -32,45 +34,50 @@ def table_of(arithmetic: Callable[[np.ndarray], Any]) -> Tensor:
     return torch.as_tensor(np.asarray(arithmetic(every.copy()))).reshape(_CHANNELS, 256)
 
 
-def as_bytes(values: Tensor, copies: int) -> Tensor:
-    """Pixels that were not rescaled as uint8; of rows (n, 3 * copies * k) with the same frame in
-    all copies, (n, 3 * k). Raises ValueError for values that are no bytes."""
-    data = values.to(torch.uint8)
-    if not torch.equal(data.to(values.dtype), values):
+def as_bytes(values: Tensor) -> Tensor:
+    """Pixels that were not rescaled as uint8. Raises ValueError for values that are no bytes."""
+    made = values.numpy()  # numpy converts a value in a sixth of torch's time
+    with np.errstate(invalid="ignore"):
+        data = made.astype(np.uint8, copy=False)
+    if not np.array_equal(data, made):
         raise ValueError("the processor makes values that are not whole numbers from 0 to 255 of "
                          "an image that it does not rescale")
-    if copies > 1 and data.dim() == 2 and data.shape[1] % (_CHANNELS * copies) == 0:
-        frames = data.unflatten(1, (_CHANNELS, copies, -1))
-        if torch.equal(frames, frames[:, :, :1].expand_as(frames)):
-            return frames[:, :, 0].flatten(1)
-    return data
+    return torch.from_numpy(data)
 
 
-def with_bytes(tensors: Mapping[str, Tensor], names: Mapping[str, int]) -> dict[str, Tensor]:
-    """The tensors of a medium, of any shapes, those of `names` (argument -> copies) as `as_bytes`
-    gives them."""
-    return {name: as_bytes(value, names[name]) if name in names else value
-            for name, value in tensors.items()}
+def one_of_copies(rows: Tensor, copies: int) -> Tensor:
+    """Of rows (n, 3 * copies * k) of `copies` frames, (n, 3 * k) where all frames are the same."""
+    frames = rows.unflatten(1, (_CHANNELS, copies, -1))
+    is_same = all(torch.equal(frames[:, :, 0], frames[:, :, k]) for k in range(1, copies))
+    return frames[:, :, 0].flatten(1) if is_same else rows
 
 
-def of_images(processor: Any, options: Mapping[str, Any], name: str,
-              parts: Callable[..., list[dict[str, Tensor]]]) -> Arithmetic:
-    """processor: for images; options: of its call. name: of the argument that holds them. parts: of
-    (images of an example, **options), the tensors of each."""
+def with_bytes(tensors: Mapping[str, Tensor], names: Collection[str], patch: int
+               ) -> dict[str, Tensor]:
+    """The tensors of a medium, of any shapes, those of `names` as bytes. patch: pixels of the side
+    of one; rows of more values than it has are of several frames, which may be the same."""
+    out = {name: as_bytes(value) if name in names else value for name, value in tensors.items()}
+    for name in out.keys() & names:
+        copies = out[name].shape[1] // (_CHANNELS * patch**2) if out[name].dim() == 2 else 1
+        if copies > 1:
+            out[name] = one_of_copies(out[name], copies)
+    return out
+
+
+def of_images(processor: Any, options: Mapping[str, Any], bare: Callable, full: Callable
+              ) -> Arithmetic:
+    """processor: for images; options: of its call. bare, full: of the images of an example, the
+    tensors of each with bytes, as they are loaded, and as the processor itself makes them."""
     scale, rescales, mean, std, normalises = (options.get(key, getattr(processor, key)) for key in (
         "rescale_factor", "do_rescale", "image_mean", "image_std", "do_normalize"))
-    copies = getattr(processor, "temporal_patch_size", 1)
 
     def made(image: np.ndarray) -> np.ndarray:
         image = processor.rescale(image, scale) if rescales else image
         return processor.normalize(image, mean, std) if normalises else image
 
-    def samples() -> Iterator[tuple[dict[str, Tensor], dict[str, Tensor]]]:
-        for images in sample_images():
-            for bare, full in zip(parts(images, **AS_BYTES), parts(images), strict=True):
-                yield with_bytes(bare, {name: copies}), full
-
-    return Arithmetic(table_of(made), copies, samples())
+    return Arithmetic(table_of(made), getattr(processor, "temporal_patch_size", 1), (
+        pair for images in sample_images() for pair in zip(bare(images), full(images), strict=True)
+    ))
 
 
 def sample_images() -> Iterator[list[Image.Image]]:

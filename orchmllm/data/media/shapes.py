@@ -70,7 +70,17 @@ def _with_other_resizing(resized: Callable) -> FunctionType:
 
 class Shapes(PilBackend):
     """What the steps that read pixels do to shapes, of images as `sized` makes them. Images are
-    (3, H, W) uint8."""
+    (3, H, W) uint8. met: options of calls -> what they were settled to, which takes transformers
+    longer than an image of a few hundred patches takes for its shape."""
+
+    met: dict[str, dict[str, Any]]
+
+    def preprocess(self, images: Any, *args: Any, **options: Any) -> Any:
+        if (key := repr(options)) not in self.met:
+            asked = copy.copy(self)
+            asked._preprocess_image_like_inputs = lambda *_, **settled: settled
+            self.met[key] = PilBackend.preprocess(asked, images, *args, **options)
+        return self._preprocess_image_like_inputs(images, *args, **self.met[key])
 
     def process_image(self, image: np.ndarray, *args, **options) -> np.ndarray:
         return np.moveaxis(image, -1, 0)
@@ -161,8 +171,8 @@ class Some(Shapes):
 def adapted(image_processor: PilBackend, steps: type[Shapes]) -> PilBackend:
     """A copy of an image processor. In the order of classes, `steps` stands between the class of a
     family, whose decisions stay its own, and PilBackend."""
-    out = copy.copy(image_processor)
-    family = type(image_processor)
+    out, family = copy.copy(image_processor), type(image_processor)
+    out.met = {}
     out.__class__ = type(family.__name__, (family, steps), {})
     return out
 

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
-from types import MappingProxyType, ModuleType
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -23,7 +23,14 @@ from transformers.video_processing_utils import BaseVideoProcessor
 from orchmllm.data.formats.conversation import Conversation, media_of
 from orchmllm.data.media.kinds import VIDEO
 from orchmllm.data.media.medium import Medium, RowError
-from orchmllm.data.media.raw import AS_BYTES, Arithmetic, as_bytes, sample_images, table_of
+from orchmllm.data.media.raw import (
+    AS_BYTES,
+    NOTHING,
+    Arithmetic,
+    sample_images,
+    table_of,
+    with_bytes,
+)
 from orchmllm.data.media.shapes import Size
 from orchmllm.data.segments import VIDEOS
 
@@ -119,7 +126,7 @@ class Videos:
                                                     "video_metadata": metadata}}
 
     def pixels(self, frames: Sequence[Image.Image], h: int, w: int,
-               options: Mapping[str, Any] = MappingProxyType({})) -> Tensor:
+               options: Mapping[str, Any] = NOTHING) -> Tensor:
         """(h * w, values) float32: what the encoder reads of an item, which has h x w patches.
         options: of the call of the processor."""
         size = w * self.processor.patch_size, h * self.processor.patch_size
@@ -143,9 +150,9 @@ class Videos:
             for images in sample_images():
                 for frames in (*([image] * self.merged for image in images),
                                [*images, *images][-self.merged:]):
-                    pixels = self.pixels(frames, side, side, AS_BYTES)
-                    yield ({**grid, VIDEOS: as_bytes(pixels, self.merged)},
-                           {**grid, VIDEOS: self.pixels(frames, side, side)})
+                    bare, full = ({**grid, VIDEOS: self.pixels(frames, side, side, options)}
+                                  for options in (AS_BYTES, NOTHING))
+                    yield with_bytes(bare, {VIDEOS}, one.patch_size), full
 
         return Arithmetic(table_of(made), self.merged, samples())
 

@@ -6,16 +6,17 @@ data wrote, is told by the characters that each of them is of.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from hashlib import blake2b
+from itertools import chain
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from transformers import BatchEncoding
+from transformers import BatchEncoding, PreTrainedTokenizerFast
 
 from orchmllm.data.media.medium import Medium
-from orchmllm.data.text.spans import Span, Tokens
+from orchmllm.data.text.spans import Expanded, Span
 
 Range = tuple[int, int]  # the first and the one after the last
 
@@ -48,6 +49,12 @@ class Encoded(NamedTuple):
     text: str
     ids: np.ndarray
     places: np.ndarray
+
+    @classmethod
+    def of(cls, text: str, found: Any) -> Encoded:
+        """found: an Encoding of `tokenizers`."""
+        places = np.fromiter(chain.from_iterable(found.offsets), np.int64, 2 * len(found))
+        return cls(text, np.array(found.ids, np.int32), places.reshape(-1, 2))
 
     @property
     def is_whole(self) -> bool:
@@ -82,36 +89,64 @@ class Encoded(NamedTuple):
         return out
 
 
-def digest_of(text: str) -> bytes:
-    return blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).digest()
+def digest_of(text: str, expanded: Expanded) -> bytes:
+    """expanded: what the media became that are in the text."""
+    grids = repr(expanded.grids).encode()
+    return blake2b(text.encode("utf-8", "surrogatepass") + grids, digest_size=16).digest()
 
 
 class OneCall:
     """The tokenizer of a processor in one call of it, which keeps what the processor asks of it:
-    options, and the text with its ids. known: ids that are not made again if the text is that of
-    their digest."""
+    options, and the text with its ids."""
 
-    def __init__(self, tokenizer: Any, known: Tokens | None = None) -> None:
-        self._tokenizer, self._known = tokenizer, known
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
         self.options: dict[str, Any] = {}
-        self.text, self.encoded = "", None
+        self.encoded: Encoded | None = None
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._tokenizer, name)
 
     def __call__(self, text: Sequence[str], **options: Any) -> BatchEncoding:
-        [self.text], self.options = text, {k: v for k, v in options.items()
-                                           if k != "return_tensors"}
-        if self._known is not None and digest_of(self.text) == self._known.digest:
-            out = BatchEncoding({"input_ids": [self._known.ids.tolist()]})
-        else:
-            out = self._tokenizer(text, **self.options)
-            [found] = out.encodings
-            self.encoded = Encoded(self.text, np.array(found.ids, np.int32),
-                                   np.array(found.offsets, np.int64).reshape(-1, 2))
+        self.options = {k: v for k, v in options.items() if k != "return_tensors"}
+        out = self._tokenizer(text, **self.options)
+        self.encoded = Encoded.of(text[0], out.encodings[0])
+        return self.converted(out, options)
+
+    @staticmethod
+    def converted(out: BatchEncoding, options: Mapping[str, Any]) -> BatchEncoding:
+        """With the tensors that a call with these options asks for."""
         if make := {"pt": torch.tensor, "np": np.array}.get(options.get("return_tensors")):
             out.update({name: make(value) for name, value in out.items()})
         return out
+
+
+class Encoder:
+    """The tokenizer of a processor, as this calls it: with these options, and with special tokens
+    around the text or without. tokenizer: has been called with them before, which sets up the
+    `tokenizers` below it; where nothing else is done in a call, that is called itself."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerFast, options: Mapping[str, Any]) -> None:
+        self._tokenizer, self._options = tokenizer, dict(options)
+        self._is_direct = all(
+            getattr(type(tokenizer), name) is getattr(PreTrainedTokenizerFast, name)
+            for name in ("__call__", "_encode_plus"))
+
+    @property
+    def identity(self) -> list:
+        """What decides which ids a text has: what is left of the files when they are read."""
+        tokenizer = self._tokenizer
+        return [type(tokenizer).__name__, tokenizer.backend_tokenizer.to_str(),
+                tokenizer.bos_token, self._options]
+
+    def __call__(self, text: str, adds_special_tokens: bool) -> Encoded:
+        if self._is_direct:
+            [found] = self._tokenizer.backend_tokenizer.encode_batch(
+                [text], add_special_tokens=adds_special_tokens)
+        else:
+            [found] = self._tokenizer([text], **self._options | {
+                "add_special_tokens": adds_special_tokens}).encodings
+        return Encoded.of(text, found)
 
 
 def keep_space(tokenizer: Any) -> None:

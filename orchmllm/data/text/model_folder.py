@@ -3,7 +3,7 @@ processor is called."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -94,22 +94,6 @@ def refused() -> Iterator[None]:
     except Exception as error:
         raise RowError(f"the processor of the model refuses it: {type(error).__name__}: {error}"
                        ) from error
-
-
-def settled(merge: Callable) -> Callable:
-    """What a processor does with the options of a call, which it checks slowly: done once for those
-    that were met before. Those of videos are other ones in each call."""
-    known: dict[str, dict] = {}
-
-    def merged(*args: Any, tokenizer_init_kwargs: Any = None, **options: Any) -> dict:
-        if options.get("videos_kwargs"):
-            return merge(*args, tokenizer_init_kwargs=tokenizer_init_kwargs, **options)
-        if (key := repr((args, options))) not in known:
-            known[key] = merge(*args, tokenizer_init_kwargs=tokenizer_init_kwargs, **options)
-        return {name: value.copy() if isinstance(value, dict) else value
-                for name, value in known[key].items()}
-
-    return merged
 
 
 def most_tokens(config: Any) -> int:

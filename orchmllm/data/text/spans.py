@@ -42,8 +42,8 @@ class Expanded(NamedTuple):
 
 class Tokens(NamedTuple):
     """An example's sequence. ids (n,) int32, learnt (n,) bool; segments: (modality, lengths) in
-    reading order. digest: of the text that has these ids, with what its media become; empty where
-    the sequence was cut."""
+    reading order. digest: of the text that has these ids, with what its media become, and of
+    their grids; empty where the sequence was cut."""
 
     ids: np.ndarray
     learnt: np.ndarray

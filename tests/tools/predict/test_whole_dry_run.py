@@ -252,7 +252,7 @@ def test_sizes_of_images_are_the_whole_processors(name, tmp_path):
     write_model(name, tmp_path)
     processor = Processor(tmp_path)
     for width, height in np.random.default_rng(0).integers(40, 120, (8, 2)).tolist():
-        expanded = processor.expanded((Size(height, width),))
+        expanded = processor.calls.expanded((Size(height, width),))
         got = pictures(str(tmp_path)).segment_lengths(width, height)
         assert (got.grid,) == expanded.grids[0]
         assert got.num_tokens == expanded.texts[0].count(processor._features[VISION])
