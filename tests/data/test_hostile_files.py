@@ -144,3 +144,20 @@ def test_rows_of_parquet_are_found_in_any_order(tmp_path, monkeypatch):
     with pytest.raises(RowError, match="the parquet file is damaged"):
         bad.row(60)
     assert [bad.row(i) for i in (95, 3)] == [wanted[i] for i in (95, 3)]
+
+
+def test_a_stream_of_parquet_decodes_a_row_group_once(tmp_path, monkeypatch):
+    """In whatever order the rows of a window are needed."""
+    import pyarrow as pa
+    import pyarrow.parquet
+
+    path = tmp_path / "a.parquet"
+    pa.parquet.write_table(pa.table({"a": list(range(100))}), path, row_group_size=40)
+    begun: list[int] = []
+    batches = arrow.ParquetRows.batches
+    monkeypatch.setattr(arrow.ParquetRows, "batches", lambda store, group: (
+        begun.append(group), batches(store, group))[1])
+    [unit] = arrow.ParquetRows(path, 0, tmp_path).units(8)
+    rows = list(unit.rows(0))
+    assert {rows[k].read()["a"] for k in np.random.default_rng(0).permutation(100)} == {*range(100)}
+    assert begun == [0, 1, 2]

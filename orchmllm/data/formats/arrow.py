@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 import threading
 from abc import abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
@@ -52,6 +52,17 @@ class ArrowRows(RowStore):
         return int(self._start[-1])
 
     def row(self, i: int) -> dict:
+        return clean(self._slice(i).to_pylist()[0])
+
+    def later(self, i: int) -> Callable[[], dict]:
+        try:
+            row = self._slice(i)
+        except RowError:
+            return lambda: self.row(i)
+        return lambda: clean(row.to_pylist()[0])
+
+    def _slice(self, i: int):
+        """Row i as a record batch, which keeps those that were decoded with it. Raises RowError."""
         group = int(np.searchsorted(self._start, i, side="right")) - 1
         offset, here = int(i - self._start[group]), self._here
         if getattr(here, "group", -1) != group or offset < here.first:
@@ -60,7 +71,7 @@ class ArrowRows(RowStore):
             while offset >= here.first + len(here.batch):
                 here.first += len(here.batch)
                 here.batch = next(here.rest)
-            return clean(here.batch.slice(offset - here.first, 1).to_pylist()[0])
+            return here.batch.slice(offset - here.first, 1)
         except StorageError:
             raise
         except Exception as error:  # of pyarrow, on bad bytes

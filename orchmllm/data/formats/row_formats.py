@@ -77,8 +77,10 @@ def answered(row: Mapping, root: MediaRoot, prompt: str = "") -> Conversation:
     rounds = [*row.get("history", ()), *zip(questions, answers, strict=True)]
     turns = []
     for pair in rounds:
-        pair = [str(t) if type(t) in (int, float) else t for t in pair]
-        if not (len(pair) == 2 and all(isinstance(t, str) for t in pair)):
+        if isinstance(pair, list | tuple):
+            pair = [str(t) if type(t) in (int, float) else t for t in pair]
+        if not (isinstance(pair, list) and len(pair) == 2
+                and all(isinstance(t, str) for t in pair)):
             raise RowError("a question and its answer must be two texts (earlier ones in a list "
                            f"of [question, answer]), got {str(pair):.200}")
         turns += [{"role": "user", "content": pair[0]}, {"role": "assistant", "content": pair[1]}]

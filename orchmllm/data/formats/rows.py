@@ -40,6 +40,10 @@ class RowStore(ABC):
     def row(self, i: int) -> dict:
         """Row i as its file holds it. Raises RowError if it cannot be read."""
 
+    def later(self, i: int) -> Callable[[], dict]:
+        """What reads row i, when a stream that has come to it in order needs it."""
+        return lambda: self.row(i)
+
     def place(self, i: int) -> tuple[File, int]:
         """The file of row i, and its line or position in it from 1; of a store of one file."""
         return self.files[0], i + 1
@@ -86,7 +90,7 @@ class StoreUnit:
     def rows(self, start: int) -> Iterator[StreamRow]:
         store = self.store
         for i in range(self.part + start * self.parts, len(store), self.parts):
-            yield StreamRow(*store.place(i), lambda i=i: store.row(i))
+            yield StreamRow(*store.place(i), store.later(i))
 
 
 def _unique(pairs: list[tuple[str, object]]) -> dict:
@@ -177,6 +181,9 @@ class LaterRows(RowStore):
 
     def row(self, i: int) -> dict:
         return self._store.row(i)
+
+    def later(self, i: int) -> Callable[[], dict]:
+        return self._store.later(i)
 
     def place(self, i: int) -> tuple[File, int]:
         return self._store.place(i)
