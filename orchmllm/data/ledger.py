@@ -105,8 +105,8 @@ class Ledger:
         return sum(count for _, count in self.refused.values())
 
     def saved(self) -> dict:
-        """All of it, as JSON may hold it."""
-        return vars(self) | {"unread": sorted(self.unread)}
+        """What the report of a run shows of it."""
+        return {key: getattr(self, key) for key in ("name", "rows", "chars", "media")}
 
     def shares(self) -> list[tuple[str, float, float]]:
         """(fate in words, share of the characters, share of the media), of those that occur."""
@@ -128,8 +128,9 @@ class Ledger:
         row, taken = Watched(row), []
         try:
             turns = replace(source, root=replace(source.root, taken=taken)).parse(row, file)
-            kept, every = (one.plan(lambda _: turns, [0])[0] for one in (
-                reader, reader.without_limit()))
+            [kept] = reader.plan(lambda _: turns, [0])
+            [every] = reader.without_limit().plan(lambda _: turns, [0]) if (
+                reader.max_example_tokens) else [kept]
             if every.problem is not None:
                 raise every.problem
             if decode and kept.problem is None:

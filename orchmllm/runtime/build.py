@@ -18,6 +18,8 @@ from orchmllm.orchestrator import Orchestrator
 from orchmllm.plan.assign import PlanSpec
 from orchmllm.runtime.preflight import check_vocabulary
 
+MOST_LEDGERS = 300  # that the environment of the ranks has room for
+
 
 def build_dataset(recipe: Recipe, log: Callable[[str], object] = lambda line: None, *,
                   seen: bool = False) -> ConversationDataset:
@@ -35,7 +37,8 @@ def look_at_data(recipe: Recipe, log: Callable[[str], object]) -> str:
     here need not look again. Returns the ledgers as JSON. Raises ValueError, see build_dataset."""
     dataset = build_dataset(recipe, seen=True)
     ledgers = survey(dataset.sources, dataset.reader, recipe.data, log, decode=True)
-    os.environ["ORCHMLLM_LEDGERS"] = json.dumps([ledger.saved() for ledger in ledgers])
+    os.environ["ORCHMLLM_LEDGERS"] = json.dumps(
+        [ledger.saved() for ledger in ledgers[:MOST_LEDGERS]])
     return os.environ["ORCHMLLM_LEDGERS"]
 
 
