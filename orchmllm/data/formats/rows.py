@@ -183,7 +183,7 @@ class LaterRows(RowStore):
         return self._store.row(i)
 
     def later(self, i: int) -> Callable[[], dict]:
-        return self._store.later(i)
+        return super().later(i) if self.splits else self._store.later(i)
 
     def place(self, i: int) -> tuple[File, int]:
         return self._store.place(i)
