@@ -14,6 +14,7 @@
 #include "padded.hpp"
 #include "pipeline.hpp"
 #include "slots.hpp"
+#include "tables.hpp"
 
 namespace orchmllm::python {
 
@@ -212,6 +213,35 @@ py::tuple read_payloads(const py::array_t<i64, 0>& payloads, const Array& num_wo
   return py::make_tuple(ids, targets, per_example, columns, grid);
 }
 
+// (cost, longest, positions) of each example in each phase, see tables.hpp. columns (phases, 6):
+// what Column says. The tables have `rows` >= n rows, the last ones of zeros.
+py::tuple example_tables(const Array& modality, const Array& length, const Array& tokens,
+                         const Array& segments_of, const Array& columns, i64 rows) {
+  const View<i64> m = view(modality, "modality"), l = view(length, "length");
+  const View<i64> t = view(tokens, "tokens"), s = weights(segments_of, "segments_of");
+  check_size("modality", m.size, static_cast<std::size_t>(total(s)));
+  check_size("length", l.size, m.size);
+  check_size("tokens", t.size, m.size);
+  if (columns.ndim() != 2 || columns.shape(1) != 6) {
+    throw std::invalid_argument("columns must be (phases, 6)");
+  }
+  if (rows < segments_of.size()) throw std::invalid_argument("rows must be >= the examples");
+  std::vector<orchmllm::Column> phases;
+  for (const i64* c = columns.data(); c < columns.data() + columns.size(); c += 6) {
+    check_count("unit", c[4]);
+    phases.push_back({c[0], c[1], c[2], c[3], c[4], c[5]});
+  }
+  const i64 p = columns.shape(0);
+  Array cost = small_pages(rows, p), longest = small_pages(rows, p), held = small_pages(rows, p);
+  i64* out[] = {cost.mutable_data(), longest.mutable_data(), held.mutable_data()};
+  {
+    py::gil_scoped_release release;
+    orchmllm::example_tables(m, l, t, s, phases, out[0], out[1], out[2]);
+    for (i64* table : out) std::fill(table + segments_of.size() * p, table + rows * p, 0);
+  }
+  return py::make_tuple(cost, longest, held);
+}
+
 Array nodewise(const Array& source, const Array& batch, const Array& volume, i64 num_ranks,
                i64 ranks_per_node, i64 steps) {
   check_count("num_ranks", num_ranks);
@@ -334,6 +364,8 @@ PYBIND11_MODULE(_core, m) {
   m.def("sums_of", &sums_of, array("values"), array("sizes"));
   m.def("read_payloads", &read_payloads, array("payloads"), array("num_words"),
         array("num_examples"), array("num_segments"));
+  m.def("example_tables", &example_tables, array("modality"), array("length"), array("tokens"),
+        array("segments_of"), array("columns"), py::arg("rows"));
   m.def("nodewise", &nodewise, array("source"), array("batch"), array("volume"), num_ranks,
         ranks_per_node, py::arg("steps"));
   const auto ops = array("ops"), duration = array("duration"), comm = array("comm"),

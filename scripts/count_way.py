@@ -35,14 +35,18 @@ EITHER = "either", ("load", "whole")
 
 
 class Recorder:
-    """Which functions of `package` run, in all threads, while `on`."""
+    """Which functions of `package` run, in all threads, between record(True) and record(False) of
+    the main thread, which is not slowed down before."""
 
     def __init__(self, package: Path) -> None:
         self.prefix, self.on = str(package) + os.sep, False
         self.functions: set[tuple[str, str]] = set()
         self.changes: set[tuple[tuple[str, str], tuple[str, str]]] = set()
-        threading.setprofile(self._see)
-        sys.setprofile(self._see)
+        threading.setprofile(self._see)  # of threads that begin later
+
+    def record(self, on: bool) -> None:
+        self.on = on
+        sys.setprofile(self._see if on else None)
 
     def _see(self, frame, event: str, _: object) -> None:
         if event != "call" or not self.on or not (callee := self._place(frame)):
@@ -83,7 +87,7 @@ def run_trainer(recorder: Recorder, way: str, data: Path, folder: Path) -> None:
         nonlocal seen
         result = train_step(*args)
         seen += 1
-        recorder.on = seen in (1, 2)
+        recorder.record(seen in (1, 2))
         return result
 
     Trainer.train_step = counted
@@ -129,7 +133,7 @@ def run_loader(recorder: Recorder, _: str) -> None:
         collate_fn=lambda batch: {"input_ids": torch.cat(batch), "labels": torch.cat(batch)})
     weight = torch.ones((), requires_grad=True)
     for k, batch in enumerate(loader):
-        recorder.on = k in (0, 1)
+        recorder.record(k in (0, 1))
         loader.scale_sum(weight * batch["input_ids"].sum()).backward()
 
 
@@ -142,9 +146,9 @@ def run_encoders(recorder: Recorder, _: str) -> None:
     model = family.build()
     balance_encoders(model)
     for k in range(2):
-        recorder.on = k == 1
+        recorder.record(k == 1)
         model(**batch(family, model, [Item("image", 3), Item("image", 1)], seed=k)).loss.backward()
-    recorder.on = False
+    recorder.record(False)
 
 
 def child(way: str, tree: Path, data: Path, out: Path) -> None:

@@ -37,7 +37,7 @@ ALLOWED = {
     "cli": ("launch", "data"),
     "train": ("launch", "cli", "config", "comm", "models", "runtime", "hf", "sharding", "trainer"),
     "__main__": ("cli",),
-    "tools.predict": ("cli", "config", "plan", "batch", "models", "data", "sharding"),
+    "tools.predict": ("cli", "config", "plan", "batch", "models", "data", "encoders", "sharding"),
     "tools.data": ("cli", "config", "plan", "batch", "models", "data", "sharding", "tools.predict"),
     "tools.report": ("cli", "config", "plan", "data", "runtime", "tools.predict"),
     "tools.compare": ("launch", "cli", "config", "models", "runtime", "sharding", "trainer",

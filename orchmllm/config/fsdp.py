@@ -14,6 +14,7 @@ CHOICES = ("none", "selective", "full")  # cheapest to most expensive in time
 CHECKPOINTING = (*CHOICES, "auto")
 LAYERS = re.compile(r"full:(\d{1,6})(?:\+selective:(\d{1,6}))?|selective:(\d{1,6})")
 RESHARD = ("full", "node", "none")
+COPIED_ROWS = 4096  # of the gradient of the head's weight of which the chunked loss makes a copy
 
 
 def layer_counts(choice: str, num_layers: int) -> dict[str, int]:

@@ -166,8 +166,9 @@ class Recipe:
         if self.profile.window and self.profile.window[0] >= self.train.num_steps:
             yield Conflict(("profile.steps", "train.num_steps"), "begins after the last step of "
                            f"the run ({self.train.num_steps - 1})")
-        longest = (self.balance.num_programs * self.train.least_microbatches
-                   * self.balance.nodewise_limit_s)
+        # With accumulation_steps=auto a rank may have a microbatch for each of its examples.
+        microbatches = self.train.accumulation_steps or self.train.batch_size
+        longest = self.balance.num_programs * microbatches * self.balance.nodewise_limit_s
         if longest >= self.launch.stall_timeout_s:
             yield Conflict(
                 ("balance.nodewise_limit_s", "launch.stall_timeout_s"),

@@ -121,6 +121,17 @@ class PlannedEncoders:
             None if v is None else Form(v.dtype, tuple(v.shape)) for v in items.values),
             items.values)
 
+    def features(self, phase: str, media: Sequence[Mapping[str, Tensor]]) -> Tensor:
+        """(R, W) features of media, which are encoded here without a plan. media: the tensors of
+        each, on the training device and in the dtype of the encoder."""
+        encoder, pieces = self._encoders[phase], [self.described(phase, one) for one in media]
+        meta = np.concatenate([piece.meta for piece in pieces])
+        columns = zip(*(piece.values for piece in pieces), strict=True)
+        arguments = encoder.layout.build(meta, tuple(
+            None if column[0] is None else joined(column, 0) for column in columns))
+        result = run_encoder(encoder, self._owner, next(iter(encoder.calls)), arguments)
+        return flatten(encoder, self._owner, result, meta, placeholder=False).rows
+
     def packed(self, examples: Sequence[ProcessedExample], media: Mapping[str, Media],
                micro: Microbatch) -> dict[str, EncodedItems]:
         """The phases of which any rank has media. examples: those of this rank's LLM; media[phase]:

@@ -44,7 +44,8 @@ class WholeModel(nn.Module):
     """hf: a model of orchmllm.models.families, in train mode, whose configuration nobody else has.
     dtype: of forward and backward. The phases' times are in `clock`. encoders: an
     orchmllm.encoders.planned.PlannedEncoders of hf, for batches that were planned. loss_chunk_rows:
-    see orchmllm.models.loss.LossHead."""
+    see orchmllm.models.loss.LossHead. num_layers: of the text model, each of which has to keep the
+    examples of a row apart."""
 
     encoders: Any = None
     loss_chunk_rows = 0
@@ -55,7 +56,7 @@ class WholeModel(nn.Module):
         self._text = text = hf.config.get_text_config(decoder=True)
         self._stock_attention = text._attn_implementation
         text._attn_implementation = packing.NAME
-        self._num_layers = text.num_hidden_layers
+        self.num_layers = text.num_hidden_layers
         accepted = inspect.signature(hf.forward).parameters
         self._keeps = "logits_to_keep" in accepted
         self._types = [name for name in TYPES if name in accepted]
@@ -130,7 +131,7 @@ class WholeModel(nn.Module):
         losing = nullcontext()
         if 0 < self.loss_chunk_rows < len(batch.kept):
             losing = answers_with_loss(head, batch.targets, self.loss_chunk_rows)
-        with answering, packing.packed(batch.seqlens, self._num_layers), keeping, losing as made:
+        with answering, packing.packed(batch.seqlens, self.num_layers), keeping, losing as made:
             logits = self.hf(**inputs, attention_mask=ones, use_cache=False).logits
         loss = self._summed(logits, batch.targets, made)
         if torch.is_grad_enabled() and not loss.requires_grad:

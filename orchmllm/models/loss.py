@@ -10,13 +10,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from orchmllm.batch import IGNORE_INDEX
+from orchmllm.config.fsdp import COPIED_ROWS
 
 
 class _ChunkedLoss(torch.autograd.Function):
     """Summed cross entropy of hidden (R, D) through weight (V, D), a chunk of rows at a time.
 
     The gradients are made in the forward pass, while a chunk's logits exist: no logits are kept
-    and none are computed twice. The weight's gradient is summed over chunks in at least float32.
+    and none are computed twice. The weight's gradient is summed over chunks in at least float32,
+    and rounded to the weight's dtype in the same memory.
     """
 
     @staticmethod
@@ -46,12 +48,12 @@ class _ChunkedLoss(torch.autograd.Function):
             if need_hidden:
                 torch.mm(grad, weight, out=grad_hidden[part])
             if need_weight:
-                grad_weight += grad.T @ h
+                _add_product(grad_weight, grad, h)
             del grad  # or it would stay beside the logits of the next chunk
         if need_hidden:
             grad_hidden.masked_fill_(ignored, 0.0)
         ctx.save_for_backward(grad_hidden, None if grad_weight is None
-                              else grad_weight.to(weight.dtype))
+                              else _rounded(grad_weight, weight.dtype))
         return total
 
     @staticmethod
@@ -60,13 +62,33 @@ class _ChunkedLoss(torch.autograd.Function):
                 None, None, None)
 
 
-def _scale(x: Tensor, factor: Tensor, rows: int = 4096) -> Tensor:
+def _add_product(total: Tensor, grad: Tensor, h: Tensor) -> None:
+    """Adds grad (r, V) transposed times h (r, D) to total (V, D). Where total has a higher
+    precision than the product, COPIED_ROWS of this exist at a time beside it."""
+    if total.dtype == h.dtype:
+        total.addmm_(grad.T, h)
+        return
+    for rows, columns in zip(total.split(COPIED_ROWS), grad.split(COPIED_ROWS, 1), strict=True):
+        rows += columns.T @ h
+
+
+def _rounded(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """x (n, D) in a dtype with at most as many bytes, which is written over it from the front: both
+    beside each other would take 7.5 GB at 84B. Its memory stays as large until it is used."""
+    if x.dtype == dtype:
+        return x
+    out = x.view(-1).view(dtype)[: x.numel()].view_as(x)
+    for to, part in zip(out.split(COPIED_ROWS), x.split(COPIED_ROWS), strict=True):
+        to.copy_(part.to(dtype))
+    return out
+
+
+def _scale(x: Tensor, factor: Tensor) -> Tensor:
     """x (n, D) times a scalar, in place: a copy of the weight's gradient takes 2.5 GB at 84B.
     (autograd sees the change and refuses a second backward pass.) It is computed in the factor's
     precision and rounded once to x's dtype: a factor rounded first, such as 1 / number of targets
-    in bfloat16, would scale all gradients alike. rows: those that exist in that precision at the
-    same time."""
-    for part in x.split(rows):
+    in bfloat16, would scale all gradients alike."""
+    for part in x.split(COPIED_ROWS):
         part.copy_(part.to(factor.dtype).mul_(factor))
     return x
 

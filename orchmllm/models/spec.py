@@ -65,12 +65,15 @@ class ModelSpec:
     build = Member("sharding.build:build_parts", "sharding.build:build_whole")
     asked = Member("runtime.samples:AskedParts", "runtime.whole_samples:AskedWhole")
     # For tools: (recipe) -> its sources, and what measures their rows; (model, encoder phase) ->
-    # what says how long a medium is; (model) -> parameters by part; for export see
-    # orchmllm.tools.export.export.write_parts; (arguments of the command, log) -> an answer.
+    # what says how long a medium is; (model) -> parameters by part; for timed see
+    # orchmllm.tools.predict.profile_command, for export orchmllm.tools.export.export.write_parts;
+    # (arguments of the command, log) -> an answer.
     lengths = Member("tools.predict.examples:open_parts", "tools.predict.examples:open_whole")
     geometry = Member(lambda model, phase: getattr(model, phase).geometry,
                       "tools.predict.whole:geometry")
     parameters = Member("tools.predict.dry_run:parameters", "tools.predict.whole:parameters")
+    timed = Member("tools.predict.phase_runner:timed_parts",
+                   "tools.predict.whole_runner:timed_whole")
     export = Member("tools.export.export:write_parts", "tools.export.adapters:write_model")
     answer = Member("tools.generate.own:answer_own", "tools.generate.whole:answer_whole")
 

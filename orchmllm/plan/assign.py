@@ -14,16 +14,24 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import astuple, dataclass, field, replace
+from dataclasses import astuple, dataclass, replace
 from functools import cached_property
 
 import numpy as np
 
-from orchmllm.plan.balance import DEFAULT_TOLERANCE, POLICIES, balance, check_policy, core
+from orchmllm.plan.balance import (
+    DEFAULT_TOLERANCE,
+    POLICIES,
+    CapError,
+    balance,
+    check_policy,
+    core,
+)
 from orchmllm.plan.cost import CostModel
 from orchmllm.plan.layout import ENCODERS, TEXT, BatchLayout
 from orchmllm.plan.nodewise import assign_nodes
 from orchmllm.plan.rearrange import sums_of
+from orchmllm.plan.room import Limit, Share, caps_below
 
 PHASES = (*ENCODERS, "llm")
 _FACTORS = np.random.PCG64(0).random_raw(2**16) | np.uint64(1)  # the same everywhere
@@ -85,7 +93,7 @@ class PlanSpec:
     feature_bytes: bytes of one feature row (LLM width in the compute dtype). group_size:
     consecutive ranks that balance among themselves; 0: all. fills: whether every rank gets an
     example in every microbatch where there are enough: beside a long example balancing may leave a
-    rank without one. room: phase -> positions of a rank and microbatch for which there is memory.
+    rank without one. room: what memory leaves a rank in a microbatch, () where nothing is known.
     """
 
     costs: Mapping[str, CostModel]
@@ -95,7 +103,7 @@ class PlanSpec:
     balance: BalancePolicy
     group_size: int = 0
     fills: bool = False
-    room: Mapping[str, int] = field(default_factory=dict)
+    room: tuple[Limit, ...] = ()
 
     @cached_property
     def encoders(self) -> dict[str, int]:
@@ -114,9 +122,32 @@ class PlanSpec:
                 if (cap := getattr(self.balance, phase).max_rank_tokens)}
 
     @cached_property
+    def without_room(self) -> PlanSpec:
+        """Without the limits of memory."""
+        return replace(self, room=()) if self.room else self
+
+    def capped(self, caps: Mapping[str, int]) -> PlanSpec:
+        """With these max_rank_tokens, by phase; 0: none."""
+        return replace(self, balance=replace(self.balance, **{
+            phase: replace(getattr(self.balance, phase), max_rank_tokens=cap)
+            for phase, cap in caps.items()}))
+
+    def can_cap(self, phase: str) -> bool:
+        """Whether a max_rank_tokens decides what ranks hold of a phase."""
+        return "max_rank_tokens" in POLICIES[getattr(self.balance, phase).policy].options and (
+            phase == "llm" or not self.balance.whole_examples)
+
+    def allows(self, positions: Mapping[str, np.ndarray]) -> bool:
+        """Whether ranks that hold so many positions of each phase, (d,), are below every
+        max_rank_tokens and below the limits of memory."""
+        return all(positions[phase].max(initial=0) <= cap
+                   for phase, cap in self.hard_caps.items()) and all(
+            np.max(limit.taken(positions), initial=0) <= limit.most for limit in self.room)
+
+    @cached_property
     def as_sampled(self) -> PlanSpec:
         """That of the same steps unbalanced: every example stays on the rank that drew it."""
-        return replace(self, fills=False, balance=replace(self.balance, enabled=False))
+        return replace(self, fills=False, room=(), balance=replace(self.balance, enabled=False))
 
     @cached_property
     def digest(self) -> int:
@@ -124,7 +155,8 @@ class PlanSpec:
         text = repr((sorted((k, astuple(v)) for k, v in self.costs.items()),
                      sorted(self.row_bytes.items()), self.feature_bytes, self.ranks_per_node,
                      astuple(self.balance), self.group_size, self.fills,
-                     sorted(self.room.items())))
+                     [(limit.most, sorted(limit.each.items()))
+                      for limit in self.room]))
         return digest64(text.encode())
 
 
@@ -135,7 +167,43 @@ def assign_phases(
     layout: BatchLayout, spec: PlanSpec, solve: NodeSolver = assign_nodes
 ) -> tuple[dict[str, np.ndarray], np.ndarray]:
     """(encode, llm): encode[m] (s_m,) rank of each of the phase's segments, llm (n,) rank of each
-    example. Raises ValueError for a policy or option that cannot be honoured."""
+    example. By cost alone where that keeps below spec.room; else every phase is capped such that
+    all of them together do. Raises ValueError for a policy or option that cannot be honoured,
+    CapError where no plan below a cap or below spec.room is found."""
+    found = _assigned(layout, spec, solve)
+    if not spec.room or not spec.balance.enabled or (0 < spec.group_size < layout.num_ranks):
+        return found
+    held = positions_of(layout, *found, spec)
+    if spec.allows(held):
+        return found
+    caps = caps_below(spec.room, {
+        phase: Share(int(lengths.sum()), int(lengths.max(initial=0))) if spec.can_cap(phase)
+        else Share(0, int(held[phase].max())) for phase in spec.phases
+        for lengths in [layout.item_lengths(phase)]}, layout.num_ranks)
+    if caps:
+        own = spec.hard_caps
+        found = _assigned(layout, spec.capped({
+            phase: max(min(cap, own.get(phase, cap)), 1) for phase, cap in caps.items()
+            if spec.can_cap(phase)}), solve)
+    if not caps or not spec.allows(positions_of(layout, *found, spec)):
+        raise CapError("no plan found in which every rank keeps below what its memory holds")
+    return found
+
+
+def positions_of(
+    layout: BatchLayout, encode: Mapping[str, np.ndarray], llm: np.ndarray, spec: PlanSpec
+) -> dict[str, np.ndarray]:
+    """Phase -> (d,) positions that ranks hold, with those that they pad. encode, llm: see
+    assign_phases."""
+    return {phase: spec.costs[phase].positions.of_ranks(
+        layout.item_lengths(phase), llm if phase == "llm" else encode[phase], layout.num_ranks)
+        for phase in spec.phases}
+
+
+def _assigned(
+    layout: BatchLayout, spec: PlanSpec, solve: NodeSolver
+) -> tuple[dict[str, np.ndarray], np.ndarray]:
+    """assign_phases by cost and max_rank_tokens alone."""
     sampled = layout.rank_of_example
     owner = {m: layout.item_owner(m) for m in spec.encoders}  # (s_m,) each
     if not spec.balance.enabled:

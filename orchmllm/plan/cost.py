@@ -64,6 +64,11 @@ class CostModel:
         np.maximum.at(total, rank, cost)
         return total * np.bincount(rank, minlength=num_ranks)
 
+    @property
+    def positions(self) -> CostModel:
+        """What counts the positions of an item, and of a rank those that it pads."""
+        return CostModel(1, 0, unit=1, padded=self.padded)
+
     def linear_part(self, lengths: np.ndarray) -> np.ndarray:
         """(n,) int64: constant and linear part, for batches whose attention alone is padded."""
         return replace(self, quadratic=0)(lengths)

@@ -34,12 +34,12 @@ def plan_step(
     layout: BatchLayout, spec: PlanSpec, solve: NodeSolver = assign_nodes
 ) -> StepPlan:
     """Balances every phase of one step or microbatch, or leaves it as sampled where that gains less
-    than balance.min_gain and no rank holds more than its max_rank_tokens. solve: permutes finished
+    than balance.min_gain and no rank holds more than it may. solve: permutes finished
     batches over the ranks, in place of assign_nodes. Raises ValueError for a policy or option that
     cannot be honoured."""
     plan = build_plan(layout, *assign_phases(layout, spec, solve), spec)
     if spec.balance.min_gain and plan.predicted_gain < spec.balance.min_gain:
-        unmoved = replace(spec.as_sampled, fills=spec.fills)
+        unmoved = replace(spec.as_sampled, fills=spec.fills, room=spec.room)
         sampled = build_plan(layout, *assign_phases(layout, unmoved, solve), unmoved)
         if sampled.is_within_caps:
             return sampled
@@ -157,18 +157,15 @@ class StepPlan:
                          move.target_sizes)
 
     def positions(self, phase: str) -> np.ndarray:
-        """(d,) positions that each rank processes."""
+        """(d,) positions that each rank processes, with those that it pads."""
         move = self.rearrangement(phase)
-        return sums_of(self.layout.item_lengths(phase)[move.order], move.target_sizes)
+        return run_costs(self.spec.costs[phase].positions,
+                         self.layout.item_lengths(phase)[move.order], move.target_sizes)
 
     @property
     def is_within_caps(self) -> bool:
-        """Whether no rank holds more than a phase's max_rank_tokens."""
-        for phase in self.spec.phases:
-            cap = getattr(self.spec.balance, phase).max_rank_tokens
-            if cap and self.positions(phase).max() > cap:
-                return False
-        return True
+        """Whether no rank holds more than a phase's max_rank_tokens, or than its memory holds."""
+        return self.spec.allows({phase: self.positions(phase) for phase in self.spec.phases})
 
     @property
     def predicted_gain(self) -> float:

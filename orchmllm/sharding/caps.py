@@ -3,40 +3,67 @@ below them costs, and the fewest microbatches that do."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
 
 from orchmllm.config.recipe import Recipe
-from orchmllm.models.flops import Lengths, padded_phases
+from orchmllm.models.flops import padded_phases
 from orchmllm.plan.assign import PHASES, PlanSpec
 from orchmllm.plan.balance import CapError
 from orchmllm.plan.layout import BatchLayout
 from orchmllm.plan.microbatches import plan_microbatches
-from orchmllm.sharding.fits import MISSED, decide, joined, largest_fitting, scaled
+from orchmllm.plan.room import MOST, PARTS, Limit
+from orchmllm.plan.step import StepPlan
+from orchmllm.sharding.fits import MISSED, decide, joined, largest_fitting
 from orchmllm.sharding.memory import Choice, Loads, MemoryModel, loads_of
-
-MOST = 64  # times the fullest rank's load: what nobody would call a cap
-PARTS = 1024  # of that load
 
 
 def room_of(
     memory: MemoryModel, loads: Loads, choice: Choice, budget_bytes: float, most: float = MOST
-) -> dict[str, int]:
-    """Phase -> positions of a rank and microbatch that are predicted to fit: of all phases together
-    as many as the fullest ranks of `loads` have, times one factor, which is at most `most`; {} if
-    nothing fits."""
-    def fullest(values: np.ndarray) -> np.ndarray:
-        return np.array([np.max(values)], float)
+) -> tuple[Limit, ...]:
+    """Limits below which the memory of a rank is predicted to hold its positions of a microbatch,
+    one for each moment of a step that may be the highest; () if nothing fits. Rows, tokens and
+    arriving features grow with positions as on the fullest ranks of `loads`; of no phase a rank
+    gets more than `most` times what these have.
 
-    one = Loads({p: Lengths(fullest(x.rows), fullest(x.positions), fullest(x.tokens))
-                 for p, x in loads.phases.items()},
-                {p: fullest(x) for p, x in loads.received.items()},
-                {p: fullest(x) for p, x in loads.pairs.items()})
-    factor = largest_fitting(lambda k: memory.peak(scaled(one, k / PARTS), choice), budget_bytes,
-                             int(most * PARTS)) / PARTS
-    return {p: cap for p in PHASES if (cap := int(factor * one.phases[p].positions[0]))}
+    At every moment the bytes of a phase alone are taken to grow along a straight line, from none to
+    as many positions as fit. What is predicted is nowhere above this line, but for the loss: what
+    that takes for any number of targets counts as always there."""
+    full = {p: int(np.max(x.positions)) for p, x in loads.phases.items() if np.max(x.positions)}
+
+    def peaks(phase: str, factor: float) -> np.ndarray:
+        """(moments,) of a rank with `factor` times the most of a phase, and no other phase."""
+        alone = loads.each(lambda p, values: np.array([factor * (p == phase) * np.max(values)]))
+        return np.concatenate([*memory.peaks(alone, choice).values()])
+
+    fits = {p: largest_fitting(lambda k, p=p: peaks(p, k / PARTS).max(), budget_bytes,
+                               MOST * PARTS) / PARTS for p in full}
+    if not all(fits.values()):
+        return ()
+    nothing, each = peaks("llm", 0.0), {}
+    always = nothing.copy()
+    for phase, factor in fits.items():
+        half, whole = peaks(phase, factor / 2), peaks(phase, factor)
+        more = np.maximum(2 * half - whole - nothing, 0.0)
+        each[phase] = np.maximum(whole - nothing - more, 0.0) / (factor * full[phase])
+        always += more
+    if always.max() >= budget_bytes:
+        return ()
+    limits = [Limit(int(budget_bytes - kept), {p: math.ceil(each[p][k]) for p in full})
+              for k, kept in enumerate(always)]
+    limits += [Limit(int(most * n), {p: 1}) for p, n in full.items()] * (most < MOST)
+    return tuple(_highest(limits))
+
+
+def _highest(limits: Sequence[Limit]) -> list[Limit]:
+    """Without those that others imply."""
+    shares = [{p: n / limit.most for p, n in limit.each.items()} for limit in limits]
+    return [limit for i, limit in enumerate(limits) if any(limit.each.values()) and not any(
+        all(n <= other.get(p, 0.0) for p, n in shares[i].items())
+        and (shares[i] != other or k < i) for k, other in enumerate(shares) if k != i)]
 
 
 def fewest(layouts: Sequence[BatchLayout], spec: PlanSpec) -> int:
@@ -51,15 +78,17 @@ def described(layouts: Sequence[BatchLayout], spec: PlanSpec, num_microbatches: 
     """The caps of memory in words, what they cost in steps of so many microbatches (0: as few as
     they allow), and the fewest that keep them. layouts: of some steps."""
     least = fewest(layouts, spec)
-    held = ", ".join(f"{p} {n:,}" for p, n in spec.room.items())
-    text = f"memory of a rank and microbatch: at most {held} positions"
+    alone = {p: min(limit.most // limit.each[p] for limit in spec.room if limit.each.get(p))
+             for p in spec.phases if any(limit.each.get(p) for limit in spec.room)}
+    held = ", ".join(f"{p} {n:,}" for p, n in alone.items())
+    text = f"memory of a rank and microbatch: at most {held} positions, each phase alone"
     if not least:
         return f"{text}; no number of microbatches keeps below that"
     count = num_microbatches or least
     with_caps, without = (sum(
         int(plan.planned_cost(phase).max()) for layout in layouts
         for _, plan in plan_microbatches(layout, one, count) for phase in spec.phases)
-        for one in (spec, replace(spec, room={})))
+        for one in (spec, spec.without_room))
     return (f"{text}; a step is predicted to take {with_caps / max(without, 1):.3f} times as long "
             f"as without this; the fewest microbatches that keep it: {least}"
             + (f" (train.accumulation_steps={num_microbatches})" if num_microbatches else ""))
@@ -76,7 +105,7 @@ def with_count(
     loads = joined([loads_of(plan, pad) for layout in layouts
                     for _, plan in plan_microbatches(layout, spec, count or 1)])
     try:
-        choice = chosen(recipe, memory, loads, budget_bytes, MISSED)
+        choice = chosen(recipe, layouts, spec, memory, loads, budget_bytes, MISSED)
     except ValueError:
         if not count:
             raise
@@ -89,7 +118,7 @@ def with_count(
     count = fewest(layouts, spec)
     if not count:
         raise ValueError("train.accumulation_steps=auto: no number of microbatches keeps below the "
-                         f"caps of a rank ({room}): give more memory, or shorter examples")
+                         "caps of a rank: give more memory, or shorter examples")
     return replace(recipe, train=replace(
         recipe.train, accumulation_steps=count,
         batch_size=-(-recipe.train.batch_size // count))), spec, text
@@ -98,25 +127,37 @@ def with_count(
 def room_for(
     recipe: Recipe, memory: MemoryModel, loads: Loads, budget_bytes: float, taken: float,
     choice: Choice,
-) -> dict[str, int]:
-    """room_of by the recipe's `choice`, {} without a budget. Where `auto` recomputes as little as
+) -> tuple[Limit, ...]:
+    """room_of by the recipe's `choice`, () without a budget. Where `auto` recomputes as little as
     the loads allow, these are the room. taken: see decide."""
     if not budget_bytes:
-        return {}
+        return ()
     auto = "auto" in map(recipe.fsdp.checkpointing, PHASES)
     return room_of(memory, loads, choice, budget_bytes / taken, 1.0 if auto else MOST)
 
 
-def chosen(recipe: Recipe, memory: MemoryModel, loads: Loads, budget_bytes: float, taken: float,
-           **known) -> dict[str, str]:
-    """`decide`; where the microbatches of train.accumulation_steps=auto are what has to give, all
-    that is open is recomputed."""
+def chosen(
+    recipe: Recipe, layouts: Sequence[BatchLayout], spec: PlanSpec, memory: MemoryModel,
+    loads: Loads, budget_bytes: float, taken: float, **known
+) -> dict[str, str]:
+    """`decide`; where that finds nothing for `loads`, the plans of some steps, but memory limits
+    what a rank holds such that it fits, all that is open is recomputed: in as many microbatches as
+    that takes with train.accumulation_steps=auto, in as many as the recipe says if the steps have
+    such plans."""
     try:
         return decide(recipe, memory, loads, budget_bytes, taken=taken, **known)
     except ValueError:
         asked = {p: recipe.fsdp.checkpointing(p) for p in PHASES}
         full = {p: "full" if c == "auto" else c for p, c in asked.items()}
-        if recipe.train.accumulation_steps or not room_of(memory, loads, full,
-                                                          budget_bytes / taken):
+        room, count = room_of(memory, loads, full, budget_bytes / taken), (
+            recipe.train.accumulation_steps)
+        if not room or count and not all(
+                is_below(plan, room) for layout in layouts
+                for _, plan in plan_microbatches(layout, replace(spec, room=room), count)):
             raise
         return full
+
+
+def is_below(plan: StepPlan, room: tuple[Limit, ...]) -> bool:
+    """Whether a microbatch that was planned by these limits of memory is below them."""
+    return plan.spec.room == room and plan.is_within_caps

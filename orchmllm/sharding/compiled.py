@@ -61,6 +61,8 @@ def compile_block(block: nn.Module, backend: str = "inductor", fullgraph: bool =
     blocks in which something runs between graphs, such as attention with a mask for each example.
     """
     torch._dynamo.config.recompile_limit = GRAPHS
+    # What norms and attention have of numbers is fixed: else torch traces each block twice.
+    torch._dynamo.config.specialize_float = True
     # Otherwise the number of rows is taken for any other size that equals it in the first batch.
     torch.fx.experimental._config.use_duck_shape = False
     block.compile(dynamic=True, fullgraph=fullgraph, backend=backend)

@@ -122,10 +122,7 @@ def budget_of(recipe: Recipe, device_bytes: float) -> tuple[float, str]:
 
 def scaled(loads: Loads, factor: float) -> Loads:
     """The loads of a mini-batch `factor` times as large, to first order."""
-    return Loads({p: Lengths(x.rows * factor, x.positions * factor, x.tokens * factor)
-                  for p, x in loads.phases.items()},
-                 {p: x * factor for p, x in loads.received.items()},
-                 {p: x * factor for p, x in loads.pairs.items()})
+    return loads.each(lambda _, values: values * factor)
 
 
 def largest_fitting(peak: Callable[[int], float], budget_bytes: float, high: int) -> int:

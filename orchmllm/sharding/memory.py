@@ -12,12 +12,12 @@ for them.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
 
-from orchmllm.config.fsdp import DTYPE_BYTES, phase_counts
+from orchmllm.config.fsdp import COPIED_ROWS, DTYPE_BYTES, phase_counts
 from orchmllm.config.job import Job
 from orchmllm.config.model import ModelConfig
 from orchmllm.config.recipe import CheckpointConfig, FsdpConfig
@@ -45,6 +45,14 @@ class Loads:
     phases: Mapping[str, Lengths]
     received: Mapping[str, np.ndarray]
     pairs: Mapping[str, np.ndarray] = field(default_factory=dict)
+
+    def each(self, change: Callable[[str, np.ndarray], np.ndarray]) -> Loads:
+        """With change(phase, values) in place of the values of every phase; features arrive in the
+        LLM's."""
+        return Loads({p: Lengths(change(p, x.rows), change(p, x.positions), change(p, x.tokens))
+                      for p, x in self.phases.items()},
+                     {p: change("llm", x) for p, x in self.received.items()},
+                     {p: change(p, x) for p, x in self.pairs.items()})
 
 
 def loads_of(plan: StepPlan, pad: frozenset[str] = frozenset()) -> Loads:
@@ -226,10 +234,12 @@ class MemoryModel:
             return plain
         learns = not (config.frozen or self.model.lora.rank)
         learnt = config.hidden_size * learns  # columns of the weight's gradient
-        # A chunk's logits as computed and in float32, or their gradient and the product made of it.
-        moment = max((f + e * (e < f)) * chunk, e * (chunk + learnt))
-        chunked = (e * config.hidden_size * (tokens + chunk)
-                   + (moment + f * learnt) * config.vocab_size)
+        rounded = e * (e < f)
+        # A chunk's logits as computed and in float32, or their gradient and rows of its product.
+        moment = max((f + rounded) * chunk * config.vocab_size,
+                     e * chunk * config.vocab_size + rounded * COPIED_ROWS * learnt)
+        chunked = (e * config.hidden_size * (tokens + chunk) + f * learnt * config.vocab_size
+                   + moment)
         return np.where(tokens > chunk, chunked, plain)
 
     def _units(self, phase: str) -> dict[str, Unit]:

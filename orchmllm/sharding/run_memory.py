@@ -19,6 +19,7 @@ from orchmllm.models.flops import padded_phases
 from orchmllm.plan.assign import PHASES, PlanSpec
 from orchmllm.plan.layout import BatchLayout
 from orchmllm.plan.microbatches import plan_microbatches
+from orchmllm.plan.room import Limit
 from orchmllm.plan.step import StepPlan
 from orchmllm.sharding.blocks import recompute
 from orchmllm.sharding.caps import chosen, described, room_for
@@ -116,13 +117,13 @@ class RunMemory:
     def _choose(self) -> None:
         """Sets the choice, and tells it where the recipe leaves it open."""
         before, taken = self.known.get("choice"), self._taken or MISSED
-        self.choice = chosen(self._recipe, self.memory, self.loads, self.budget, taken,
-                             allowed_by=self._why, kept=self._kept)
+        self.choice = chosen(self._recipe, self.layouts, self._spec, self.memory, self.loads,
+                             self.budget, taken, allowed_by=self._why, kept=self._kept)
         if ran_out := taken == self._ran_out.get("exhausted"):
             self.choice = self._ran_out["next"]
         if len(self._fixed) == len(PHASES):
             return
-        # With train.accumulation_steps=auto the loads are of one microbatch, which is cut.
+        # Where these loads do not fit, what a rank holds of a microbatch is limited.
         peak = min(taken * self.memory.peak(self.loads, self.choice), self.budget)
         self._log(f"recomputation: {self._described(self.choice)} ({peak / 1e9:.3g} of "
                   f"{self.budget / 1e9:.3g} GB a rank, {taken:.3g} of the prediction"
@@ -136,12 +137,12 @@ class RunMemory:
         steps are planned as before, but not after memory ran out."""
         known = {"num_ranks": self._job.num_ranks, "budget": self.budget,
                  "exhausted": self._ran_out.get("exhausted", 0.0)}
-        if self.known.get("room", {}).items() >= known.items():
-            room = self.known["room"]["positions"]
+        if self.known.get("limits", {}).items() >= known.items():
+            room = tuple(Limit(*limit) for limit in self.known["limits"]["of"])
         else:
             room = room_for(self._recipe, self.memory, self.loads, self.budget,
                             self._taken or MISSED, self.choice)
-            self.known["room"] = {**known, "positions": room}
+            self.known["limits"] = {**known, "of": [[one.most, one.each] for one in room]}
         self.spec = replace(self.spec, room=room)
         if room and self.spec.balance.enabled:
             self._log(described(self.layouts, replace(self._spec, room=room),

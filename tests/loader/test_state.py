@@ -24,6 +24,7 @@ from tests.lib.dropin import (
 from tests.lib.ranks import run_ranks
 
 pytestmark = pytest.mark.dist
+MOST = 60  # tokens of a batch where a step has as few as that allows
 
 
 def set_within_an_iteration(world) -> None:
@@ -132,7 +133,7 @@ class Learner:
 
 
 def resumed_within_a_step(world, kind: str) -> np.ndarray:
-    """The table after 3 steps of 2 microbatches; the loop ends between those of step 1, and begins
+    """The table after 3 steps of microbatches; the loop ends between those of step 1, and begins
     anew with what it had saved after step 0 and the loader's state of the moment of its end."""
     def make() -> BalancedDataLoader:
         how = {"bytes": {"length_fn": token_count}, "stream": {"length_fn": token_count}}.get(
@@ -140,30 +141,34 @@ def resumed_within_a_step(world, kind: str) -> np.ndarray:
         data = Stream(100 * world.rank, 12) if kind == "stream" else Texts(12 * world.world_size)
         if kind == "sampler":
             how["sampler"] = SequentialSampler(Texts(12))  # of every rank
+        if kind == "auto":  # of 4 examples a rank and step, of which no batch holds all
+            return loader_of(data, 4, collate_fn=collate, accumulation_steps="auto",
+                             max_tokens=MOST, **how)
         return loader_of(data, 2, collate_fn=collate, accumulation_steps=2, **how)
 
     learner, loader, dies = Learner(), make(), True
     saved = copy.deepcopy(learner)
     while True:
-        for k, batch in enumerate(loader, start=1):
+        for batch in loader:
             loader.scale_sum(learner.loss_sum(batch), gradients="sum").backward()
-            if k % 2 == 0:
+            if loader.step.is_last_microbatch:
                 dist.all_reduce(learner.table.grad)
                 learner.update()
                 saved = copy.deepcopy(learner) if dies else None
-            elif dies and k == 3:
+            elif dies and loader.step.step == 1:
                 break
         else:
+            assert not dies
             return learner.table.detach().numpy()
         learner, state, loader, dies = saved, loader.state_dict(), make(), False
         loader.load_state_dict(state)
 
 
 @pytest.mark.parametrize("kind, num_ranks", [
-    ("load", 2), ("bytes", 3), ("stream", 2), ("sampler", 3),
+    ("load", 2), ("bytes", 3), ("stream", 2), ("sampler", 3), ("auto", 3),
     *(pytest.param(kind, n, marks=pytest.mark.slow) for kind, n in (
         ("load", 1), ("load", 3), ("bytes", 1), ("bytes", 2), ("stream", 1), ("stream", 3),
-        ("sampler", 1), ("sampler", 2)))])
+        ("sampler", 1), ("sampler", 2), ("auto", 1), ("auto", 2)))])
 def test_weights_of_a_loop_that_ended_within_a_step_are_those_of_one_that_did_not(kind, num_ranks):
     want = Learner()
     for step in range(3):

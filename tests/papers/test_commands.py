@@ -121,11 +121,10 @@ def test_profile_on_a_gpu_measures_what_training_has(recipe, monkeypatch):
             return 1.0
 
     monkeypatch.setattr(phase_runner, "PhaseRunner", Runner)
-    for phase in ("vision", "llm"):
-        found = measure(load_recipe(recipe[0]), phase, Namespace(
-            device="cuda", rows=None, repeat=1))
+    for phase, found in measure(load_recipe(recipe[0]), Namespace(
+            device="cuda", rows=None, repeat=1)):
         assert found["rows"] == [4096, 8192, 16384, 32768, 65536]
-        assert measured[-5:] == found["rows"]
+        assert phase == "audio" or measured[-10::2] == measured[-9::2] == found["rows"]
 
 
 @pytest.mark.parametrize("gpus, batch", [(1296, 1920), (112, 240)])

@@ -12,18 +12,16 @@ from hypothesis import strategies as st
 
 from orchmllm.config.balance import BalanceConfig
 from orchmllm.loader.indices import batch_layout
-from orchmllm.plan import microbatches
+from orchmllm.plan import divisions
 from orchmllm.plan.assign import PHASES, PhasePolicy, PlanSpec, example_costs
 from orchmllm.plan.balance import assign_microbatches as alike
 from orchmllm.plan.balance import core
 from orchmllm.plan.cost import CostModel
+from orchmllm.plan.divisions import MOST_PLANNED
 from orchmllm.plan.geometry import SegmentLengths
 from orchmllm.plan.layout import VISION, BatchLayout
-from orchmllm.plan.microbatches import (
-    MOST_PLANNED,
-    assert_invariants,
-    plan_microbatches,
-)
+from orchmllm.plan.microbatches import assert_invariants, plan_microbatches
+from orchmllm.plan.room import Limit
 from orchmllm.plan.step import StepPlan, imbalance, plan_step
 from orchmllm.tools.predict.workload import sample_layout
 from tests.plan.test_balance_properties import thorough
@@ -132,6 +130,27 @@ def test_of_many_examples_the_longest_move(largest: int, cut: bool) -> None:
     assert after <= 0.3 * before and np.bincount(got, minlength=8).min() > 0
 
 
+@thorough
+@given(st.integers(0, 3), st.integers(0, 2**32))
+def test_tables_of_examples(phases: int, seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    segments_of = rng.integers(0, 4, rng.integers(0, 8))
+    modality, length, tokens = rng.integers(0, [[3], [2000], [2000]], (3, segments_of.sum()))
+    columns = rng.integers([0, 0, 0, 0, 1, 0], [3, 50, 10**6, 10**6, 2000, 900], (phases, 6))
+    args = modality, length, tokens, segments_of, columns, len(segments_of) + 2
+    np.testing.assert_array_equal(np.array(core().example_tables(*args)),
+                                  reference.example_tables(*args))
+
+
+@pytest.mark.parametrize("length, says", [(2**31, "its cost overflows"), (-1, "a length is -1")])
+def test_tables_of_lengths_that_cannot_be(length: int, says: str) -> None:
+    columns = np.array([[1, 0, 2**31, 2**3, 1000, 0]])
+    one = np.ones(1, np.int64)
+    core().example_tables(one, one * 2**29, one, one, columns, 1)
+    with pytest.raises(ValueError, match=says):
+        core().example_tables(one, one * length, one, one, columns, 1)
+
+
 def layouts() -> Iterator[tuple[BatchLayout, int]]:
     rng = np.random.default_rng(7)
     for _ in range(12):
@@ -167,14 +186,14 @@ def test_a_large_step_is_not_planned_twice() -> None:
 
 def test_caps_without_a_plan_leave_microbatches_alike(monkeypatch: pytest.MonkeyPatch) -> None:
     """The cap that the recipe does not name is never the reason why a step has no plan."""
-    monkeypatch.setattr(microbatches, "USUAL", 0.0)
+    monkeypatch.setattr(divisions, "USUAL", 0.0)
     texts = batch_layout(range(12), [100] * 11 + [130], [6, 6])
-    for spec_ in (BALANCED, replace(BALANCED, room={"llm": 1})):
+    for spec_ in (BALANCED, replace(BALANCED, room=(Limit(1, {"llm": 1}),))):
         plans = plan_microbatches(texts, spec_, 2)
         micro = alike(example_costs(texts, BALANCED), 2)
         for k, (at, plan) in enumerate(plans):
             np.testing.assert_array_equal(at, np.flatnonzero(micro == k))
-            assert plan.spec is spec_
+            assert plan.spec is spec_.without_room
 
 
 def test_without_balancing_every_rank_keeps_its_order() -> None:
@@ -217,16 +236,16 @@ def test_auto_follows_the_step(enabled: bool) -> None:
     """More examples take more microbatches, and the memory of a rank is a cap as well."""
     texts = [batch_layout(range(n), [100] * n, [n // 2] * 2) for n in (8, 24)]
     off = replace(BALANCED, balance=replace(BALANCED.balance, enabled=enabled))
-    for spec_ in (capped(430, off), replace(off, room={"llm": 430})):
+    for spec_ in (capped(430, off), replace(off, room=(Limit(430, {"llm": 1}),))):
         assert [len(plan_microbatches(layout, spec_, 0)) for layout in texts] == [1, 3]
     parts = [(VISION, SegmentLengths(n, n, 1, (1, 1, n))) for n in (300, 300)]
     images = BatchLayout.concat([BatchLayout.from_segments(i, 1, parts) for i in range(3)], [3])
-    assert len(plan_microbatches(images, replace(off, room={"vision": 430}), 0)) == 3
+    assert len(plan_microbatches(images, replace(off, room=(Limit(430, {"vision": 1}),)), 0)) == 3
     if enabled:
         with pytest.raises(ValueError, match="keeps below the caps of a rank: vision 430, llm 430"):
             plan_microbatches(images, capped(430, off, vision=430), 0)
     long = batch_layout(range(2), [100, 700], [1, 1])
-    assert len(plan_microbatches(long, replace(off, room={"llm": 430}), 0)) == 1
+    assert len(plan_microbatches(long, replace(off, room=(Limit(430, {"llm": 1}),)), 0)) == 1
     with pytest.raises(ValueError, match="max_rank_tokens = 430 is below the 700"):
         plan_microbatches(long, capped(430, off), 0)
     with pytest.raises(ValueError, match="fsdp.memory_gb"):
@@ -266,7 +285,8 @@ def drawn(rng: np.random.Generator) -> tuple[BatchLayout, int]:
 @pytest.mark.parametrize("steps", [15, pytest.param(10_000, marks=pytest.mark.slow)])
 def test_random_steps(steps: int) -> None:
     """No longer than microbatches that are alike, each balanced alone; at most 5% above the bound
-    in the median. Below caps of which a plan is known, with a fiftieth to spare, there is one."""
+    in the median. Below caps of which a plan is known, with a fiftieth to spare, there is one, and
+    so there is below limits of all phases together."""
     above = []
     for seed in range(steps):
         layout, count = drawn(np.random.default_rng(seed))
@@ -275,5 +295,14 @@ def test_random_steps(steps: int) -> None:
         above.append(time_of(plans) / bound_of(plans))
         caps = {phase: 51 * fullest(plans, phase) // 50 for phase in PHASES}
         below = planned(layout, capped(caps.pop("llm"), **caps), count)
+        assert time_of(below) <= 1.01 * time_of(plans)
+        room = []
+        for each in np.random.default_rng(seed).integers(0, 9, (2, len(PHASES))).tolist():
+            limit = Limit(0, dict(zip(PHASES, each, strict=True)))
+            most = max(int(limit.taken({phase: plan.positions(phase) for phase in PHASES}).max())
+                       for plan in plans)
+            room.append(replace(limit, most=51 * most // 50))
+        below = planned(layout, replace(BALANCED, room=tuple(room)), count)
+        assert all(plan.spec.room == tuple(room) for plan in below)
         assert time_of(below) <= 1.01 * time_of(plans)
     assert np.median(above) <= 1.05

@@ -81,6 +81,25 @@ def assign_microbatches(share: np.ndarray, num_microbatches: int) -> np.ndarray:
     return out
 
 
+def example_tables(
+    modality: np.ndarray, length: np.ndarray, tokens: np.ndarray, segments_of: np.ndarray,
+    columns: np.ndarray, rows: int
+) -> np.ndarray:
+    """(3, rows, phases): costs of each example, of its most expensive item, and its positions. A
+    column: modality (0: an example is an item), constant, linear, quadratic, unit, window."""
+    out = np.zeros((3, rows, len(columns)), np.int64)
+    ends = np.cumsum(segments_of)
+    for e, p in product(range(len(segments_of)), range(len(columns))):
+        code, constant, linear, quadratic, unit, window = (int(x) for x in columns[p])
+        own = range(ends[e] - segments_of[e], ends[e])
+        items = [int(length[s]) for s in own if modality[s] == code] if code else [
+            sum(int(tokens[s]) for s in own)]
+        costs = [(constant + linear * n + quadratic * n * min(n, window or n)) // unit
+                 for n in items]
+        out[:, e, p] = sum(costs), max(costs, default=0), sum(items)
+    return out
+
+
 def step_time(
     cost: np.ndarray, longest: np.ndarray, micro: np.ndarray, num_ranks: int, num_microbatches: int
 ) -> int:

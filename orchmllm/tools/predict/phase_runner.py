@@ -5,8 +5,9 @@ real modules on random inputs of given lengths.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 import torch
@@ -14,8 +15,9 @@ from torch import Tensor
 
 from orchmllm.batch import IGNORE_INDEX, SequenceLengths, on_device
 from orchmllm.config.model import ModelConfig
+from orchmllm.config.recipe import Recipe
 from orchmllm.models.audio import AudioEncoder
-from orchmllm.models.flops import Lengths, phase_work
+from orchmllm.models.flops import Lengths, lengths_of, phase_work
 from orchmllm.models.llm import PackedQwen2
 from orchmllm.models.parts import init_parameters
 from orchmllm.models.vision import VisionEncoder
@@ -143,3 +145,32 @@ class PhaseRunner:
     def _token_ids(self, count: int) -> Tensor:
         return torch.randint(0, self.model.llm.vocab_size, (count,), generator=self._generator,
                              device=self.device)
+
+
+def timed_parts(recipe: Recipe, length: int, device: torch.device, dtype: torch.dtype,
+                chunk_rows: int) -> Iterator[tuple[str, int, Callable[[int, int], float]]]:
+    """Phase by phase (its name, positions of an item, seconds of the forward and backward pass of
+    all layers by the number of such items, the shortest of so many runs). length: positions of an
+    item, as near as the model allows it. Models of one and of two layers are measured, and the
+    difference counts for each of the recipe's layers."""
+    for phase in PHASES:
+        config = getattr(recipe.model, phase)
+        side = config.merge_size if phase == "vision" else 1  # an image is a strip of whole tokens
+        group = side**2 if phase != "audio" else config.stack
+        of_item = max(length // group, 1) * group
+        grid = [1, side, (2 if phase == "audio" else 1) * of_item // side]
+        model = replace(recipe.model, **{phase: replace(config, pretrained="")})
+        runners = [PhaseRunner(shortened(model, depth), phase, device, dtype, recipe.run.seed,
+                               chunk_rows) for depth in (1, 2)]
+        item = Work(phase, lengths_of(phase, config, np.array([of_item])), np.array([grid]))
+        yield phase, of_item, partial(_of_all_layers, runners, config.num_layers, item)
+
+
+def _of_all_layers(runners: Sequence[PhaseRunner], num_layers: int, item: Work, count: int,
+                   repeat: int) -> float:
+    """Seconds of so many items, from runners of one and of two layers."""
+    lengths = Lengths(*(x.repeat(count) for x in (
+        item.lengths.rows, item.lengths.positions, item.lengths.tokens)))
+    work = Work(item.phase, lengths, item.grid.repeat(count, 0))
+    first, second = (runner.seconds(work, repeat) for runner in runners)
+    return first + max(num_layers - 1, 0) * max(second - first, 1e-9)

@@ -22,7 +22,8 @@ from orchmllm.models.flops import padded_phases, plan_spec
 from orchmllm.plan.assign import PHASES, PlanSpec
 from orchmllm.plan.balance import CapError
 from orchmllm.plan.microbatches import plan_microbatches
-from orchmllm.sharding.caps import with_count
+from orchmllm.plan.room import Limit
+from orchmllm.sharding.caps import is_below, room_of, with_count
 from orchmllm.sharding.choice import choose_checkpointing
 from orchmllm.sharding.fits import MISSED, budget_of, decide, joined, with_real_batch
 from orchmllm.sharding.memory import Loads, MemoryModel, loads_of
@@ -99,6 +100,7 @@ class Search:
     global_batch: int = 0
     steps: int = 2
     _drawn: dict = field(default_factory=dict)
+    _planned: dict = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if self.global_batch % self.num_ranks:
@@ -159,21 +161,41 @@ class Search:
         of them breaks a max_rank_tokens of the recipe."""
         key = batch_size, microbatches, group if self.recipe.balance.group == "shard" else 0
         if key not in self._drawn:
-            recipe = replace(self.recipe, fsdp=replace(self.recipe.fsdp, shard_size=group))
-            job = resolve(recipe, self.num_ranks, self.hardware.ranks_per_node)
-            spec, model = plan_spec(job), memory_of(job, self.hardware).model
-            pad, works, loads = padded_phases(recipe.model), [], []
-            try:
-                for step in range(-(-self.steps // microbatches)):
-                    drawn = self.examples.draw(self.num_ranks, batch_size * microbatches,
-                                               recipe.run.seed + step)
-                    for _, plan in plan_microbatches(drawn, spec, microbatches):
-                        works.append(work_of(plan, model, pad))
-                        loads.append(loads_of(plan, pad))
-                self._drawn[key] = works, joined(loads)
-            except CapError:
-                self._drawn[key] = None
+            self._drawn[key] = self._plans(batch_size, microbatches, group)
         return self._drawn[key]
+
+    def _plans(self, batch_size: int, microbatches: int, group: int, room: tuple[Limit, ...] = ()
+               ) -> tuple[list[PlanWork], Loads] | None:
+        """`drawn` by limits of memory; None if a step has no plan below them, too."""
+        recipe = replace(self.recipe, fsdp=replace(self.recipe.fsdp, shard_size=group))
+        job = resolve(recipe, self.num_ranks, self.hardware.ranks_per_node)
+        spec, model = replace(plan_spec(job), room=room), memory_of(job, self.hardware).model
+        pad, works, loads = padded_phases(recipe.model), [], []
+        for step in range(-(-self.steps // microbatches)):
+            drawn = self.examples.draw(self.num_ranks, batch_size * microbatches,
+                                       recipe.run.seed + step)
+            try:
+                plans = [plan for _, plan in plan_microbatches(drawn, spec, microbatches)]
+            except CapError:
+                return None
+            if room and not all(is_below(plan, room) for plan in plans):
+                return None
+            works += [work_of(plan, model, pad) for plan in plans]
+            loads += [loads_of(plan, pad) for plan in plans]
+        return works, joined(loads)
+
+    def planned(self, setting: Setting) -> tuple[list[PlanWork], Loads]:
+        """`drawn` of a setting; where that does not fit the budget, but even shares of it do, by
+        the limits that memory then gives a rank, if the steps have plans below them."""
+        if setting not in self._planned:
+            of = setting.batch_size, setting.microbatches, setting.shard_size
+            found, memory, choice = self.drawn(*of), self.memory(setting), _choice(setting)
+            even = found[1].each(lambda _, values: np.array([values.mean()]))
+            if memory.peak(even, choice) <= self.budget < memory.peak(found[1], choice):
+                room = room_of(memory, found[1], choice, self.budget / MISSED)
+                found = room and self._plans(*of, room) or found
+            self._planned[setting] = found
+        return self._planned[setting]
 
     def memory(self, setting: Setting) -> MemoryModel:
         return memory_of(resolve(setting.of(self.recipe), self.num_ranks,
@@ -181,13 +203,11 @@ class Search:
 
     def peak(self, setting: Setting) -> float:
         """Bytes of the fullest rank in the worst of the steps."""
-        _, loads = self.drawn(setting.batch_size, setting.microbatches, setting.shard_size)
-        return self.memory(setting).peak(loads, _choice(setting))
+        return self.memory(setting).peak(self.planned(setting)[1], _choice(setting))
 
     def found(self, setting: Setting) -> Found:
         """The setting's prediction, the mean of the steps."""
-        works, _ = self.drawn(setting.batch_size, setting.microbatches, setting.shard_size)
-        memory = self.memory(setting)
+        works, memory = self.planned(setting)[0], self.memory(setting)
         times = [timed(w, memory, _choice(setting), self.hardware) for w in works]
         slowest = max(times, key=lambda t: t.seconds)  # phases of one step; totals of the mean
         mean = float(np.mean([t.seconds for t in times])) / slowest.seconds

@@ -1,0 +1,191 @@
+"""Measures the phases of a whole model of transformers on one device: forward and backward, without
+other ranks and with random weights.
+
+The model's own code runs, with blocks that pass on what they are given. What a block is given says
+which blocks are alike: those with parameters of the same shapes that are called with the same
+masks, windows and angles. One of them is measured by itself and counts for all. So there are the
+weights of a block of each shape, and what one block keeps for its backward pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextvars import Context
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from orchmllm.batch import IGNORE_INDEX, PackedExamples, ProcessedExample
+from orchmllm.config.recipe import Recipe
+from orchmllm.data.formats.conversation import Turn
+from orchmllm.data.media.medium import Medium
+from orchmllm.data.media.shapes import Size
+from orchmllm.data.processed import open_processor
+from orchmllm.data.text.processor import Processor
+from orchmllm.encoders.planned import PlannedEncoders
+from orchmllm.models.families import model_class, read_config
+from orchmllm.models.hf import WholeModel
+from orchmllm.plan.layout import ENCODERS, NO_EXAMPLES, VISION
+from orchmllm.sharding.hf import experts_by
+from orchmllm.tools.predict.phase_runner import Clock
+
+POSITIONS_PER_S = 50  # of a clip in its encoder
+
+
+@dataclass
+class Alike:
+    """Blocks that compute the same. forward, x, rest: of the first of them, and what it was called
+    with. count: how many they are."""
+
+    forward: Callable
+    x: Tensor
+    rest: tuple[tuple, dict[str, Any]]
+    count: int = 0
+
+    def run(self) -> Any:
+        """What the block returns."""
+        args, options = self.rest
+        return self.forward(self.x.detach().requires_grad_(), *args, **options)
+
+
+class Blocks:
+    """The transformer blocks of a model, which pass on what they are given from now on."""
+
+    def __init__(self, whole: WholeModel) -> None:
+        self._found: dict[tuple, Alike] | None = None
+        self._tuples: dict[tuple, bool] = {}  # whether blocks of a shape return one
+        for stack in whole.blocks().values():
+            for block in stack:
+                block.forward = partial(self._passed, block.forward, shapes(block))
+
+    def called_in(self, step: Callable[[], object]) -> list[Alike]:
+        """How they are called while `step` runs."""
+        self._found = {}
+        with torch.no_grad():
+            step()
+        found, self._found = self._found, None
+        return [*found.values()]
+
+    def _passed(self, forward: Callable, shape: tuple, x: Tensor, *args: Any, **options: Any
+                ) -> Any:
+        if self._found is not None:
+            key = shape, *(id(t) for t in tree_leaves((args, options)) if isinstance(t, Tensor))
+            one = self._found.setdefault(key, Alike(forward, x, (args, options)))
+            one.count += 1
+            if shape not in self._tuples:  # in a context where no row counts its layers
+                self._tuples[shape] = isinstance(Context().run(one.run), tuple)
+        return (x,) if self._tuples[shape] else x
+
+
+def shapes(block: nn.Module) -> tuple:
+    """The names and shapes of its parameters."""
+    return tuple((name, p.shape) for name, p in block.named_parameters())
+
+
+def built(recipe: Recipe, device: torch.device, dtype: torch.dtype) -> WholeModel:
+    """The model of a recipe with random weights, which blocks of the same shapes share."""
+    config = read_config(Path(recipe.model.folder))
+    config._experts_implementation = experts_by(dtype)
+    with torch.device("meta"):
+        whole = WholeModel(model_class(config)._from_config(config, dtype=dtype), dtype).train()
+    first: dict[tuple, nn.Module] = {}
+    blocks = [block for stack in whole.blocks().values() for block in stack]
+    others = [block for block in blocks if first.setdefault(shapes(block), block) is not block]
+    without = {m for block in others for m in block.modules()}
+    for module in whole.modules():
+        if module not in without:
+            module.to_empty(device=device, recurse=False)
+    torch.manual_seed(recipe.run.seed)
+    whole.hf.init_weights()
+    for block in others:
+        same = first[shapes(block)]
+        for name, value in (*same.named_parameters(), *same.named_buffers()):
+            owner, _, own = name.rpartition(".")
+            setattr(block.get_submodule(owner), own, value)
+    return whole
+
+
+class WholeRunner:
+    """A recipe's model on a device; its blocks do nothing unless `seconds` measures them.
+    chunk_rows: see orchmllm.models.loss.LossHead."""
+
+    def __init__(self, recipe: Recipe, device: torch.device, dtype: torch.dtype, chunk_rows: int
+                 ) -> None:
+        self.whole = whole = built(recipe, device, dtype)
+        self._device, self._dtype, self._clock = device, dtype, Clock(device)
+        self._rng = np.random.default_rng(recipe.run.seed)
+        self.encoders, self.blocks = PlannedEncoders(whole.hf), Blocks(whole)
+        whole.loss_chunk_rows, whole.num_layers = chunk_rows, 0  # none of them attends to the row
+
+    def seconds(self, step: Callable[[], Tensor], repeat: int) -> float:
+        """Forward and backward of what `step` returns, through all blocks; the shortest of `repeat`
+        runs of what is around them and of each kind of block."""
+        def best(forward: Callable[[], Any]) -> float:
+            def run() -> None:
+                self.whole.zero_grad(set_to_none=True)
+                out = forward()
+                out = out[0] if isinstance(out, tuple) else out
+                out.backward(torch.ones_like(out))
+
+            return self._clock.best(run, repeat)
+
+        alike = self.blocks.called_in(step)
+        return best(step) + sum(one.count * best(one.run) for one in alike)
+
+    def seconds_of_media(self, phase: str, tensors: Mapping[str, Tensor], count: int, repeat: int
+                         ) -> float:
+        """Of so many media like the one that has these tensors."""
+        return self.seconds(partial(self.encoders.features, phase, [tensors] * count), repeat)
+
+    def seconds_of_text(self, length: int, count: int, repeat: int) -> float:
+        """Of so many examples of text."""
+        return self.seconds(partial(self.whole, self.text(count, length)), repeat)
+
+    def text(self, count: int, length: int) -> PackedExamples:
+        """Examples of text, of which every other token is learnt."""
+        config, examples = self.whole.hf.config, []
+        size = config.get_text_config(decoder=True).vocab_size
+        marks = [v for k, v in vars(config).items() if k.endswith(("_token_id", "_token_index"))]
+        plain = np.setdiff1d(np.arange(size), [mark for mark in marks if isinstance(mark, int)])
+        for i in range(count):
+            ids = torch.from_numpy(self._rng.choice(plain, length))
+            labels = ids.clone()
+            labels[::2] = IGNORE_INDEX
+            examples.append(ProcessedExample(i, ids, labels, {}, NO_EXAMPLES))
+        return self.whole.join(examples).to(self._device)
+
+    def medium(self, processor: Processor, kind: int, length: int) -> tuple[int, dict[str, Tensor]]:
+        """(Positions, tensors) of a square image or a clip of noise of about so many positions."""
+        if kind == VISION:
+            side = max(round(length**0.5), 1) * processor.patch
+            size = Size(side, side)
+            content = Image.fromarray(self._rng.integers(0, 256, (side, side, 3), np.uint8))
+        else:
+            size = Size(0, length * processor.audio.sample_rate // POSITIONS_PER_S)
+            content = self._rng.standard_normal(size.width).astype(np.float32)
+        spans = processor.rendered([Turn("user", (Medium(kind, ""),), False)])
+        (lengths,) = (found for of, found in processor.tokens(spans, [size]).segments if of == kind)
+        (tensors,) = processor.parts([content])
+        return lengths.attn_len, {
+            name: value.to(self._device, self._dtype if value.is_floating_point() else None)
+            for name, value in tensors.items()}
+
+
+def timed_whole(recipe: Recipe, length: int, device: torch.device, dtype: torch.dtype,
+                chunk_rows: int) -> Iterator[tuple[str, int, Callable[[int, int], float]]]:
+    """See orchmllm.tools.predict.phase_runner.timed_parts; of the phases that the model has. Raises
+    ValueError for a folder without what its processor is made from."""
+    processor = open_processor(recipe.model.folder, recipe.data)
+    runner = WholeRunner(recipe, device, dtype, chunk_rows)
+    stacks = runner.whole.blocks()
+    for phase in (phase for phase in ENCODERS if phase in stacks):
+        positions, tensors = runner.medium(processor, ENCODERS[phase], length)
+        yield phase, positions, partial(runner.seconds_of_media, phase, tensors)
+    yield "llm", length, partial(runner.seconds_of_text, length)

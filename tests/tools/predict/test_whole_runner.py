@@ -1,0 +1,93 @@
+"""`orchmllm profile` of models of transformers: blocks that are measured for others stand for them.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from orchmllm.cli import dispatch
+from orchmllm.config.recipe import load_recipe
+from orchmllm.data.processed import open_processor
+from orchmllm.encoders.planned import PlannedEncoders
+from orchmllm.models.families import model_class, read_config
+from orchmllm.models.hf import WholeModel
+from orchmllm.plan.layout import ENCODERS
+from orchmllm.tools.predict.profile_command import main
+from orchmllm.tools.predict.whole_runner import WholeRunner
+from tests.lib.whole_folders import write_model
+
+pytestmark = pytest.mark.whole
+
+
+class Counter:
+    """Counts FLOP in place of seconds."""
+
+    def best(self, run: Callable[[], object], repeat: int) -> int:
+        with FlopCounterMode(display=False) as counted:
+            run()
+        return counted.get_total_flops()
+
+
+def both_passes(forward: Callable[[], torch.Tensor]) -> None:
+    out = forward()
+    assert out.isfinite().all()
+    out.backward(torch.ones_like(out))
+
+
+def write(name: str, folder: Path) -> Path:
+    write_model(name, folder)
+    path = folder / "recipe.yaml"
+    path.write_text(f"model: {{pretrained: {folder}}}\ndata: {{path: none}}\n"
+                    "fsdp: {compute_dtype: float32}\n", encoding="utf-8")
+    return path
+
+
+@pytest.mark.parametrize("name, kinds", [
+    ("qwen2_5_vl", {"vision": [1, 1], "llm": [2]}),  # one block with windows, one without
+    *(pytest.param(name, kinds, marks=pytest.mark.slow) for name, kinds in (
+        ("gemma3", {"vision": [3], "llm": [2]}),
+        ("qwen3_5", {"vision": [2], "llm": [1, 1]}),  # linear attention and attention
+        ("qwen3_vl_moe", {"vision": [2], "llm": [2]}),
+        ("internvl", {"vision": [2], "llm": [2]}),
+        ("qwen2_5_omni", {"vision": [1, 1], "audio": [2], "llm": [2]})))])
+def test_what_is_measured_is_the_work_of_the_model(name, kinds, tmp_path):
+    """In FLOP instead of seconds: as much as forward and backward of all blocks of the model."""
+    recipe = load_recipe(write(name, tmp_path))
+    runner = WholeRunner(recipe, torch.device("cpu"), torch.float32, 0)
+    config = read_config(tmp_path)
+    whole = WholeModel(model_class(config)._from_config(config), torch.float32).train()
+    for name, buffer in whole.hf.named_buffers():
+        torch.testing.assert_close(runner.whole.hf.get_buffer(name), buffer)
+    encoders, processor = PlannedEncoders(whole.hf), open_processor(tmp_path, recipe.data)
+    runner._clock = Counter()
+    for phase, counts in kinds.items():
+        if phase == "llm":
+            measured, plain, given = runner.whole, whole, (runner.text(3, 20),)
+        else:
+            measured, plain = runner.encoders.features, encoders.features
+            given = phase, [runner.medium(processor, ENCODERS[phase], 40)[1]] * 3
+        alike = runner.blocks.called_in(partial(measured, *given))
+        assert sorted(one.count for one in alike) == counts
+        wanted = Counter().best(partial(both_passes, partial(plain, *given)), 1)
+        assert runner.seconds(partial(measured, *given), 1) == wanted > 0
+
+
+def test_measured_times_are_those_that_a_plan_reads(tmp_path, capsys):
+    path, out = str(write("qwen2_5_vl", tmp_path)), tmp_path / "times.json"
+    assert main([path, "--device", "cpu", "--rows", "16", "--repeat", "1", "--out", str(out)]) == 0
+    table = json.loads(out.read_text(encoding="utf-8"))
+    assert table.keys() == {"vision", "llm"}
+    for times in table.values():
+        assert times["rows"] == [16, 32, 64, 128] and min(times["ms"]) > 0
+    planned = [path, "--mix", "natural", "--profile", str(out), "--stages", "3"]
+    assert dispatch(["papers", "plan", "split", *planned]) == 0
+    (tmp_path / "chat_template.jinja").unlink()
+    assert main([path, "--device", "cpu"]) == 2
+    assert "it has no chat template: put the chat_template" in capsys.readouterr().err
