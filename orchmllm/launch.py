@@ -79,7 +79,8 @@ def say(text: str) -> None:
 @dataclass(frozen=True)
 class World:
     """This process's place. attempt: restarts of the elastic launcher so far. checked: whether the
-    launcher has checked what the run needs of this machine."""
+    launcher has checked what the run needs of this machine. ledgers: where it saw rows of each
+    source go, as JSON; empty where it has not looked."""
 
     rank: int
     world_size: int
@@ -89,6 +90,7 @@ class World:
     master_port: int
     attempt: int = 0
     checked: bool = False
+    ledgers: str = ""
 
 
 def world_from(env: Mapping[str, str]) -> World | None:
@@ -113,7 +115,7 @@ def world_from(env: Mapping[str, str]) -> World | None:
                 local_world_size=number("LOCAL_WORLD_SIZE", world_size),
                 master_addr=env["MASTER_ADDR"], master_port=number("MASTER_PORT"),
                 attempt=number("TORCHELASTIC_RESTART_COUNT", 0),
-                checked="ORCHMLLM_CHECKED" in env,
+                checked="ORCHMLLM_CHECKED" in env, ledgers=env.get("ORCHMLLM_LEDGERS", ""),
             )
         if "SLURM_STEP_ID" in env and number("SLURM_NTASKS", 1) > 1:
             ntasks = number("SLURM_NTASKS")

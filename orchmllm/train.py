@@ -13,6 +13,7 @@ import signal
 import sys
 import traceback
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -175,10 +176,18 @@ def main(argv: list[str]) -> int:
     ranks = world.world_size if world else args.ranks or recipe.launch.nproc_per_node
     if world is None or world.rank == 0 and not world.checked:
         launch.say(_announcement(recipe, ranks))
-    if world is None:
-        if args.ranks and recipe.launch.nproc_per_node not in (0, args.ranks):
+        if not world and args.ranks and recipe.launch.nproc_per_node not in (0, args.ranks):
             launch.say(f"--ranks {args.ranks} is what starts, not launch.nproc_per_node="
                        f"{recipe.launch.nproc_per_node} of the recipe")
+        from orchmllm.runtime.build import look_at_data
+
+        try:
+            ledgers = look_at_data(recipe, launch.say)
+        except ValueError as e:
+            launch.report_failure(f"error: {e}")
+            return 2
+        world = world and replace(world, ledgers=ledgers)
+    if world is None:
         return run_local("orchmllm.train", argv, ranks, log=launch.say)
 
     def work(watch: HangWatchdog) -> None:

@@ -65,7 +65,8 @@ class Trainer:
         self.device = device_of(world)
         self._gather = partial(gather_scalars, device=self.device)  # a step's one synchronisation
         sources = find_sources(recipe.model)  # its errors come before any collective
-        self.dataset = dataset if dataset is not None else build_dataset(recipe, self._log)
+        self.dataset = dataset if dataset is not None else build_dataset(
+            recipe, self._log, seen=bool(world.ledgers))
         self.servers = servers_of(recipe.data)
         self.train_rows, self.validation_rows = self.dataset.split(recipe.data.num_validation)
         job = resolve(recipe, world.world_size, world.local_world_size)
@@ -140,7 +141,7 @@ class Trainer:
     def _train(self, num_steps: int) -> None:
         """To the last step and its checkpoint."""
         if self.world.rank == 0:
-            self._metrics = open_log(self.recipe, self._log)
+            self._metrics = open_log(self.recipe, self._log, self.world.ledgers)
         if self.watch is not None:
             self.watch.clock = self.model.clock
         self._log(self.attention)

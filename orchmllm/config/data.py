@@ -19,6 +19,8 @@ class ColumnsConfig:
                         aliases=("conversations",))
     question: str = key("", "What is asked, or a list of questions.", aliases=("query", "input"))
     context: str = key("", "Text after the question, in a new line.")
+    choices: str = key("", "Texts of which the answer is one, by itself, by its letter or by its "
+                       "number from 0.", aliases=("options",))
     answer: str = key("", "What is learnt as the answer; of several texts the first, or a list as "
                       "long as the questions.", aliases=("response", "output", "answers"))
     history: str = key("", "Earlier [question, answer] pairs.")
@@ -166,8 +168,11 @@ class DataConfig:
                                    "error all the same; 0: no limit.", at_least=0)
     max_failed_percent: float = key(5.0, "Share of such media that is an error, once 100 were "
                                     "read.", at_least=0, at_most=100)
-    allow_left_out: bool = key(False, "Train although the chat template leaves out more than 20% "
-                               "of what the assistant says, as reasoning of earlier answers.")
+    max_lost_percent: float = key(20.0, "A run does not start if more of a source is lost, by 64 "
+                                  "of its rows: rows that cannot be used, or text to be learnt "
+                                  "that data.max_example_tokens cuts or the chat template leaves "
+                                  "out.",
+                                  at_least=0, at_most=100, aliases=("allow_left_out",))
     remote: RemoteConfig = section(RemoteConfig)
 
     def conflicts(self) -> Iterator[Conflict]:

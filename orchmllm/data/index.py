@@ -25,7 +25,7 @@ from orchmllm.data.media.medium import MediaError
 from orchmllm.plan.layout import TEXT, BatchLayout
 from orchmllm.plan.rearrange import ranges
 
-VERSION = 7
+VERSION = 8
 ROWS_AT_ONCE = 100_000  # of an index that is read as a whole
 
 

@@ -1,115 +1,94 @@
-"""What of a source is never learnt, told from some of its rows before training: text of the
-assistant that the chat template or data.max_example_tokens leaves out, ends of answers, keys of
-rows that nothing reads, and rows that cannot be used."""
+"""Where the rows of a recipe's sources go, told from some of them before training (see
+orchmllm.data.ledger), and whether so much is lost that it is refused to train."""
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 
 import numpy as np
 
 from orchmllm.config.recipe import DataConfig
-from orchmllm.data.formats.conversation import Conversation
 from orchmllm.data.formats.open import DataSource
 from orchmllm.data.formats.rows import RowStore
+from orchmllm.data.ledger import Ledger
 from orchmllm.data.lengths import LengthReader
 from orchmllm.data.media.medium import RowError
 
 NUM_ROWS = 64  # of each source, before a run
-MAX_LEFT_OUT = 0.2  # of what the assistant says, unless the recipe allows more
-
-
-class _Watched(dict):
-    """A row or one of its turns, which remembers which of its keys are read."""
-
-    def __init__(self, keys: dict) -> None:
-        super().__init__({key: [_Watched(turn) if isinstance(turn, dict) else turn
-                                for turn in value] if isinstance(value, list) else value
-                          for key, value in keys.items()})
-        self.seen: set[str] = set()
-
-    def get(self, key: str, default: object = None) -> object:
-        self.seen.add(key)
-        return super().get(key, default)
-
-    def __getitem__(self, key: str) -> object:
-        self.seen.add(key)
-        return super().__getitem__(key)
-
-    def __or__(self, other: dict) -> _Watched:
-        made = _Watched({})
-        made.update(self)
-        made.update(other)
-        made.seen = self.seen
-        return made
-
-    def unread(self) -> set[str]:
-        """Keys that hold something and are not read, of turns as "content of a turn"."""
-        turns = [turn for key in ("messages", "conversations") for turn in dict.get(self, key) or ()
-                 if isinstance(turn, _Watched)]
-        return {key for key, value in self.items() if value and key not in self.seen} | {
-            f"{key} of a turn" for turn in turns for key in turn.unread()}
 
 
 def survey(sources: Sequence[DataSource], reader: LengthReader, data: DataConfig,
-           log: Callable[[str], object], num_rows: int = NUM_ROWS, *, listed: bool = False
-           ) -> None:
-    """Tells `log` what is never learnt, by num_rows rows of each source at equal distances, of a
-    stream by its first ones. listed: rows that cannot be used are told elsewhere. Raises ValueError
-    where no row can be used, and where the chat template leaves out more than MAX_LEFT_OUT of what
-    the assistant says, unless `data` allows it."""
-    whole = copy.copy(reader)
-    whole.max_example_tokens = 0
+           log: Callable[[str], object], num_rows: int = NUM_ROWS, *, decode: bool = False
+           ) -> list[Ledger]:
+    """Tells `log` where num_rows rows of each source go, at equal distances, of a stream its first
+    ones. decode: with their media. Raises ValueError where more than data.max_lost_percent of the
+    rows cannot be used, or of what is to be learnt is left out or cut."""
+    ledgers = []
     for source in sources:
-        unread: set[str] = set()
-        seen = []  # of each row: characters left out, characters, special tokens that are learnt
-        unusable = []  # why a row cannot be used
-        targets = []  # of each row: those that are learnt, all of them
+        ledger, rows = Ledger(source.name), []
         for store, i in _places(source.store, num_rows, data.streaming):
+            path, number = store.place(i)
+            place = f"{path}, row {number}"
             try:
-                row = _Watched(store.row(i))
-                turns = source.parse(row, store.place(i)[0])
-                seen.append(reader.tokenizer.coverage(turns))
-                unread |= row.unread()
-                if reader.max_example_tokens:
-                    targets.append([_num_targets(turns, one) for one in (reader, whole)])
-            except RowError as e:
-                path, number = store.place(i)
-                unusable.append(f"{path}, row {number}: {e}")
+                rows.append((store.row(i), path))
+                ledger.follow(source, reader, *rows[-1], place, decode=decode)
+            except RowError as error:
+                ledger.refuse(error, place)
             except OSError:  # told of when it is read to be trained on
                 continue
-        if unusable and not (seen or listed):
-            raise ValueError(f"{source.name}: none of {len(unusable)} rows can be used; the first: "
-                             f"{unusable[0]}")
-        if unusable and not listed:
-            log(f"warning: {source.name}: {len(unusable)} of {len(unusable) + len(seen)} rows that "
-                f"were looked at cannot be used; the first: {unusable[0]}")
-        learnt, there = np.array(targets, int).reshape(-1, 2).T
-        if num_cut := int((learnt < there).sum()):
-            log(f"warning: {source.name}: data.max_example_tokens={reader.max_example_tokens} cuts "
-                f"{num_cut} of {len(there)} rows that were looked at, and leaves out "
-                f"{1 - learnt.sum() / there.sum():.1%} of what is learnt from all of them")
-        left_out, said, num_ends = np.sum(seen, axis=0).tolist() if seen else (0, 0, 0)
-        if unread:
-            log(f"{source.name}: keys that nothing reads: {', '.join(sorted(unread))}")
-        if seen and not num_ends:
-            log(f"warning: {source.name}: no special token is learnt (in {len(seen)} rows), so the "
-                "model does not learn to end its answers")
-        if left_out:
-            line = (f"{source.name}: the chat template leaves out {left_out / said:.1%} of what "
-                    f"the assistant says (in {len(seen)} rows)")
-            if left_out > MAX_LEFT_OUT * said and not data.allow_left_out:
-                raise ValueError(f"{line}: take a chat template that keeps it, or set "
-                                 "data.allow_left_out=true")
-            log(line)
+        log(str(ledger))
+        for line in _remarks(ledger, reader):
+            log(f"{source.name}: {line}")
+        _check(ledger, reader, source, rows, data.max_lost_percent)
+        ledgers.append(ledger)
+    return ledgers
 
 
-def _num_targets(turns: Conversation, reader: LengthReader) -> int:
-    """0 where nothing can be learnt."""
-    [measured] = reader.plan(lambda _: turns, [0])
-    return 0 if measured.problem else int(measured.layout.num_targets.sum())
+def _check(ledger: Ledger, reader: LengthReader, source: DataSource, rows: Sequence,
+           most: float) -> None:
+    """Raises ValueError where more than `most` percent is lost. rows: (row, its file)."""
+    lost = [line for share, line in _lost(ledger, reader) if 100 * share > most]
+    if ledger.rows and ledger.num_refused == ledger.rows:
+        raise ValueError(f"{source.name}: {lost[0] if lost else 'no row can be used'}"
+                         f"{source.proposal(rows, known=True)}")
+    unread = ledger.media["unread"] / max(1, ledger.media.total())
+    if source.is_found and 100 * unread > most:
+        lost.append(f"{unread:.0%} of the media are in keys that nothing reads")
+    if lost:
+        raise ValueError(f"{source.name}: {'; '.join(lost)}{source.proposal(rows, known=True)}; "
+                         f"or set data.max_lost_percent, which is {most:g}, to train without it")
+
+
+def _remarks(ledger: Ledger, reader: LengthReader) -> Iterator[str]:
+    """What is told whether it is refused or not."""
+    if ledger.unread:
+        yield f"keys that nothing reads: {', '.join(sorted(ledger.unread)):.200}"
+    if ledger.targets and not ledger.num_ends:
+        yield ("warning: no special token is learnt, so the model does not learn to end its "
+               "answers")
+    for share, line in _lost(ledger, reader):
+        if share:
+            yield f"warning: {line}"
+
+
+def _lost(ledger: Ledger, reader: LengthReader) -> Iterator[tuple[float, str]]:
+    """(Share of the rows, or of what is to be learnt, that is lost; how)."""
+    if ledger.refused:
+        (reason, (place, _)), *others = ledger.refused.items()
+        yield ledger.num_refused / ledger.rows, (
+            f"{ledger.num_refused} of {ledger.rows} rows that were looked at cannot be used"
+            f"{f', for {1 + len(others)} reasons' * bool(others)}; the first: {place}: {reason}")
+    learnt, there = np.array(ledger.targets, int).reshape(-1, 2).T
+    if num_cut := int((learnt < there).sum()):
+        share = 1 - learnt.sum() / there.sum()
+        yield share, (f"data.max_example_tokens={reader.max_example_tokens} cuts {num_cut} of "
+                      f"{len(there)} rows that were looked at, and leaves out {share:.1%} of what "
+                      "is learnt from all of them: raise it")
+    if ledger.left_out:
+        share = ledger.left_out / ledger.said
+        yield share, (f"the chat template leaves out {share:.1%} of what the assistant says: take "
+                      "one that keeps it")
 
 
 def _places(store: RowStore, num_rows: int, streaming: bool) -> Iterator[tuple[RowStore, int]]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import os
 from collections.abc import Callable
 
 import torch
@@ -16,15 +18,28 @@ from orchmllm.orchestrator import Orchestrator
 from orchmllm.plan.assign import PlanSpec
 from orchmllm.runtime.preflight import check_vocabulary
 
+MOST_LEDGERS = 300  # that the environment of the ranks has room for
 
-def build_dataset(recipe: Recipe, log: Callable[[str], object] = lambda line: None
-                  ) -> ConversationDataset:
-    """log: is told what of the data is never learnt. Raises ValueError naming the file if data or
-    tokenizer cannot be used with the model."""
+
+def build_dataset(recipe: Recipe, log: Callable[[str], object] = lambda line: None, *,
+                  seen: bool = False) -> ConversationDataset:
+    """log: is told where rows of its sources go, unless that was seen. Raises ValueError naming the
+    file if data or tokenizer cannot be used with the model, or too much of the data is lost."""
     dataset = spec_of(recipe.model).dataset(recipe.data, recipe.model, seed=recipe.run.seed)
     check_vocabulary(dataset.tokenizer, recipe.model)
-    survey(dataset.sources, dataset.reader, recipe.data, log)
+    if not seen:
+        survey(dataset.sources, dataset.reader, recipe.data, log)
     return dataset
+
+
+def look_at_data(recipe: Recipe, log: Callable[[str], object]) -> str:
+    """Before there are ranks: rows of each source go the whole way to a model, and ranks that start
+    here need not look again. Returns the ledgers as JSON. Raises ValueError, see build_dataset."""
+    dataset = build_dataset(recipe, seen=True)
+    ledgers = survey(dataset.sources, dataset.reader, recipe.data, log, decode=True)
+    os.environ["ORCHMLLM_LEDGERS"] = json.dumps(
+        [ledger.saved() for ledger in ledgers[:MOST_LEDGERS]])
+    return os.environ["ORCHMLLM_LEDGERS"]
 
 
 def build_orchestrator(

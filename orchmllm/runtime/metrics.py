@@ -16,6 +16,7 @@ from orchmllm.runtime.files import fsync
 from orchmllm.runtime.log_schema import ALL_RANKS_EVERY, ALL_RANKS_UP_TO, SCHEMA_VERSION
 
 SAMPLES = "samples.jsonl"
+LEDGERS = "ledgers.json"
 LOGS = ("metrics.jsonl", "quarantine.jsonl", "nonfinite.jsonl", SAMPLES)  # of a run folder
 MAX_ROW_BYTES = 2**24  # of one row; those that tell of all ranks grow with their number
 
@@ -80,14 +81,16 @@ def as_logged(row: dict) -> dict:
     return {name: value for name, value in row.items() if name != "cpu_s"}
 
 
-def open_log(recipe: Recipe, log: Callable[[str], None]) -> JsonLines:
-    """metrics.jsonl of a run, with the merged recipe beside it. Tells which logs of earlier runs
-    were set aside."""
+def open_log(recipe: Recipe, log: Callable[[str], None], ledgers: str = "") -> JsonLines:
+    """metrics.jsonl of a run, with the merged recipe and the ledgers of its data beside it. Tells
+    which logs of earlier runs were set aside."""
     folder = recipe.run.folder
     for line in set_logs_aside(folder) if recipe.run.resume == "never" else ():
         log(line)
     log = metrics_log(folder)
     (folder / "recipe.yaml").write_text(to_yaml(recipe), encoding="utf-8")
+    if ledgers:
+        (folder / LEDGERS).write_text(ledgers, encoding="utf-8")
     return log
 
 

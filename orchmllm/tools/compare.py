@@ -29,6 +29,7 @@ from orchmllm.cli.options import in_one_line, recipe_parser
 from orchmllm.config.job import check_world, resolve
 from orchmllm.config.recipe import Recipe, load_recipe, to_yaml
 from orchmllm.models.spec import spec_of
+from orchmllm.runtime.build import look_at_data
 from orchmllm.runtime.local_ranks import run_local
 from orchmllm.runtime.metrics import metrics_log
 from orchmllm.train import run_rank
@@ -145,6 +146,7 @@ def run_all(recipe: Recipe, argv: list[str]) -> int:
     num_ranks = recipe.launch.nproc_per_node or NUM_RANKS
     check_world(resolve(recipe, num_ranks, num_ranks))  # before minutes of training
     run_dir.mkdir(parents=True, exist_ok=True)
+    look_at_data(recipe, launch.say)
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "rows.json"
         code = run_local("orchmllm", ["compare", *argv, "--out", str(out)], num_ranks,

@@ -80,7 +80,7 @@ def test_lint_lists_them_all(corpus, tmp_path, capsys, monkeypatch):
 def run_recipe(folder: Path, run_dir: Path, dispatch: str, **data):
     base = recipe(model=TINY, balance=BalanceConfig(ranks_per_node=2, dispatch=dispatch),
                   data=DataConfig(path=str(folder), index_dir=str(folder / "none"), prefetch=2,
-                                  **{**NO_LIMIT, **data}),
+                                  max_lost_percent=100.0, **{**NO_LIMIT, **data}),
                   run=RunConfig(dir=str(run_dir)))
     return replace(base, train=replace(base.train, num_steps=11, batch_size=5),
                    checkpoint=replace(base.checkpoint, every_steps=4, asynchronous=False))

@@ -92,7 +92,7 @@ REFUSED = {  # row -> columns, what is said
     "an answer for each letter": ({"q": ["a", "b", "c"], "a": "yes"}, ASKED,
                                   "a list of questions needs a list of answers"),
     "no place for the context": ({"q": ["a"], "a": ["b"], "c": "Once."}, ASKED | {"context": "c"},
-                                 "a list of questions needs a list of answers, and no context"),
+                                 "needs a list of answers, and neither a context nor choices"),
     "a bad answer": ({"q": "a", "a": "b", "label": "False"}, ASKED, '"label" is \'False\''),
     "two starts": ({"q": "<audio>", "a": "b", "audio": "0.wav", "start": 0.1, "offset": 0.2,
                     "end": 0.3}, ASKED | {"audios": "audio"}, "keys of one meaning have other"),

@@ -174,7 +174,7 @@ def test_odd_rows_are_named_by_lint_and_by_loading(folder, tmp_path, capsys):
     {"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}],
      "image": 10**20},
     {"instruction": 5, "output": "x"}, {"instruction": "a", "output": "b", "history": 7},
-    {"instruction": "a", "output": "b", "history": [["a", 1]]},
+    {"instruction": "a", "output": "b", "history": [["a", {}]]},
     {"messages": [{"role": [], "content": "a"}]}, {"messages": [{"role": "user", "content": {}}]},
     {"messages": [{"role": "user", "content": [{"type": ["x"]}]}]},
     {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": 3}}]}]},

@@ -168,7 +168,7 @@ def test_redirects_only_to_declared_hosts(web, tmp_path):
     (tmp_path / "other" / "b").write_bytes(b"there")
     with web_server(tmp_path / "other") as other:
         web.always["/a"] = f"{other.url}/b?token=secret"
-        with pytest.raises(NoAccess, match=f"redirects to {other.url}/b, whose host is not") as e:
+        with pytest.raises(NoAccess, match=f"redirects to {other.url}/b, whose folder is not") as e:
             storage(tmp_path / "1", web.url).file(f"{web.url}/a").open()
         assert not other.counts and "secret" not in str(e.value)
         both = storage(tmp_path / "2", web.url, other.url)
@@ -176,6 +176,19 @@ def test_redirects_only_to_declared_hosts(web, tmp_path):
         web.always["/a"] = "file:///etc/hostname"
         with pytest.raises((NoAccess, StorageError)):
             storage(tmp_path / "3", web.url, attempts=1).file(f"{web.url}/a").open()
+
+
+@pytest.mark.parametrize("target", ["secret", "open/../secret", "open/%2e%2e/secret", "opened/b"])
+def test_redirects_stay_in_the_folder_that_is_declared(web, tmp_path, target):
+    for name in ("secret", "open/a", "open/b", "opened/b"):
+        (web.folder / name).parent.mkdir(exist_ok=True)
+        (web.folder / name).write_bytes(name.encode())
+    web.always["/open/a"] = f"{web.url}/open/b"
+    declared = storage(tmp_path / "1", f"{web.url}/open")
+    assert declared.file(f"{web.url}/open/a").open().read() == b"open/b"
+    web.always["/open/a"] = f"{web.url}/{target}"
+    with pytest.raises(NoAccess, match="redirects to .*whose folder is not"):
+        storage(tmp_path / "2", f"{web.url}/open").file(f"{web.url}/open/a").open()
 
 
 UNDECLARED = [

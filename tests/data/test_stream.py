@@ -12,6 +12,7 @@ import pytest
 
 from orchmllm.config.recipe import SourceConfig
 from orchmllm.data.dataset import ConversationDataset
+from orchmllm.data.formats.rows import RowStore
 from orchmllm.data.stream import LogicalShard, StoreUnit, StreamDataset
 from orchmllm.data.text.tokenizer import ChatTokenizer
 from orchmllm.plan.geometry import AudioGeometry, VisionGeometry
@@ -118,7 +119,7 @@ def test_the_rows_of_a_long_file_are_spread_over_the_epoch(counts, num_shards, f
     assert abs(half["0"] - counts[0] / 2) <= 1 + len(set(counts)) * num_shards
 
 
-class Numbers:
+class Numbers(RowStore):
     is_open = True
 
     def __init__(self, count: int) -> None:

@@ -50,7 +50,8 @@ def run_of(folder: Path, num_steps: int, dispatch: str = "load", **data):
     base = recipe(
         model=TINY, balance=BalanceConfig(enabled=False, ranks_per_node=2, dispatch=dispatch),
         data=DataConfig(path=str(folder), index_dir=str(folder / "index"), prefetch=1,
-                        **{"max_failed_in_a_row": 0, "max_failed_percent": 100.0, **data}),
+                        **{"max_failed_in_a_row": 0, "max_failed_percent": 100.0,
+                           "max_lost_percent": 100.0, **data}),
         run=RunConfig(dir=str(folder / "run")), checkpoint=CheckpointConfig(asynchronous=False))
     return replace(base, train=replace(base.train, num_steps=num_steps, batch_size=2))
 

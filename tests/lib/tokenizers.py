@@ -25,6 +25,19 @@ def write_tokenizer(folder: Path, special: tuple[str, ...] = SPECIAL) -> Path:
     return folder / "tokenizer.json"
 
 
+def write_byte_tokenizer(folder: Path) -> Path:
+    """Writes tokenizer.json of one whose tokens are bytes."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    tokenizer = Tokenizer(models.BPE(
+        {s: k for k, s in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(list(SPECIAL))
+    tokenizer.save(str(folder / "tokenizer.json"))
+    return folder / "tokenizer.json"
+
+
 def write_merged_tokenizer(folder: Path, special: tuple[str, ...] = SPECIAL) -> Path:
     """Writes tokenizer.json of a byte-level BPE that cuts texts as Qwen2's does, whose merges are
     listed and not trained: its ids are the same in every version of `tokenizers`."""

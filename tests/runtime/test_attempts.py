@@ -80,7 +80,7 @@ KEYS = {
             "profile.steps", *(f"data.sources.columns.{field}" for field in vars(
                 ColumnsConfig()))), "other"),
         **dict.fromkeys((
-            "data.strict", "data.allow_left_out", "data.sources.video_audio",
+            "data.strict", "data.sources.video_audio",
             "data.remote.roots.anonymous", "balance.whole_examples", "balance.vision.nodewise",
             "balance.audio.nodewise", "balance.llm.nodewise", "fsdp.cpu_offload", "fsdp.meta_init",
             "fsdp.compile"), True),
@@ -90,6 +90,7 @@ KEYS = {
             "launch.timeout_s", "launch.stall_timeout_s", "data.num_shards",
             "data.max_example_tokens", "data.prefetch", "data.num_workers",
             "data.preprocess_timeout_s", "data.max_failed_in_a_row", "data.max_failed_percent",
+            "data.max_lost_percent",
             "data.sources.weight", "data.sources.video_fps", "data.sources.video_frames",
             "data.sources.video_max_frames", "data.sources.max_row_bytes", "data.remote.cache_gib",
             "data.remote.attempts", "data.remote.stall_s", "data.remote.deadline_s",

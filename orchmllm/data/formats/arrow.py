@@ -1,9 +1,12 @@
-"""Hugging Face datasets, parquet and arrow files, by the `datasets` library: read as raw Arrow, so
-that images and audio stay encoded. No code of a dataset is run."""
+"""Parquet and Arrow files, read by pyarrow a few rows at a time, folders of save_to_disk, and the
+hub by the `datasets` library. Images and audio stay encoded, and no code of a dataset is run."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import json
+import threading
+from abc import abstractmethod
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
@@ -12,40 +15,139 @@ from pathlib import Path
 import numpy as np
 
 from orchmllm.config.recipe import SourceConfig
-from orchmllm.data.formats.rows import RowStore, StreamRow
-from orchmllm.data.formats.scanned import File
+from orchmllm.data.formats.rows import JoinedRows, RowStore, StreamRow
+from orchmllm.data.formats.scanned import File, digest, scanned, sizes
+from orchmllm.data.media.medium import RowError
+from orchmllm.data.storage.cache import written
+from orchmllm.data.storage.clients import StorageError
 from orchmllm.data.storage.remote import RemoteFile
+
+ROWS_AT_ONCE = 16  # of a parquet file that are decoded together
+# Of a row group, decoded: a larger one is kept as Arrow on the disk, where a row is found at once.
+LARGE_BYTES = 64 << 20
+MAX_EXPANSION = 400  # bytes decoded per byte of a parquet file
 
 
 class ArrowRows(RowStore):
-    """A map-style dataset. parts: (file, rows in it) one after the other, for error messages."""
+    """One file. counts: rows of each of its groups, which are read in order."""
 
-    def __init__(
-        self, dataset, kind: str, files: Sequence[Path], root: Path, parts: Sequence[tuple]
-    ) -> None:
-        self.dataset, self.kind = dataset.with_format("arrow"), kind
-        self.files, self.root, self._parts = list(files), root, [path for path, _ in parts]
-        self._start = np.concatenate([[0], np.cumsum([count for _, count in parts])])
+    splits = False
+
+    def __init__(self, path: File, max_row_bytes: int, cache_dir: Path) -> None:
+        self.kind, self.files, self.root = f"{path.suffix[1:]} file", [path], path.parent
+        self.data = scanned(path.copied(cache_dir) if isinstance(path, RemoteFile) else path)
+        self._here = threading.local()  # what each thread has read last
+        with _reading(f"{path}: not {path.suffix[1:]} that can be read"):
+            self._start = np.concatenate([[0], np.cumsum(self.open(cache_dir), dtype=np.int64)])
+
+    @abstractmethod
+    def open(self, cache_dir: Path) -> list[int]:
+        """Rows of each group."""
+
+    @abstractmethod
+    def batches(self, group: int) -> Iterator:
+        """The record batches of a group."""
 
     def __len__(self) -> int:
-        return len(self.dataset)
+        return int(self._start[-1])
 
     def row(self, i: int) -> dict:
-        return clean(self.dataset[int(i)].slice(0, 1).to_pylist()[0])
+        return clean(self._slice(i).to_pylist()[0])
 
-    def place(self, i: int) -> tuple[File, int]:
-        part = int(np.searchsorted(self._start, i, side="right")) - 1
-        return self._parts[part], int(i - self._start[part]) + 1
+    def later(self, i: int) -> Callable[[], dict]:
+        try:
+            row = self._slice(i)
+        except RowError:
+            return lambda: self.row(i)
+        return lambda: clean(row.to_pylist()[0])
+
+    def _slice(self, i: int):
+        """Row i as a record batch, which keeps those that were decoded with it. Raises RowError."""
+        group = int(np.searchsorted(self._start, i, side="right")) - 1
+        offset, here = int(i - self._start[group]), self._here
+        if getattr(here, "group", -1) != group or offset < here.first:
+            here.group, here.rest, here.batch, here.first = group, self.batches(group), (), 0
+        try:
+            while offset >= here.first + len(here.batch):
+                here.first += len(here.batch)
+                here.batch = next(here.rest)
+            return here.batch.slice(offset - here.first, 1)
+        except StorageError:
+            raise
+        except Exception as error:  # of pyarrow, on bad bytes
+            here.group = -1
+            raise RowError(f"the {self.kind} is damaged: {error}") from error
+
+
+class IpcRows(ArrowRows):
+    """Arrow's own files, mapped into memory."""
+
+    def open(self, cache_dir: Path) -> list[int]:
+        import pyarrow as pa
+
+        mapped = pa.memory_map(str(self.data.__fspath__()))
+        try:
+            reader = pa.ipc.open_file(mapped)
+            self._batches = [reader.get_batch(k) for k in range(reader.num_record_batches)]
+        except pa.ArrowInvalid:  # a stream, as `datasets` writes
+            mapped.seek(0)
+            self._batches = list(pa.ipc.open_stream(mapped))
+        return [len(batch) for batch in self._batches]
+
+    def batches(self, group: int) -> Iterator:
+        return iter(self._batches[group: group + 1])
+
+
+class ParquetRows(ArrowRows):
+    """Row groups, decoded up to the row that is asked for."""
+
+    def open(self, cache_dir: Path) -> list[int]:
+        import pyarrow.parquet
+
+        meta = pyarrow.parquet.read_metadata(self.data.__fspath__())
+        groups = [meta.row_group(k) for k in range(meta.num_row_groups)]
+        decoded = [group.total_byte_size for group in groups]
+        if sum(decoded) > max(LARGE_BYTES, MAX_EXPANSION * self.data.stamp[0]):
+            raise ValueError(f"{self.data.stamp[0]} bytes hold {sum(decoded)}: more than the limit "
+                             f"of {MAX_EXPANSION} times as many")
+        self.copy = None
+        if max(decoded, default=0) > LARGE_BYTES:
+            self.copy = self._copied(cache_dir)
+            return np.diff(self.copy._start).tolist()
+        return [group.num_rows for group in groups]
+
+    def _copied(self, cache_dir: Path) -> IpcRows:
+        """The file as Arrow, below cache_dir."""
+        import pyarrow as pa
+
+        path = cache_dir / f"rows-{digest(list(sizes(self.files)))}.arrow"
+        if not path.is_file():
+            with self._file() as file, written(path) as out, pa.ipc.new_file(
+                    out, file.schema_arrow) as writer:
+                for batch in file.iter_batches(ROWS_AT_ONCE):
+                    writer.write_batch(batch)
+        return IpcRows(path, 0, cache_dir)
+
+    def _file(self):
+        import pyarrow.parquet
+
+        return pyarrow.parquet.ParquetFile(self.data.__fspath__(), pre_buffer=False)
+
+    def batches(self, group: int) -> Iterator:
+        if self.copy is not None:
+            yield from self.copy.batches(group)
+            return
+        with self._file() as file:
+            yield from file.iter_batches(ROWS_AT_ONCE, row_groups=[group], use_threads=False)
 
 
 class StreamRows(RowStore):
     """A `datasets.IterableDataset`; only its first rows can be asked for, to tell the layout."""
 
-    kind = "stream of `datasets`"
+    kind, files, root = "stream of `datasets`", (), Path()
 
-    def __init__(self, dataset, files: Sequence[Path], label: Path) -> None:
-        self.dataset, self.files, self.label = dataset, list(files), label
-        self.root = files[0].parent if files else Path()
+    def __init__(self, dataset, label: Path) -> None:
+        self.dataset, self.label = dataset, label
         tables = self.dataset.with_format("arrow")
         self._first = [clean(t.slice(0, 1).to_pylist()[0]) for t in islice(tables, 3)]
 
@@ -60,19 +162,15 @@ class StreamRows(RowStore):
 
     def units(self, num: int) -> list:
         """Its shards (files)."""
-        from pyarrow.parquet import read_metadata
-
         count = self.dataset.num_shards
-        files = self.files if len(self.files) == count else [None] * count
-        return [IterableUnit(self.dataset.shard(num_shards=count, index=k), file or self.label,
-                             file and read_metadata(file).num_rows)
-                for k, file in enumerate(files)]
+        return [IterableUnit(self.dataset.shard(num_shards=count, index=k), self.label)
+                for k in range(count)]
 
 
 @dataclass
 class IterableUnit:
-    """A shard of a `datasets.IterableDataset`, read as raw Arrow. num_rows: None where no file
-    tells it, until somebody reached its end."""
+    """A shard of a `datasets.IterableDataset`, read as raw Arrow. num_rows: None until somebody
+    reached its end."""
 
     dataset: object
     label: Path
@@ -85,6 +183,26 @@ class IterableUnit:
             for k in range(len(table)):
                 number, row = number + 1, table.slice(k, 1)
                 yield StreamRow(self.label, number, lambda row=row: clean(row.to_pylist()[0]))
+
+
+class HubRows(RowStore):
+    """A dataset of the hub, which `datasets` has downloaded into a folder."""
+
+    kind = "Hugging Face hub dataset"
+
+    def __init__(self, config: SourceConfig, cache_dir: Path) -> None:
+        self.dataset = _load_hub(config, cache_dir=str(cache_dir / "hub")).with_format("arrow")
+        self.files, self.root = [Path(f["filename"]) for f in self.dataset.cache_files], cache_dir
+        self.label = Path(config.path)
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def row(self, i: int) -> dict:
+        return clean(self.dataset[int(i)].slice(0, 1).to_pylist()[0])
+
+    def place(self, i: int) -> tuple[File, int]:
+        return self.label, i + 1
 
 
 def clean(value):
@@ -105,61 +223,29 @@ def _reading(what: str) -> Iterator[None]:
         raise ValueError(f"{what}: {error}") from error
 
 
-def open_files(files: Sequence[Path], root: Path, cache_dir: Path) -> ArrowRows:
-    """Parquet or arrow files; of remote ones copies stay in cache_dir. Raises ValueError."""
-    import datasets
-    import pyarrow.parquet
-
-    kind = "parquet" if files[0].suffix == ".parquet" else "arrow"
-    names = [str(f.copied(cache_dir) if isinstance(f, RemoteFile) else f) for f in files]
-    with _reading(f"{names[0]}: not {kind} that can be read"):
-        if kind == "arrow":
-            each = [datasets.Dataset.from_file(name) for name in names]
-            dataset, counts = datasets.concatenate_datasets(each), [len(d) for d in each]
-        else:  # parquet has no random access: `datasets` keeps a memory-mapped copy
-            counts = [pyarrow.parquet.read_metadata(name).num_rows for name in names]
-            dataset = datasets.load_dataset(
-                "parquet", data_files={"train": names}, split="train",
-                cache_dir=str(cache_dir / "parquet"))
-    return ArrowRows(dataset, f"{kind} file" if len(files) == 1 else f"{kind} files", files, root,
-                     list(zip(files, counts, strict=True)))
-
-
-def open_saved(path: Path, config: SourceConfig) -> ArrowRows:
+def open_saved(path: Path, config: SourceConfig, cache_dir: Path) -> JoinedRows:
     """A folder written by save_to_disk. Raises ValueError."""
-    import datasets
-
-    with _reading(f"{path}: not a saved dataset that can be read"):
-        dataset = datasets.load_from_disk(str(path))
     folder = path
-    if isinstance(dataset, datasets.DatasetDict):
-        split = config.split or ("train" if list(dataset) == ["train"] else "")
-        if split not in dataset:
-            raise ValueError(f"{path}: split {split!r} is not there; name one of "
-                             f"{', '.join(dataset)}")
-        dataset, folder = dataset[split], path / split
-    return ArrowRows(dataset, "saved datasets folder", sorted(folder.glob("*.arrow")), path,
-                     [(folder, len(dataset))])
+    with _reading(f"{path}: not a saved dataset that can be read"):
+        if (path / "dataset_dict.json").is_file():
+            splits = json.loads((path / "dataset_dict.json").read_text())["splits"]
+            split = config.split or ("train" if splits == ["train"] else "")
+            if split not in splits:
+                raise ValueError(f"split {split!r} is not there; name one of {', '.join(splits)}")
+            folder = path / split
+        state = json.loads((folder / "state.json").read_text())
+        if state.get("_indices_data_files"):
+            raise ValueError("its rows are chosen by another file, as older versions of `datasets` "
+                             "saved them: save it anew")
+        files = [folder / file["filename"] for file in state["_data_files"]]
+        rows = JoinedRows([IpcRows(file, 0, cache_dir) for file in files], path)
+    rows.kind = "saved datasets folder"
+    return rows
 
 
-def open_hub(config: SourceConfig, cache_dir: Path) -> ArrowRows:
-    """Downloaded by `datasets` into cache_dir. Raises ValueError."""
-    dataset = _load_hub(config, cache_dir=str(cache_dir / "hub"))
-    files = [Path(f["filename"]) for f in dataset.cache_files]
-    return ArrowRows(dataset, "Hugging Face hub dataset", files, cache_dir,
-                     [(Path(config.path), len(dataset))])
-
-
-def open_stream(config: SourceConfig, files: Sequence[Path]) -> StreamRows:
-    """The hub's dataset (no files), or parquet files, without a copy on disk. Raises ValueError."""
-    import datasets
-
-    if not files:
-        return StreamRows(_load_hub(config, streaming=True), files, Path(config.path))
-    with _reading(f"{config.path}: not parquet that can be streamed"):
-        stream = datasets.load_dataset("parquet", data_files={"train": [str(f) for f in files]},
-                                       split="train", streaming=True)
-        return StreamRows(stream, files, Path(config.path))
+def open_stream(config: SourceConfig) -> StreamRows:
+    """The hub's dataset without a copy on disk. Raises ValueError."""
+    return StreamRows(_load_hub(config, streaming=True), Path(config.path))
 
 
 def _load_hub(config: SourceConfig, **how):

@@ -17,7 +17,7 @@ from orchmllm.data.media.medium import Medium, RowError, is_image
 
 MEDIA = ("images", "audios", "videos")
 # A cell that is a text holds them as JSON.
-LISTS = ("messages", "history", "texts", "places", "segments", *MEDIA)
+LISTS = ("messages", "history", "choices", "texts", "places", "segments", *MEDIA)
 AROUND = {"rows", "segments"}  # hold the rows
 PLACES = AROUND | {"split"}  # say which rows a store has
 NONE = "-"  # the field of a preset is not read
@@ -54,7 +54,7 @@ class Spec(NamedTuple):
 
 def parse_spec(text: str) -> Spec:
     choices = [choice.strip() for choice in text.split("|")]
-    return Spec(text, tuple(tuple(name.strip() for name in choice.split(","))
+    return Spec(text, tuple((choice,) if "{" in choice else tuple(map(str.strip, choice.split(",")))
                             for choice in choices if choice != NONE), NONE in choices)
 
 
@@ -99,7 +99,7 @@ class Columns:
             name, value = spec.find(row)
             if not name and not spec.optional:
                 raise nothing_in(spec, field, row)
-            if field in LISTS and isinstance(value, str) and _JSON.fullmatch(value):
+            if field in LISTS and is_json(value):
                 value = from_json(value)
             if field in MEDIA:
                 value = _media(name, value)
@@ -119,6 +119,11 @@ def _media(name: str, value: object) -> list:
 
 def is_empty(value: object) -> bool:
     return value is None or isinstance(value, str | list | tuple) and not value
+
+
+def is_json(value: object) -> bool:
+    """Whether a cell holds a list or an object as JSON, by how it begins and ends."""
+    return isinstance(value, str) and _JSON.fullmatch(value) is not None
 
 
 def from_json(value: object) -> object:

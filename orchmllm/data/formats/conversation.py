@@ -12,7 +12,7 @@ from typing import NamedTuple
 from orchmllm.data.formats.columns import MEDIA, from_json
 from orchmllm.data.media.medium import Medium, RowError, is_image
 from orchmllm.data.media.parts import KEYS, refuse_unread
-from orchmllm.data.media.root import MediaRoot, from_base64
+from orchmllm.data.media.root import MediaRoot
 from orchmllm.data.media.video import expand, images_as_video
 from orchmllm.plan.layout import AUDIO, VISION
 
@@ -21,7 +21,7 @@ ROLES = {"system": "system", "developer": "system", "human": "user", "user": "us
          "bard": "assistant", "model": "assistant", "function_call": "assistant", "tool": "tool",
          "function": "tool", "observation": "tool", "ipython": "tool"}
 DOCUMENT = "document"  # a role: its text is no turn, and not written by a chat template
-_PLACEHOLDER = re.compile("(<image>|<audio>|<video>)")
+PLACEHOLDER = re.compile("(<image>|<audio>|<video>)")
 _PATH = re.compile(r"<img>([^<>\n]+)</img>")  # as Qwen-VL writes an image into a question
 
 
@@ -103,7 +103,7 @@ class _RowMedia:
     def parts(self, text: str, question: bool) -> list[str | Medium]:
         """question: whether a path may stand in the text."""
         out: list[str | Medium] = []
-        for part in _PLACEHOLDER.split(text):
+        for part in PLACEHOLDER.split(text):
             if part in self.given:
                 out += self.take(part)
                 continue
@@ -133,7 +133,7 @@ def _content_parts(content: list, media: _RowMedia) -> Iterator[str | Medium]:
             value, data = part[kind], part[kind].get("data")
             root = media.root.of(part).of(value)
             if data is not None:
-                value = from_base64(str(data), AUDIO, "audio in input_audio")
+                value = f"data:;base64,{data}"
             yield root.medium(AUDIO, value)
         else:
             raise RowError(f"content part {str(part)[:200]!r}: type must be text, image_url, "
@@ -158,7 +158,9 @@ def chat(row: Mapping, root: MediaRoot, prompt: str = "") -> Conversation:
         out.append(_turn(turn, media))
     first = next((k for k, turn in enumerate(out) if turn.role == "user"), None)
     if first is not None and (before := media.unplaced()):
-        out[first] = out[first]._replace(parts=(*before, "\n", *out[first].parts))
+        begin, *rest = out[first].parts or ("",)
+        begin = [f"\n{begin}"] if isinstance(begin, str) else ["\n", begin]
+        out[first] = out[first]._replace(parts=(*before, *begin, *rest))
     media.check()
     return tuple(out)
 
@@ -191,7 +193,12 @@ def _turn(turn: Mapping, media: _RowMedia) -> Turn:
     if not isinstance(reasoning, str):
         raise RowError("the reasoning of a turn must be a text, got "
                        f"{str(reasoning)[:200]}")
-    return Turn(role, parts, role == "assistant" and _learnt(turn), calls, reasoning)
+    learnt = role == "assistant" and _learnt(turn)
+    if learnt and not (calls or reasoning or any(
+            isinstance(p, Medium) or p.strip() for p in parts)):
+        raise RowError("an answer is empty: leave the row out, or mark the turn as one that is not "
+                       'learnt ("train": false)')
+    return Turn(role, parts, learnt, calls, reasoning)
 
 
 def _learnt(turn: Mapping) -> bool:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from orchmllm.config.recipe import SourceConfig
 from orchmllm.data.formats import arrow, energon
+from orchmllm.data.formats.columns import Columns, changed
 from orchmllm.data.formats.rows import JoinedRows, JsonRows, LaterRows, RowStore
 from orchmllm.data.formats.scanned import File
 from orchmllm.data.formats.tables import PickedRows, TableRows, TranscriptRows
@@ -21,7 +22,6 @@ from orchmllm.data.storage.remote import RemoteFile, Storage, is_url
 
 JSON_SUFFIXES, ARROW_SUFFIXES = (".jsonl", ".json", ".ndjson"), (".parquet", ".arrow")
 TABLE_SUFFIXES = (".csv", ".tsv")
-ARROW_PACKAGES = ("datasets", "pyarrow")
 READABLE = (*JSON_SUFFIXES, *TABLE_SUFFIXES, *ARROW_SUFFIXES, ".tar")
 NOT_DATA = {"tokenizer.json", "tokenizer_config.json", "dataset_infos.json", "dataset_info.json",
             "config.json"}
@@ -33,15 +33,15 @@ Found = Callable[[], tuple[RowStore, str | None]]  # opens the rows; their layou
 
 def find_store(config: SourceConfig, cache_dir: Path, storage: Storage,
                streaming: bool = False) -> Found:
-    """What opens the rows of a source. streaming: parquet files and the hub are read in order,
-    without a copy on disk. Raises ValueError, or an error of `Storage`, if files are missing."""
+    """What opens the rows of a source. streaming: the hub is read in order, without a copy on
+    disk. Raises ValueError, or an error of `Storage`, if files are missing."""
     if is_url(config.path):
         return _find_remote(config, cache_dir, storage)
     if config.path.startswith("hf:"):
         check_places(config, "a dataset of the hub")
-        check_installed(config.path, *ARROW_PACKAGES)
-        return lambda: (arrow.open_stream(config, []) if streaming
-                        else arrow.open_hub(config, cache_dir), None)
+        check_installed(config.path, "datasets", "pyarrow")
+        return lambda: (arrow.open_stream(config) if streaming
+                        else arrow.HubRows(config, cache_dir), None)
     path = Path(config.path)
     if path.is_dir():
         return _find_in_folder(path, config, cache_dir)
@@ -50,10 +50,6 @@ def find_store(config: SourceConfig, cache_dir: Path, storage: Storage,
     if not files:
         raise ValueError(f"{config.path}: no such file or folder; give a JSON, JSONL, CSV, TSV, "
                          "parquet, arrow or tar file, a pattern of them, a folder, or hf:org/name")
-    if streaming and all(f.suffix == ".parquet" for f in files):
-        check_places(config, "a stream of parquet files")
-        check_installed(config.path, *ARROW_PACKAGES)
-        return lambda: (arrow.open_stream(config, files), None)
     return _opener(files, files[0].parent, config, cache_dir)
 
 
@@ -112,8 +108,8 @@ def _find_in_folder(path: Path, config: SourceConfig, cache_dir: Path) -> Found:
         check_places(config, "a saved folder")
         check_parts(config, "a saved folder" if has_splits else f"a saved folder without {SPLITS}",
                     *["split"] * has_splits)
-        check_installed(config.path, *ARROW_PACKAGES)
-        return lambda: (arrow.open_saved(path, config), None)
+        check_installed(config.path, "pyarrow")
+        return lambda: (arrow.open_saved(path, config, cache_dir), None)
     metas = sorted(p for p in (*path.glob("*_meta.json"), *path.glob("*/*_meta.json")))
     if metas and config.row_format in ("auto", "air_bench"):
         check_parts(config, "AIR-Bench")
@@ -239,16 +235,9 @@ def _opener(files: Sequence[File], root: Path | str, config: SourceConfig, cache
                          "give a source for each")
     check_places(config, f"{next(iter(kinds))} files", "segments", "split",
                  *["rows"] * all(path.suffix == ".json" for path in files))
-    if files[0].suffix not in ARROW_SUFFIXES:
-        return lambda: (_open_files(config, files, root, cache_dir), layout)
-    check_installed(config.path, *ARROW_PACKAGES)
-
-    def open_arrow() -> tuple[RowStore, str | None]:
-        store = picked(arrow.open_files(files, root, cache_dir), config, cache_dir)
-        _check_splits(config, [store])
-        return store, layout
-
-    return open_arrow
+    if files[0].suffix in ARROW_SUFFIXES:
+        check_installed(config.path, "pyarrow")
+    return lambda: (_open_files(config, files, root, cache_dir), layout)
 
 
 def picked(store: RowStore, config: SourceConfig, cache_dir: Path) -> RowStore:
@@ -272,8 +261,14 @@ def _check_splits(config: SourceConfig, stores: Sequence[RowStore]) -> None:
 
 def _open_files(config: SourceConfig, files: Sequence[File], root: Path | str, cache_dir: Path
                 ) -> RowStore:
-    opened = (TarRows if files[0].suffix == ".tar" else TableRows
-              if files[0].suffix in TABLE_SUFFIXES else partial(JsonRows, rows=config.columns.rows))
+    numbered = [name.isdecimal() for name in Columns(changed(config.columns)).names
+                if "{" not in name]
+    opened = {
+        ".tar": TarRows, ".parquet": arrow.ParquetRows, ".arrow": arrow.IpcRows,
+        **dict.fromkeys(TABLE_SUFFIXES, partial(
+            TableRows, has_names=not all(numbered) if numbered else None)),
+        **dict.fromkeys(JSON_SUFFIXES, partial(JsonRows, rows=config.columns.rows)),
+    }[files[0].suffix]
 
     def open_file(path: File) -> RowStore:
         return picked(opened(path, config.max_row_bytes, cache_dir), config, cache_dir)

@@ -20,6 +20,7 @@ from orchmllm.data.formats import energon
 from orchmllm.data.formats.columns import NONE, PLACES, absent, changed
 from orchmllm.data.formats.conversation import DOCUMENT, Conversation, media_of
 from orchmllm.data.formats.find import find_store
+from orchmllm.data.formats.propose import proposal
 from orchmllm.data.formats.row_formats import FORMATS, RowFormat
 from orchmllm.data.formats.rows import RowStore
 from orchmllm.data.media.medium import RowError, VideoSampling
@@ -38,7 +39,8 @@ MAX_ROW_CHARS = 1 << 20  # of all turns: about 250,000 tokens
 @dataclass
 class DataSource:
     """Rows of one source of a recipe. layout: a key of FORMATS, or "columns". row_format: how they
-    are read. root: where its media may be."""
+    are read. root: where its media may be. others: how a row is read that is not written so, if it
+    is written in one of these."""
 
     config: SourceConfig
     name: str
@@ -46,6 +48,7 @@ class DataSource:
     layout: str
     row_format: RowFormat
     root: MediaRoot
+    others: Sequence[RowFormat] = ()
 
     def __len__(self) -> int:
         return len(self.store)
@@ -53,6 +56,11 @@ class DataSource:
     def __str__(self) -> str:
         return (f"{self.name}: {len(self)} rows of {self.layout} in {self.store.kind} "
                 f"({self.config.path})")
+
+    @property
+    def is_found(self) -> bool:
+        """Whether its rows, and not the recipe, say how they are read."""
+        return self.config.row_format == "auto" and not changed(self.config.columns)
 
     @property
     def settings(self) -> list:
@@ -77,21 +85,21 @@ class DataSource:
 
     def parse(self, row: dict, file: Path) -> Conversation:
         """A row of `file` as the canonical example. Raises RowError."""
-        row_format, root = self.row_format, self.root
+        row_format, root = self.format_of(row), self.root
         if row_format.beside_file:
             folder = os.path.relpath(file.parent, self.store.root)
             root = replace(root, prefix="" if folder[0] == "." else folder)
         try:
-            conversation = self._read(row, root)
+            conversation = self._read(row, row_format, root)
             texts = [p for t in conversation for p in t.parts if isinstance(p, str)]
             refuse_unread(row, "\n".join(texts), row_format.skips)
             texts += [text for t in conversation for text in (t.reasoning, *dict(t.named).values())]
             calls = [json.dumps(t.calls, ensure_ascii=False) for t in conversation if t.calls]
             "\n".join([*texts, *calls]).encode()
         except RowError as error:
-            name = self._row_name(row)
-            if name:
-                error.reason = f"{name}: {error.reason}"
+            spec = row_format.columns.specs.get("id")
+            if name := spec and spec.find(row)[1]:
+                error.reason = f"{name!s:.80}: {error.reason}"
             raise
         except UnicodeEncodeError as error:
             raise RowError(f"text cannot be written as UTF-8 ({error}); remove the lone surrogate"
@@ -106,9 +114,26 @@ class DataSource:
                            f"{MAX_ROW_CHARS}")
         return conversation
 
-    def _read(self, row: dict, root: MediaRoot) -> Conversation:
-        """A row as its format reads it, with the part that the row names. Raises RowError."""
-        row_format = self.row_format
+    def format_of(self, row: dict) -> RowFormat:
+        """How a row is read: of a source with rows of several layouts, each by its own."""
+        if self.row_format.columns.fits(row, media=False):
+            return self.row_format
+        return next((one for one in self.others if one.fits(row)), self.row_format)
+
+    def proposal(self, rows: Sequence[tuple[dict, Path]], *, known: bool = False) -> str:
+        """The line under which most of the rows can be used, each with its file, in words; empty
+        where there is none, or none that is better than it is (known: it is read somehow)."""
+        files = {id(row): file for row, file in rows}
+
+        def read(row: dict, row_format: RowFormat) -> Conversation:
+            file = files.get(id(row), rows[0][1])
+            return replace(self, row_format=row_format, others=()).parse(row, file)
+
+        return proposal([row for row, _ in rows], self.root, read,
+                        self.row_format if known else None)
+
+    def _read(self, row: dict, row_format: RowFormat, root: MediaRoot) -> Conversation:
+        """A row as a format reads it, with the part that the row names. Raises RowError."""
         fields = row_format.columns.pick(row)
         part = problem = None
         try:
@@ -128,10 +153,6 @@ class DataSource:
         if not self.config.learn_documents and conversation[0].role == DOCUMENT:
             return tuple(turn._replace(supervised=False) for turn in conversation)
         return conversation
-
-    def _row_name(self, row: dict) -> str:
-        spec = self.row_format.columns.specs.get("id")
-        return str(spec.find(row)[1] or "") if spec else ""
 
 
 def index_path(index_dir: str | os.PathLike | None) -> Path:
@@ -227,7 +248,11 @@ def _as_source(config: SourceConfig, store: RowStore, layout: str | None,
         layout = _chosen(config.row_format, store)
     elif columns.keys() - {"split", "segments", "rows", "id"}:
         layout = "columns"
-    layout = layout or _detected(store, config.path)
+    others = () if layout else tuple(FORMATS.values())
+    video = VideoSampling(config.video_fps, config.video_frames, config.video_max_frames,
+                          config.video_audio)
+    media = MediaRoot(root, bool(config.media_root), storage=storage, video=video)
+    layout = layout or _detected(store, config, media)
     try:
         row_format = (RowFormat(columns) if layout == "columns"
                       else FORMATS[layout].with_columns(columns))
@@ -244,10 +269,7 @@ def _as_source(config: SourceConfig, store: RowStore, layout: str | None,
     if config.prompt and not row_format.takes_prompt:
         raise ValueError(f"{config.path}: prompt is {config.prompt!r:.80}, but rows of {layout} "
                          "hold their questions: leave it out")
-    video = VideoSampling(config.video_fps, config.video_frames, config.video_max_frames,
-                          config.video_audio)
-    return DataSource(config, name, store, layout, row_format, MediaRoot(
-        root, bool(config.media_root), storage=storage, video=video))
+    return DataSource(config, name, store, layout, row_format, media, others)
 
 
 def _short_name(path: str) -> str:
@@ -272,7 +294,9 @@ def _chosen(layout: str, store: RowStore) -> str:
     return layout
 
 
-def _detected(store: RowStore, path: str) -> str:
+def _detected(store: RowStore, config: SourceConfig, root: MediaRoot) -> str:
+    """Raises ValueError, with the columns that would read the rows, where no format does."""
+    path = config.path
     unread: list[RowError] = []
     rows = list(_peek(store, unread))
     if any("chosen" in row and "rejected" in row for row in rows):
@@ -282,21 +306,13 @@ def _detected(store: RowStore, path: str) -> str:
     votes = Counter(filter(None, fits))
     if votes.keys() == {"llava", "sharegpt"}:  # LLaVA's mix holds rows without media
         return "llava"
-    if votes:
-        [(most, _)] = votes.most_common(1)
-        others = [k for k, row in enumerate(rows, 1)
-                  if fits[k - 1] and not FORMATS[most].columns.fits(row, media=False)]
-        if others:
-            raise ValueError(
-                f"{path}: rows of several layouts: of the first {len(rows)} rows "
-                + ", ".join(f"{count} are {name}" for name, count in votes.most_common())
-                + f"; row {others[0]} is the first that {most} does not read. Write the rows of "
-                "each layout into a file of their own, and give each file as a source")
-        return most
-    looked = "".join(f"\n  {name}: {known.holds}" for name, known in FORMATS.items())
+    if votes:  # a row of another layout is read by its own
+        return votes.most_common(1)[0][0]
     keys = set().union(*rows)
-    seen = f"keys {', '.join(sorted(map(str, keys)))}" if keys else (
+    seen = f"keys {', '.join(sorted(map(str, keys))):.300}" if keys else (
         f"no row that can be read{''.join(f' ({error.reason})' for error in unread[:1])}")
+    source = DataSource(config, path, store, "text", FORMATS["text"], root)
+    columns = source.proposal([(row, store.files[0]) for row in rows] if store.files else [])
     raise ValueError(f"{path}: {store.kind} of unknown layout: its first {NUM_PEEKED} rows have "
-                     f"{seen}; looked for{looked}\nname the columns (columns: in the source), or "
-                     "the format")
+                     f"{seen}{columns or '; name the columns (columns: in the source)'}, or the "
+                     "format (row_format), as docs/formats.md lists them")

@@ -16,7 +16,6 @@ from orchmllm.data.formats.conversation import (
     Conversation,
     Turn,
     chat,
-    video_of,
 )
 from orchmllm.data.media.kinds import MODALITY_OF
 from orchmllm.data.media.medium import RowError
@@ -30,8 +29,11 @@ CHOOSE = ("Choose the most suitable answer from options A, B, C, and D to respon
           "next line, you may only choose A or B or C or D.")  # AIR-Bench's own prompt
 
 
-def _pair(question: tuple, answer: str) -> Conversation:
-    return Turn("user", question, False), Turn("assistant", (answer,), True)
+def _pair(row: Mapping, root: MediaRoot, question: str, answer: str) -> Conversation:
+    """A question and its answer, in neither of which a placeholder counts, behind the media."""
+    return chat({**row, "messages": [
+        {"role": role, "content": [{"type": "text", "text": text}]}
+        for role, text in (("user", question), ("assistant", answer))]}, root)
 
 
 def described(row: Mapping, root: MediaRoot, prompt: str = "") -> Conversation:
@@ -40,17 +42,14 @@ def described(row: Mapping, root: MediaRoot, prompt: str = "") -> Conversation:
     text = _first(row["text"])
     if not isinstance(text, str) or not text.strip():
         raise RowError(f"a text is {text!r:.80}: must have letters")
-    given = [(field, value) for field in MEDIA for value in row.get(field, ())]
     if row.keys().isdisjoint(MEDIA):
         return (Turn(DOCUMENT, (text,), True),)
+    given = [field for field in MEDIA for _ in row.get(field, ())]
     if len(given) != 1:
         raise RowError(f"a text is learnt of one image, clip or video, and the row has "
                        f"{len(given)}")
-    [(field, value)] = given
-    question = {"images": DESCRIBE, "audios": TRANSCRIBE, "videos": DESCRIBE_VIDEO}[field]
-    media = (video_of(value, root) if field == "videos"
-             else [root.medium(AUDIO if field == "audios" else VISION, value)])
-    return _pair((*media, f"\n{prompt or question}"), text.strip())
+    question = {"images": DESCRIBE, "audios": TRANSCRIBE, "videos": DESCRIBE_VIDEO}[given[0]]
+    return _pair(row, root, prompt or question, text.strip())
 
 
 def _first(value: object) -> object:
@@ -61,23 +60,54 @@ def _first(value: object) -> object:
 def answered(row: Mapping, root: MediaRoot, prompt: str = "") -> Conversation:
     """Questions and answers. Media stand before the first question where no text has their
     placeholders. Raises RowError for a row that cannot be used."""
-    questions, answers = row.get("question", ""), row["answer"]
+    questions, answers, context = row.get("question", ""), row["answer"], row.get("context") or []
+    context = context if isinstance(context, list) else [context]
     if isinstance(questions, list):
-        if not isinstance(answers, list) or row.get("context"):
-            raise RowError("a list of questions needs a list of answers, and no context: "
-                           f"{str(answers)[:200]!r}, {str(row.get('context'))[:200]!r}")
+        if not isinstance(answers, list) or context or "choices" in row:
+            raise RowError("a list of questions needs a list of answers, and neither a context nor "
+                           f"choices: {answers!r:.80}, {context!r:.80}")
     else:
-        questions = ["\n".join(t for t in (questions, row.get("context")) if t)]
-        answers = [_first(answers)]
+        if "choices" in row:
+            listed, answers = choose(row["choices"], answers)
+            context = [*context, *listed]
+        if not all(isinstance(text, str) for text in (questions, *context)):
+            raise RowError(f"a question and its context must be texts, got {questions!r:.80} and "
+                           f"{context!r:.80}")
+        questions, answers = ["\n".join(filter(None, (questions, *context)))], [_first(answers)]
     rounds = [*row.get("history", ()), *zip(questions, answers, strict=True)]
     turns = []
     for pair in rounds:
-        if not (isinstance(pair, list | tuple) and len(pair) == 2
+        if isinstance(pair, list | tuple):
+            pair = [str(t) if type(t) in (int, float) else t for t in pair]
+        if not (isinstance(pair, list) and len(pair) == 2
                 and all(isinstance(t, str) for t in pair)):
             raise RowError("a question and its answer must be two texts (earlier ones in a list "
                            f"of [question, answer]), got {str(pair):.200}")
         turns += [{"role": "user", "content": pair[0]}, {"role": "assistant", "content": pair[1]}]
     return chat({**row, "messages": turns}, root)
+
+
+def choose(choices: object, answer: object) -> tuple[list[str], str]:
+    """(A line for each choice, the one that is the answer). choices: texts, or {"text": texts,
+    "label": labels}; answer: a text among them, a label, a letter from A, or a number from 0.
+    Raises RowError."""
+    labels = list(map(chr, range(ord("A"), ord("Z") + 1)))
+    if isinstance(choices, Mapping) and isinstance(choices.get("label"), list):
+        labels, choices = list(map(str, choices["label"])), choices.get("text")
+    if not isinstance(choices, list) or not 0 < len(choices) <= len(labels):
+        raise RowError(f"choices are {choices!r:.80}: must be a list of texts, or an object with "
+                       'the lists "text" and "label"')
+    lines = [f"{label}. {text}" for label, text in zip(labels, choices, strict=False)]
+    said = str(answer).strip()
+    found = {k for k, text in enumerate(choices)
+             if said in (str(text).strip(), labels[k]) or said.strip("().") == labels[k]}
+    if type(answer) is int or not found and said.isdecimal():
+        found = {int(said)} & set(range(len(choices)))
+    if len(found) != 1:
+        raise RowError(f"the answer {said!r:.80} is {'several' if found else 'none'} of the "
+                       f"{len(lines)} choices; it must be one of them, its label, or its number "
+                       "from 0")
+    return lines, lines[found.pop()]
 
 
 def completion(row: Mapping, root: MediaRoot, prompt: str = "") -> Conversation:
@@ -131,19 +161,14 @@ def air_bench(row: Mapping, root: MediaRoot, prompt: str = "") -> Conversation:
     name = row["path"]
     if row["task_name"] == "Audio_Grounding":  # its files are FLAC, its rows say .wav
         name = os.path.splitext(name)[0] + ".flac"
-    clip = root.medium(AUDIO, f"{row['task_name']}_{row['dataset_name']}/{name}")
+    choices = [row[key] for key in ("choice_a", "choice_b", "choice_c", "choice_d")
+               if isinstance(row.get(key), str) and row[key].strip()]
     question, answer = row["question"], row["answer_gt"]
-    choices = {letter: row[f"choice_{letter.lower()}"] for letter in "ABCD"
-               if isinstance(row.get(f"choice_{letter.lower()}"), str)
-               and row[f"choice_{letter.lower()}"].strip()}
     if choices:
-        question = "\n".join([prompt or CHOOSE, question,
-                              *(f"{letter}. {text}" for letter, text in choices.items())])
-        right = next((letter for letter, text in choices.items() if text == answer), None)
-        if right is None:
-            raise RowError(f"answer_gt {answer!r} is none of its choices")
-        answer = f"{right}. {answer}"
-    return _pair((clip, f"\n{question}"), answer)
+        lines, answer = choose(choices, answer)
+        question = "\n".join([prompt or CHOOSE, question, *lines])
+    return _pair({"audios": [f"{row['task_name']}_{row['dataset_name']}/{name}"]}, root, question,
+                 answer)
 
 
 class Reader(NamedTuple):
@@ -161,7 +186,8 @@ READERS = {
     "messages": Reader(chat, ("system", "tools", *MEDIA)),
     "texts": Reader(document, ("images", "places")),
     "completion": Reader(completion, ("prompt", "images")),
-    "answer": Reader(answered, ("question", "context", "history", "system", "tools", *MEDIA)),
+    "answer": Reader(answered, ("question", "choices", "context", "history", "system", "tools",
+                                *MEDIA)),
     "text": Reader(described, MEDIA),
 }
 TIMES = {"start": START, "end": END, "duration": DURATION}
@@ -207,9 +233,11 @@ class RowFormat:
 
     @property
     def skips(self) -> set[str]:
-        """Keys that need not be refused: those that are read, and questions where turns are."""
-        is_text = self.reader.read is described
-        return self.columns.names | (set() if is_text else {*KEYS["question"].keys})
+        """Keys that need not be refused: those that are read, questions where there are answers,
+        and choices where there are turns."""
+        known = {described: (), answered: KEYS["question"].keys}
+        return self.columns.names | {*known.get(
+            self.reader.read, KEYS["question"].keys + KEYS["choices"].keys)}
 
     @property
     def takes_prompt(self) -> bool:

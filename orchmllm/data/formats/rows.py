@@ -24,12 +24,13 @@ from orchmllm.data.media.medium import RowError
 class RowStore(ABC):
     """kind: what it is, for people. files: those whose change changes the rows. root: folder that
     media paths are relative to unless the recipe says otherwise. is_open: whether its rows have
-    been counted."""
+    been counted. splits: whether parts of it can be read beside each other."""
 
     kind: str
     files: list[File]
     root: Path | str
     is_open = True
+    splits = True
 
     @abstractmethod
     def __len__(self) -> int:
@@ -38,6 +39,10 @@ class RowStore(ABC):
     @abstractmethod
     def row(self, i: int) -> dict:
         """Row i as its file holds it. Raises RowError if it cannot be read."""
+
+    def later(self, i: int) -> Callable[[], dict]:
+        """What reads row i, when a stream that has come to it in order needs it."""
+        return lambda: self.row(i)
 
     def place(self, i: int) -> tuple[File, int]:
         """The file of row i, and its line or position in it from 1; of a store of one file."""
@@ -50,7 +55,7 @@ class RowStore(ABC):
     def units(self, num: int) -> list:
         """At least `num` pieces that a stream reads in order, where it can be divided that far."""
         stores = self.parts()
-        parts = -(-num // len(stores))
+        parts = -(-num // len(stores)) if stores[0].splits else 1
         return [StoreUnit(one, part, parts) for one in stores for part in range(parts)
                 if parts == 1 or len(one) > part]
 
@@ -85,7 +90,7 @@ class StoreUnit:
     def rows(self, start: int) -> Iterator[StreamRow]:
         store = self.store
         for i in range(self.part + start * self.parts, len(store), self.parts):
-            yield StreamRow(*store.place(i), lambda i=i: store.row(i))
+            yield StreamRow(*store.place(i), store.later(i))
 
 
 def _unique(pairs: list[tuple[str, object]]) -> dict:
@@ -159,6 +164,7 @@ class LaterRows(RowStore):
 
     def __init__(self, open_store: Callable[[], RowStore], path: File) -> None:
         self._open, self.files, self.root, self.is_open = open_store, [path], path.parent, False
+        self.splits = path.suffix not in (".parquet", ".arrow")
 
     @cached_property
     def _store(self) -> RowStore:
@@ -175,6 +181,9 @@ class LaterRows(RowStore):
 
     def row(self, i: int) -> dict:
         return self._store.row(i)
+
+    def later(self, i: int) -> Callable[[], dict]:
+        return super().later(i) if self.splits else self._store.later(i)
 
     def place(self, i: int) -> tuple[File, int]:
         return self._store.place(i)

@@ -7,6 +7,7 @@ import csv
 import json
 import re
 from collections.abc import Sequence
+from itertools import islice
 from pathlib import Path
 
 import numpy as np
@@ -16,40 +17,49 @@ from orchmllm.data.formats.columns import nothing_in, parse_spec
 from orchmllm.data.formats.rows import JsonRows, RowStore
 from orchmllm.data.formats.scanned import File, cached, digest, scanned
 from orchmllm.data.formats.scans import scan_lines
+from orchmllm.data.media.kinds import MODALITY_OF
 from orchmllm.data.media.medium import RowError
 
 
 class TableRows(JsonRows):
-    """CSV, in which a text in quotes may hold line breaks; or TSV, which has no quotes. The first
-    line names the columns; an empty cell is no value. Raises ValueError."""
+    """CSV, in which a text in quotes may hold line breaks; TSV, and tables with | between cells,
+    which have no quotes. The first line names the columns, or they are numbered from 0: has_names
+    says which, None that the line itself does. An empty cell is no value. Raises ValueError."""
 
-    def __init__(self, path: File, max_row_bytes: int, cache_dir: Path) -> None:
+    def __init__(self, path: File, max_row_bytes: int, cache_dir: Path, *,
+                 has_names: bool | None = None) -> None:
         self.data, self.max_row_bytes = scanned(path), max_row_bytes
-        self.files, self.root, self.is_csv = [path], path.parent, path.suffix == ".csv"
+        self.files, self.root = [path], path.parent
+        self.separator = _separator(path)
+        self.is_csv = self.separator == ","
         self.spans, self.numbers = cached(
             cache_dir, "lines", path, lambda: scan_lines(path, self.is_csv))
         if not len(self.spans):
             raise ValueError(f"{path}: no line names its columns")
         self.names = self._cells(0)
+        self.first = int(not any(map(_is_value, self.names)) if has_names is None else has_names)
+        if not self.first:
+            self.names = list(map(str, range(len(self.names))))
         if len(set(self.names)) < len(self.names) or "" in self.names:
             raise ValueError(f"{path}: its first line must name its columns, each once, and has "
-                             f"{', '.join(self.names):.300}")
+                             f"{', '.join(self.names):.300}; where it is a row, name columns by "
+                             'their numbers from 0 (columns: {text: "1"})')
 
     @property
     def kind(self) -> str:
         return "CSV" if self.is_csv else "TSV"
 
     def __len__(self) -> int:
-        return len(self.spans) - 1
+        return len(self.spans) - self.first
 
     def row(self, i: int) -> dict:
-        cells = self._cells(i + 1)
+        cells = self._cells(i + self.first)
         if len(cells) != len(self.names):
             raise RowError(f"{len(cells)} cells in a table of {len(self.names)} columns")
         return {name: cell for name, cell in zip(self.names, cells, strict=True) if cell}
 
     def place(self, i: int) -> tuple[File, int]:
-        return super().place(i + 1)
+        return super().place(i + self.first)
 
     def _cells(self, i: int) -> list[str]:
         data = self._bytes(i)
@@ -61,7 +71,7 @@ class TableRows(JsonRows):
             if "\0" in text:
                 raise RowError("a line holds NUL bytes: it is damaged, or the file is not UTF-8")
             if not self.is_csv:
-                return _unquoted(text.split("\t"))
+                return _unquoted(text.split(self.separator))
             csv.field_size_limit(max(csv.field_size_limit(), self.max_row_bytes))
             [cells] = csv.reader([text], strict=True)
         except (UnicodeDecodeError, csv.Error) as error:
@@ -69,6 +79,22 @@ class TableRows(JsonRows):
                            'must stand in quotes, with each of its quotes written twice ("")'
                            ) from error
         return cells
+
+
+def _is_value(cell: str) -> bool:
+    """Whether a cell of a first line is no name of a column."""
+    return cell.isdecimal() or len(cell) > 60 or "://" in cell or (
+        cell.rpartition(".")[2].lower() in MODALITY_OF and "." in cell)
+
+
+def _separator(path: File) -> str:
+    """What stands between cells: a tab in a .tsv, else | where all of the first lines have as many
+    of them."""
+    if path.suffix == ".tsv":
+        return "\t"
+    with path.open("rb") as file:
+        counts = {line.count(b"|") for line in islice(file, 10)}
+    return "|" if len(counts) == 1 and counts != {0} else ","
 
 
 def _unquoted(cells: list[str]) -> list[str]:

@@ -20,6 +20,7 @@ from orchmllm.data.storage.remote import RemoteFile
 from orchmllm.plan.layout import TEXT, VISION
 
 MAX_MEMBER_BYTES = 512 << 20  # a medium's encoded bytes
+MAX_NAME, MAX_REASON = 100, 400  # characters of them in errors
 ZEROS = 1024  # at the end of a file
 ZEROS_AT_END = "truncated: it ends in zeros, so its end was never written; fetch the file again"
 # What the machine has run out of says nothing of a file.
@@ -31,13 +32,20 @@ def printable(text: str) -> str:
     return text.encode("utf-8", "backslashreplace").decode()
 
 
+def told(text: str, most: int) -> str:
+    """text as it is printed, without its middle where it is longer than `most`."""
+    text = printable(text)
+    return text if len(text) <= most else f"{text[: most // 2]} ... {text[-(most // 2):]}"
+
+
 class RowError(ValueError):
     """A row that cannot be used. reason: what is wrong and the cure. file: the medium it is about,
     or empty. modality: that medium's, or TEXT."""
 
     def __init__(self, reason: str, file: str = "", modality: int = TEXT):
         super().__init__(reason)
-        self.reason, self.file, self.modality = printable(reason), printable(file), modality
+        self.reason, self.file = told(reason, MAX_REASON), told(file, MAX_NAME)
+        self.modality = modality
 
 
 class MediaError(Exception):
@@ -48,8 +56,7 @@ class MediaError(Exception):
     def __init__(self, path: str | os.PathLike, reason: str, segment: int | None = None,
                  modality: int = TEXT):
         super().__init__(str(path), reason, segment)
-        self.path = printable(str(path))
-        self.reason = printable(reason)
+        self.path, self.reason = told(str(path), MAX_NAME), told(reason, MAX_REASON)
         self.segment, self.modality = segment, modality
 
     def __str__(self) -> str:

@@ -10,13 +10,14 @@ from __future__ import annotations
 import asyncio
 import errno
 import os
+import posixpath
 import random
 import re
 import threading
 import time
 from collections.abc import Callable
 from typing import Any, TypeVar
-from urllib.parse import urljoin, urlsplit
+from urllib.parse import unquote, urljoin, urlsplit
 
 from fsspec.callbacks import Callback
 
@@ -97,12 +98,12 @@ def _new_system(root: RemoteRoot, config: RemoteConfig):
 
 
 def _guarded(config: RemoteConfig) -> Callable:
-    """A maker of aiohttp sessions that follow redirects to declared hosts only."""
+    """A maker of aiohttp sessions that follow redirects to declared folders only."""
     async def check(session, context, params) -> None:
         location = params.response.headers.get("Location", "")
         target = urljoin(str(params.response.url), location)
-        if urlsplit(target)[:2] not in [urlsplit(r.url)[:2] for r in config.roots]:
-            raise NoAccess(f"the server redirects to {without_query(target)}, whose host is not "
+        if not any(_is_below(target, root.url) for root in config.roots):
+            raise NoAccess(f"the server redirects to {without_query(target)}, whose folder is not "
                           "among data.remote.roots: declare it if it is meant")
 
     async def session(loop=None, **keys):
@@ -113,6 +114,13 @@ def _guarded(config: RemoteConfig) -> Callable:
         return aiohttp.ClientSession(trace_configs=[trace], **keys)
 
     return session
+
+
+def _is_below(url: str, folder: str) -> bool:
+    """Whether a URL is that of something in a folder, as a server may resolve its path."""
+    there, root = urlsplit(url), urlsplit(folder)
+    path = posixpath.normpath(unquote(there.path))
+    return there[:2] == root[:2] and f"{path}/".startswith(f"{root.path.rstrip('/')}/")
 
 
 def call(root: RemoteRoot, config: RemoteConfig, method: str, url: str, *args: Any,

@@ -138,17 +138,9 @@ class ChatTokenizer:
         content = json.dumps([read_json(self.path), self.template], sort_keys=True)
         return hashlib.sha256(content.encode()).hexdigest()[:16]
 
-    def coverage(self, turns: Sequence[Turn]) -> tuple[int, int, int]:
-        """Of a conversation: characters of what the assistant says that are not learnt because the
-        chat template leaves them out, all of them, and special tokens that are learnt. Space and
-        calls of tools do not count. Raises RowError."""
-        said = [text for turn in turns if turn.supervised for text in (*turn.parts, turn.reasoning)
-                if isinstance(text, str)]
-        learnt = [span for span in self.spans(turns) if isinstance(span, Text) and span.learnt]
-        written = [s.text if s.of_data else self._special.sub("", s.text) for s in learnt]
-        num_said, num_written = (len("".join("".join(t).split())) for t in (said, written))
-        num_special = sum(len(self._special.findall(s.text)) for s in learnt if not s.of_data)
-        return max(0, num_said - num_written), num_said, num_special
+    def plain(self, text: str) -> str:
+        """A text of the template without special tokens."""
+        return self._special.sub("", text)
 
     def spans(self, turns: Sequence[Turn]) -> list[Span]:
         """A conversation, or a document, as the template writes it. Raises RowError."""

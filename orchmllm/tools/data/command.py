@@ -2,7 +2,7 @@
 
     orchmllm data index RECIPE     lengths of every row, for fast starts
     orchmllm data lint RECIPE      rows and media that cannot be used, and why;
-                                   what is never learnt, by 2,000 rows a source
+                                   where 2,000 rows of each source go
     orchmllm data stats RECIPE     lengths, what balancing gives, a plot of them
     orchmllm data stats DATA       the same of a data file or folder
     orchmllm data preview RECIPE   examples as training sees them
@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import os
 import time
+from dataclasses import replace
 from pathlib import Path
 
 from tqdm import tqdm
@@ -133,10 +134,16 @@ def main(argv: list[str]) -> int:
     indexes = index_all(sources, reader, index_path(recipe.data.index_dir), args.workers,
                         fresh=args.command == "lint")
     if args.command == "stats":
+        survey(sources, reader, replace(recipe.data, max_lost_percent=100), print, 2000)
         show(recipe, args, sources, indexes)
     if args.command != "lint":
         return 0
     num_problems = lint(sources, indexes) + (lint_decoding(recipe) if args.decode else 0)
-    survey(sources, reader, recipe.data, print, 2000, listed=True)
+    for source in sources:
+        try:
+            survey([source], reader, recipe.data, print, 2000)
+        except ValueError as error:
+            print(f"a run does not start: {error}")
+            num_problems = max(1, num_problems)
     print(f"{num_problems} problem(s) in {sum(map(len, sources))} rows")
     return int(num_problems > 0)

@@ -12,10 +12,11 @@ from typing import NamedTuple
 import numpy as np
 
 from orchmllm.config.job import resolve
-from orchmllm.config.recipe import Recipe, SourceConfig, load_recipe
+from orchmllm.config.recipe import DataConfig, Recipe, SourceConfig, load_recipe
 from orchmllm.data.formats.open import DataSource, beside, index_path, open_source
 from orchmllm.data.lengths import LengthReader
 from orchmllm.data.processed import ProcessedReader
+from orchmllm.data.survey import survey
 from orchmllm.data.text.processor import Processor
 from orchmllm.data.text.tokenizer import ChatTokenizer
 from orchmllm.models.flops import padded_phases, plan_spec
@@ -169,14 +170,9 @@ def _tokenizer(source: DataSource, some: Sequence[int], models: Mapping[str, Pat
 
 
 def _layouts(source: DataSource, some: Sequence[int], reader: LengthReader) -> list[BatchLayout]:
-    """Of some rows; says how many cannot be used. Raises ValueError if none can."""
+    """Of some rows; says where they go. Raises ValueError if a run would be refused for it."""
+    survey([source], reader, DataConfig(), print, len(some))
     measured = reader.plan(source.conversation, some)
-    problems = [row.problem for row in measured if row.problem is not None]
-    if problems:
-        print(f"{len(problems)} of {len(some)} rows that were looked at cannot be used; the first: "
-              f"{problems[0]}", flush=True)
-    if len(problems) == len(some):
-        raise ValueError(f"{source.config.path}: no row of it can be used")
     return [row.layout for row in measured if row.problem is None]
 
 

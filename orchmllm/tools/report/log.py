@@ -18,7 +18,7 @@ from orchmllm.plan.assign import PHASES
 from orchmllm.plan.gain import Gain
 from orchmllm.runtime.attempts import flat, read_attempts
 from orchmllm.runtime.log_schema import NUMBERS, PHASE_METRICS, SCHEMA_VERSION
-from orchmllm.runtime.metrics import SAMPLES, read_rows
+from orchmllm.runtime.metrics import LEDGERS, SAMPLES, read_rows
 from orchmllm.runtime.resumable import describe_changes
 
 MEASURED = ("imbalance", "slowest_s", "rank")
@@ -35,7 +35,8 @@ class RunLog:
     """steps: column (see COLUMNS) -> (n,) float64, one for each step that counts, by step; nan
     where nothing was logged. measured.* belong to the step of their place. validations: (m, 2) of
     steps done and loss. restarts: (step where it went on, steps done again). quarantine,
-    samples: lines of quarantine.jsonl and samples.jsonl. settings: dotted key -> value of all that
+    samples: lines of quarantine.jsonl and samples.jsonl. ledgers: where rows of the sources went
+    (see orchmllm.data.ledger). settings: dotted key -> value of all that
     the run was started with last. changes: (step from which on, what changed). cut: the last line
     is still being written."""
 
@@ -45,6 +46,7 @@ class RunLog:
     restarts: list[tuple[int, int]]
     quarantine: list[dict]
     samples: list[dict]
+    ledgers: list[dict]
     settings: dict[str, Any]
     changes: list[tuple[int, str]]
     cut: bool
@@ -91,6 +93,7 @@ def read_run(folder: Path) -> RunLog:
         folder, _measured_in_place(columns),
         np.array(sorted(validations.items()), float).reshape(-1, 2), sorted(restarts),
         read_rows(folder / "quarantine.jsonl"), read_rows(folder / SAMPLES),
+        json.loads((folder / LEDGERS).read_text()) if (folder / LEDGERS).is_file() else [],
         attempts[-1]["settings"] if attempts else _recipe(folder / "recipe.yaml"),
         _changes(attempts), cut, written_at=path.stat().st_mtime)
 

@@ -11,6 +11,7 @@ from html import escape
 import numpy as np
 
 from orchmllm.config.parse import show
+from orchmllm.data.ledger import FATES, Ledger
 from orchmllm.plan.assign import PHASES
 from orchmllm.plan.gain import Gain, spread
 from orchmllm.runtime.log_schema import METRICS
@@ -84,6 +85,7 @@ def page(run: RunLog, other: RunLog | None = None, title: str = "") -> str:
                      for key, (a, b) in different_settings(run, other).items()], numbers=0)]
     body += ["<h2>Answers to held-out examples</h2>", answers(run.folder, run.samples)]
     body += ["<h2>Slowest ranks, and what they had to do</h2>", *_slowest(run),
+             "<h2>Where the rows of the data go</h2>", _ledgers(run),
              "<h2>Media that could not be used, by source</h2>", _quarantine(run),
              "<h2>Restarts</h2>",
              _table(("went on at step", "steps done again"), run.restarts, numbers=2),
@@ -232,6 +234,17 @@ def _slowest(run: RunLog) -> list[str]:
         "the positions of their longest items.</p>",
         _table(("step", "phase", "rank", "others waited", "slowest / mean", "positions",
                 "longest examples"), worst, numbers=0)]
+
+
+def _ledgers(run: RunLog) -> str:
+    """A row for each source, with the shares of its characters and media."""
+    found = [Ledger(**one) for one in run.ledgers]
+    return _table(("source", "rows looked at", "of", "number", *FATES.values()), [
+        (one.name, one.rows, what, counts.total(),
+         *(number(counts[fate] / max(1, counts.total()), "%") for fate in FATES))
+        for one in found for what, counts in (("characters", Counter(one.chars)),
+                                              ("media", Counter(one.media)))],
+        numbers=1 + len(FATES))
 
 
 def _quarantine(run: RunLog) -> str:

@@ -1,0 +1,231 @@
+"""Lines for a recipe that would read rows which are not read, each tried on these rows."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import chain, permutations, product, takewhile
+
+from orchmllm.data.formats.conversation import ROLES, Conversation, media_of
+from orchmllm.data.formats.row_formats import FORMATS, RowFormat, choose
+from orchmllm.data.media.headers import audio_header, image_header
+from orchmllm.data.media.kinds import MODALITY_OF, VIDEO
+from orchmllm.data.media.medium import MediaError, Medium, RowError
+from orchmllm.data.media.root import MediaRoot, is_base64
+from orchmllm.plan.layout import AUDIO, VISION
+
+NUM_ROWS = 12  # on which lines are tried
+MOST_FILES = 20_000  # below the root that are looked at
+FIELD = {VISION: "images", AUDIO: "audios", VIDEO: "videos"}
+Read = Callable[[Mapping, RowFormat], Conversation]
+
+
+def proposal(rows: Sequence[Mapping], root: MediaRoot, read: Read, now: RowFormat | None = None
+             ) -> str:
+    """The line under which most rows can be used, with most media; empty where there is none that
+    is better than it is. read: a row as a format reads it; now: the format as it is."""
+    around = {}
+    for name, value in rows[0].items() if len(rows) == 1 else ():
+        if isinstance(value, list) and len(value) > 1 and all(isinstance(v, dict) for v in value):
+            rows, around = value, {"rows": name}
+    rows = rows[:NUM_ROWS]
+    best, line = _used(rows, read, now) if now else (0, 0), ""
+    for columns in chain(() if around else FORMATS, _guesses(rows, root)):
+        try:
+            row_format = FORMATS[columns] if isinstance(columns, str) else RowFormat(columns)
+        except ValueError:
+            continue
+        if (found := _used(rows, read, row_format)) > best:
+            said = ", ".join(f"{field}: {json.dumps(spec, ensure_ascii=False)}" for field, spec in (
+                {} if isinstance(columns, str) else around | columns).items())
+            best, line = found, f"columns: {{{said}}}" if said else f'row_format: "{columns}"'
+    return (f"; write {line} in the source: it reads {best[0]} of {len(rows)} rows, with "
+            f"{best[1]} images, clips and frames" if line else "")
+
+
+def _used(rows: Sequence[Mapping], read: Read, row_format: RowFormat) -> tuple[int, int]:
+    """(Rows that a format reads, media in them)."""
+    count = num_media = 0
+    for row in rows:
+        try:
+            media = media_of(read(row, row_format))
+            for medium in media:
+                (audio_header if medium.modality == AUDIO else image_header)(medium)
+        except (RowError, MediaError, OSError):
+            continue
+        count, num_media = count + 1, num_media + len(media)
+    return count, num_media
+
+
+def _guesses(rows: Sequence[Mapping], root: MediaRoot) -> Iterator[dict[str, str]]:
+    """Columns that hold what a field does, the likeliest first."""
+    values: dict[str, list] = {}
+    for name, value in chain.from_iterable(map(_places, rows)):
+        values.setdefault(name, []).append(value)
+    values = {name: found for name, found in values.items() if 2 * len(found) > len(rows)}
+    media: dict[str, str] = {}
+    for field, name in _media_columns(values, rows, root):
+        media.setdefault(field, name)
+    texts = [name for name, found in values.items() if name not in media.values() and all(
+        type(one) in (str, int, float) or _are_texts(one) for one in found)]
+    words = [name for name in texts if any(" " in str(one) and "://" not in str(one)
+                                           for one in values[name])]
+    asked, answered, shown = (_named(field, texts) for field in ("question", "answer", "text"))
+    for name, found in values.items():
+        if all(map(_are_turns, found)):
+            yield {"messages": name} | media
+    by_length = sorted(words, key=lambda name: -sum(len(str(one)) for one in values[name]))
+    pairs = [(q, a) for q, a in chain(
+        product(asked, answered), product(asked, words), product(words, answered)) if q != a]
+    lettered = _lettered(texts)
+    for question, answer in pairs:
+        if lettered and answer not in lettered:
+            yield {"question": "{" + question + "}" + lettered, "answer": answer} | media
+        for name, found in values.items():
+            if name.split(".")[0] != answer.split(".")[0] and all(map(_are_choices, found)):
+                yield {"question": question, "choices": name, "answer": answer} | media
+    for question, answer in product(asked, answered):
+        if question != answer:
+            yield {"question": question, "answer": answer} | media
+    for name in [*shown, *by_length * ("audios" in media)] if media else ():
+        yield {"text": name} | media
+    for question, answer in [*pairs, *permutations(words, 2)]:
+        yield {"question": question, "answer": answer} | media
+    for name in [*shown, *by_length, *texts]:
+        yield {"text": name} | media
+
+
+def _lettered(names: Sequence[str]) -> str:
+    """Lines of columns that differ in a letter from A on, as choices do; empty without them."""
+    for first in names:
+        if first[-1] in "aA":
+            found = [first[:-1] + chr(ord(first[-1]) + k) for k in range(26)]
+            found = [*takewhile(names.__contains__, found)]
+            if len(found) > 1:
+                return "".join(f"\n{name[-1].upper()}. {{{name}}}" for name in found)
+    return ""
+
+
+def _places(row: Mapping, around: str = "") -> Iterator[tuple[str, object]]:
+    """(Column, value) of a row, and of the objects in it."""
+    for key, value in row.items():
+        if value is None or not isinstance(key, str) or re.search(r"[.\[\]{},|]", key):
+            continue
+        yield around + key, value
+        if isinstance(value, Mapping) and not around:
+            yield from _places(value, f"{key}.")
+        elif isinstance(value, list) and value and isinstance(value[0], Mapping) and not around:
+            for inner in value[0]:
+                yield f"{key}[].{inner}", [one.get(inner) for one in value]
+                yield f"{key}[0].{inner}", value[0][inner]
+
+
+def _named(field: str, names: Sequence[str]) -> list[str]:
+    """Those of the names that have a word in them by which formats call a field."""
+    known = {field, *(word for one in FORMATS.values() if field in one.columns.specs
+                      for word in _words(one.columns.specs[field].text))}
+    found = [name for name in names if known & _words(name)]
+    return sorted(found, key=lambda name: (field not in _words(name), len(_words(name))))
+
+
+def _words(name: str) -> set[str]:
+    return set(re.findall("[a-z]+", re.sub("([a-z])([A-Z])", r"\1 \2", name).lower()))
+
+
+def _are_texts(value: object) -> bool:
+    return isinstance(value, list) and bool(value) and all(isinstance(one, str) for one in value)
+
+
+def _are_turns(value: object) -> bool:
+    return isinstance(value, list) and bool(value) and all(
+        isinstance(one, Mapping) and ROLES.keys() & {str(v) for v in one.values()} for one in value)
+
+
+def _are_choices(value: object) -> bool:
+    try:
+        return len(choose(value, 0)[0]) > 1
+    except RowError:
+        return False
+
+
+def _media_columns(values: Mapping[str, list], rows: Sequence[Mapping], root: MediaRoot
+                   ) -> Iterator[tuple[str, str]]:
+    """(Field, column) of media: what holds their content, or names files that are there."""
+    files: list[str] | None = None
+
+    def likely(name: str) -> tuple[bool, bool]:  # the content of a medium, then names of files
+        first = values[name][0]
+        return isinstance(first, str | int) and not is_base64(str(first)), not _is_name(first)
+
+    for name in sorted(values, key=likely):
+        found = values[name]
+        first = found[0][0] if isinstance(found[0], list) and found[0] else found[0]
+        if (modality := _content(first, root)) is not None:
+            yield FIELD[modality], name
+        elif isinstance(first, str | int) and not isinstance(first, bool) and (
+                len(str(first)) < 200 and len({str(one) for one in found}) == len(found)):
+            files = _files(root) if files is None else files
+            yield from _by_name(name, str(first), files, rows, root)
+
+
+def _is_name(value: object) -> bool:
+    return isinstance(value, str) and value.rpartition(".")[2].lower() in MODALITY_OF
+
+
+def _content(value: object, root: MediaRoot) -> int | None:
+    """The modality of what is a medium by itself."""
+    if _is_name(value) and os.path.isfile(os.path.join(root.path, value)):
+        return MODALITY_OF[value.rpartition(".")[2].lower()]
+    if not (isinstance(value, bytes | Medium | Mapping)
+            or isinstance(value, str) and (value.startswith("data:") or is_base64(value))):
+        return None
+    for modality, header in ((VISION, image_header), (AUDIO, audio_header)):
+        try:
+            header(root.medium(modality, value))
+        except (RowError, MediaError):
+            continue
+        return modality
+    return None
+
+
+def _files(root: MediaRoot) -> list[str]:
+    """Names of the media below the root."""
+    found: list[str] = []
+    for folder, _, names in os.walk(root.path):
+        below = os.path.relpath(folder, root.path)
+        found += [os.path.normpath(os.path.join(below, name)) for name in names
+                  if name.rpartition(".")[2].lower() in MODALITY_OF]
+        if len(found) > MOST_FILES:
+            break
+    return found
+
+
+def _by_name(column: str, value: str, files: Sequence[str], rows: Sequence[Mapping],
+             root: MediaRoot) -> Iterator[tuple[str, str]]:
+    """A column whose values are part of the names of files, as a text made of columns."""
+    known = re.compile(rf"(?:(.*)/)?([^/]*?)(0*){re.escape(value)}(\.\w+)?")
+    for file in files:
+        if not (match := known.fullmatch(file)) or value.isdecimal() and match[2][-1:].isdecimal():
+            continue
+        folder, before, zeros, suffix = (text or "" for text in match.groups())
+        pad = f":0{len(zeros + value)}" if zeros else ""
+        name = "/".join(filter(None, (folder, before + "{" + column + pad + "}" + suffix)))
+        for spec in (name, _with_others(name, rows[0], column)):
+            spec = column if spec == "{" + column + "}" else spec
+            if all(_is_there(spec, row, root) for row in rows):
+                yield FIELD[MODALITY_OF[file.rpartition(".")[2].lower()]], spec
+                return
+
+
+def _with_others(name: str, row: Mapping, column: str) -> str:
+    """With the columns in place of folders that are their values."""
+    known = {str(value): key for key, value in row.items()
+             if key != column and isinstance(value, str | int) and str(value)}
+    return "/".join("{" + known[step] + "}" if step in known else step for step in name.split("/"))
+
+
+def _is_there(spec: str, row: Mapping, root: MediaRoot) -> bool:
+    name = RowFormat({"text": spec}).columns.specs["text"].find(row)[1]
+    return bool(name) and os.path.isfile(os.path.join(root.path, str(name)))

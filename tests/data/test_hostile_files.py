@@ -1,0 +1,163 @@
+"""Files that are small and cost much, and rows that fill logs: refused for what their headers say,
+or read in little memory."""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from orchmllm.config.data import ColumnsConfig
+from orchmllm.data.formats import arrow
+from orchmllm.data.media.headers import image_header
+from orchmllm.data.media.medium import MediaError, Medium, RowError
+from orchmllm.plan.layout import VISION
+from tests.lib.formats import write_jsonl
+from tests.lib.sources import opened
+
+
+def test_a_progressive_jpeg_of_many_scans_is_refused_by_its_header():
+    """2,000 scans in 330 KB took 45 s to decode."""
+    file = io.BytesIO()
+    Image.new("RGB", (3000, 3000)).save(file, "JPEG", progressive=True)
+    plain = file.getvalue()
+    assert image_header(Medium(VISION, "a", data=plain)) == (3000, 3000)
+    last = plain.rindex(b"\xff\xda")
+    bomb = plain[:last] + plain[last:-2] * (330_000 // len(plain[last:-2])) + b"\xff\xd9"
+    started = time.process_time()
+    with pytest.raises(MediaError, match=r"\d{4} scans: more than the limit of 100"):
+        image_header(Medium(VISION, "a", data=bomb))
+    print(f"{len(bomb)} bytes refused in {1e3 * (time.process_time() - started):.2f} ms")
+
+
+def test_base64_in_rows_is_a_medium_and_fills_no_log(tokenizer, tmp_path):
+    noise = np.random.default_rng(0).integers(0, 255, (1000, 1000, 3), np.uint8)
+    file = io.BytesIO()
+    Image.fromarray(noise).save(file, "PNG")
+    whole = base64.b64encode(file.getvalue()).decode()
+    assert len(whole) > 3_900_000
+    asked = {"question": "What?", "answer": "red"}
+    rows = [{"image": whole, **asked}] * 20
+    broken = [{"image": value, **asked} for value in (
+        whole[:-7], "A" + whole, whole[:4000] + "!" + whole, "/" + "a" * 4_000_000 + ".png",
+        {"bytes": whole[:90]}, whole[:1_000_000])]
+    dataset = opened(write_jsonl(tmp_path / "a.jsonl", rows + broken), tokenizer, tmp_path)
+    started = time.process_time()
+    sizes = [image_header(m) for i in range(20) for _, _, m in dataset.media_of(i)]
+    print(f"20 rows of 4 MB in {time.process_time() - started:.2f} s")
+    assert sizes == [(1000, 1000)] * 20
+    for i in range(20, 26):
+        errors: list = []
+        dataset.load(i, on_error=lambda segment, error, to=errors: to.append(error))
+        [error] = errors
+        line = json.dumps(dataset.describe(i, error.segment) | {"reason": error.reason})
+        assert len(line) < 600, line
+        assert len(f"{error.path}: {error.reason}") < 300, error
+
+
+def test_columns_may_make_a_data_url(tokenizer, tmp_path):
+    file = io.BytesIO()
+    Image.new("RGB", (28, 28)).save(file, "PNG")
+    rows = [{"img": base64.b64encode(file.getvalue()).decode(), "q": "What?", "a": "red"}]
+    dataset = opened(write_jsonl(tmp_path / "a.jsonl", rows), tokenizer, tmp_path,
+                     columns=ColumnsConfig(images="data:image/png;base64,{img}", question="q",
+                                           answer="a"))
+    assert dataset.problem(0) is None and dataset.layout(0).num_tokens.sum() > 3
+
+
+def test_a_parquet_file_that_holds_much_more_than_it_is(tokenizer, tmp_path):
+    """95 KB that hold 3 GB: a text that is repeated, which parquet writes once."""
+    import pyarrow as pa
+    import pyarrow.parquet
+
+    text = "x" * 1_000_000
+    path = tmp_path / "a.parquet"
+    schema = pa.schema({"text": pa.string()})
+    with pa.parquet.ParquetWriter(path, schema, compression="zstd") as writer:
+        part = pa.table({"text": pa.array([text] * 100)}, schema=schema)
+        for _ in range(30):
+            writer.write_table(part)
+    assert path.stat().st_size < 400_000
+    code = ("import sys; from tests.lib.sources import opened; from pathlib import Path\n"
+            "from orchmllm.data.text.tokenizer import ChatTokenizer\n"
+            "def status(key):\n"
+            "    lines = Path('/proc/self/status').read_text().splitlines()\n"
+            "    return int(next(x for x in lines if x.startswith(key)).split()[1])\n"
+            "Path('/proc/self/clear_refs').write_text('5')\n"
+            "before = status('VmRSS')\n"
+            "path = Path(sys.argv[1]); data = opened(path, ChatTokenizer(sys.argv[2]), "
+            "path.parent, row_format='text')\n"
+            "assert len(data) == 3000\n"
+            "assert all(len(data.sources[0].store.row(i)['text']) == 1_000_000 "
+            "for i in [*range(150), 2999, 7])\n"
+            "print(status('VmHWM') - before)")
+    done = subprocess.run([sys.executable, "-c", code, str(path), str(tokenizer.path)],
+                          capture_output=True, text=True, check=True)
+    print(f"{path.stat().st_size} bytes that hold 3 GB: {int(done.stdout) >> 10} MiB")
+    assert int(done.stdout) < 300 << 10
+    assert {p.name for p in tmp_path.rglob("*.arrow")} == set()  # and no copy
+
+
+def test_a_parquet_file_that_decompresses_to_much_more_is_refused(tokenizer, tmp_path):
+    import pyarrow as pa
+    import pyarrow.parquet
+
+    table = pa.table({"text": [chr(97 + k) * 20_000_000 for k in range(5)]})
+    pa.parquet.write_table(table, tmp_path / "a.parquet", compression="zstd", use_dictionary=False)
+    with pytest.raises(ValueError, match="bytes hold 100.*more than the limit of 400 times"):
+        opened(tmp_path / "a.parquet", tokenizer, tmp_path, row_format="text")
+
+
+def test_rows_of_parquet_are_found_in_any_order(tmp_path, monkeypatch):
+    """In small row groups, and in a large one, which is kept as Arrow on the disk; a row group that
+    is damaged costs its rows alone."""
+    import pyarrow as pa
+    import pyarrow.parquet
+
+    rows = [{"a": f"text {k}", "b": {"bytes": bytes([k]), "path": None}, "c": [k] * (k % 3)}
+            for k in range(100)]
+    wanted = [{"a": row["a"], "b": {"bytes": row["b"]["bytes"]}, "c": row["c"]} for row in rows]
+    path = tmp_path / "a.parquet"
+    pa.parquet.write_table(pa.Table.from_pylist(rows), path, row_group_size=40, compression="none")
+    order = np.random.default_rng(0).permutation(100).tolist()
+    store = arrow.ParquetRows(path, 0, tmp_path / "cache")
+    assert [store.row(i) for i in order] == [wanted[i] for i in order] and len(store) == 100
+    assert not (tmp_path / "cache").exists() and store.place(70) == (path, 71)
+    monkeypatch.setattr(arrow, "LARGE_BYTES", 100)
+    monkeypatch.setattr(arrow, "MAX_EXPANSION", 10**6)
+    for _ in range(2):  # the second one finds the copy
+        large = arrow.ParquetRows(path, 0, tmp_path / "cache")
+        assert [large.row(i) for i in order] == [wanted[i] for i in order] and len(large) == 100
+    monkeypatch.undo()
+    data = bytearray(path.read_bytes())
+    at = data.index(b"text 50")
+    data[at - 118: at - 110] = bytes(8)  # in the header of the page
+    (tmp_path / "bad.parquet").write_bytes(data)
+    bad = arrow.ParquetRows(tmp_path / "bad.parquet", 0, tmp_path / "cache")
+    with pytest.raises(RowError, match="the parquet file is damaged"):
+        bad.row(60)
+    assert [bad.row(i) for i in (95, 3)] == [wanted[i] for i in (95, 3)]
+
+
+def test_a_stream_of_parquet_decodes_a_row_group_once(tmp_path, monkeypatch):
+    """In whatever order the rows of a window are needed."""
+    import pyarrow as pa
+    import pyarrow.parquet
+
+    path = tmp_path / "a.parquet"
+    pa.parquet.write_table(pa.table({"a": list(range(100))}), path, row_group_size=40)
+    begun: list[int] = []
+    batches = arrow.ParquetRows.batches
+    monkeypatch.setattr(arrow.ParquetRows, "batches", lambda store, group: (
+        begun.append(group), batches(store, group))[1])
+    [unit] = arrow.ParquetRows(path, 0, tmp_path).units(8)
+    rows = list(unit.rows(0))
+    assert {rows[k].read()["a"] for k in np.random.default_rng(0).permutation(100)} == {*range(100)}
+    assert begun == [0, 1, 2]
