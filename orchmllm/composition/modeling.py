@@ -153,6 +153,7 @@ class ComposedModel(ComposedPreTrainedModel):
         return super().__new__(cls)
 
     def __init__(self, config: ComposedConfig) -> None:
+        """Raises ValueError for a tower whose images change each other."""
         super().__init__(config)
         width = config.text_config.hidden_size
         if vision := getattr(config, "vision_config", None):
@@ -181,8 +182,10 @@ class ComposedModel(ComposedPreTrainedModel):
         position_ids: Tensor | None = None, past_key_values: Any = None,
         inputs_embeds: Tensor | None = None, **options: Any,
     ) -> BaseModelOutputWithPast:
-        """The last hidden states. Media come with input_ids, which say where their rows are. Raises
-        ValueError where these are more or fewer than the tokens that stand for them."""
+        """The last hidden states, (b, n, width), of input_ids (b, n), or of their inputs_embeds (b,
+        n, width); media are as get_image_features and get_audio_features take them, and come with
+        input_ids, which say where their rows are. Raises ValueError where these are more or fewer
+        than the tokens that stand for them."""
         if inputs_embeds is None:
             inputs_embeds = self._embedded(input_ids)
         if pixel_values is not None:
@@ -242,7 +245,8 @@ class ComposedForConditionalGeneration(ComposedPreTrainedModel, GenerationMixin)
         inputs_embeds: Tensor | None = None, labels: Tensor | None = None,
         logits_to_keep: int | Tensor = 0, **options: Any,
     ) -> CausalLMOutputWithPast:
-        """See ComposedModel.forward; labels as other models take them."""
+        """Logits (b, k, vocabulary), see ComposedModel.forward; labels (b, n) as other models take
+        them."""
         out = self.model(
             input_ids=input_ids, pixel_values=pixel_values, image_grid_thw=image_grid_thw,
             input_features=input_features, input_features_mask=input_features_mask,

@@ -71,7 +71,8 @@ def reaches_of(block: nn.Module, run: Callable[[int], object], row: int = ROW
                ) -> list[int | None]:
     """What the masks of a model allow, see reach, in the order in which it makes them. block: the
     first one, before which masks are made. run: its forward pass for so many positions. row: the
-    most that it takes, or ROW."""
+    most that it takes, or ROW. Raises ValueError for a mask that is not known, or if
+    the block does not run."""
     def stop(*_: Any) -> None:
         raise _Enough
 

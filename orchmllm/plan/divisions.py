@@ -144,7 +144,7 @@ def with_caps(
     layout: BatchLayout, spec: PlanSpec, held: Mapping[str, np.ndarray], num_microbatches: int = 1
 ) -> PlanSpec:
     """The spec, with the cap that is usual where nothing else limits the LLM's positions; see
-    above. held: see example_positions."""
+    above. held: (examples,) positions of each phase, see example_positions."""
     if num_microbatches == 1 or spec.room or not spec.can_cap("llm") or "llm" in spec.hard_caps:
         return spec
     even = int(USUAL * held["llm"].sum() / (layout.num_ranks * num_microbatches))

@@ -13,7 +13,7 @@ from tests.lib.tokenizers import SPECIAL, write_merged_tokenizer
 WORDS = ("What is drawn here ? a red square . caf\u00e9 na\u00efve \u4e2d\u6587 \U0001f600 "
          "\U0001f469\u200d\U0001f4bb 12345 don't  two\n\nlines \ttab <|im_end|> <|im_start|>user "
          "</s> <think> {\"a\": 1} `code` \u0645\u0631\u062d\u0628\u0627 e\u0301 ...").split(" ")
-DIGEST = "3761f451841d21a96a6fc5af034e4238b39a9a123b10d9d5c2425ecdd3a39ba1"
+DIGEST = "ca16d9c79053904ae890b6a81ad42556b31df4c6266513bbf26d0d913759d7dd"
 
 
 def rows(count: int):
@@ -23,7 +23,7 @@ def rows(count: int):
 
     def text() -> str:
         words = draw.choices(WORDS, k=draw.randint(1, 30))
-        return draw.choice(["", "  "]) + " ".join(words).strip() + draw.choice(["", " ", "\n"])
+        return draw.choice(["", "  "]) + (" ".join(words).strip() or "?") + draw.choice(["", " ", "\n"])
 
     for k in range(count):
         turns = [{"from": who, "value": text()} for _ in range(draw.randint(1, 4))
@@ -40,7 +40,8 @@ def rows(count: int):
             yield "openai", {"messages": [
                 {"role": "system", "content": text()}, {"role": "user", "content": parts},
                 {"role": "assistant", "content": text(), "weight": k % 3 // 2},
-                {"role": "user", "content": text()}, {"role": "assistant", "content": ""}]}
+                {"role": "user", "content": text()},
+                {"role": "assistant", "content": "", "weight": 0}]}
         else:
             yield "llama_factory (alpaca)", {
                 "instruction": text(), "input": draw.choice(["", text()]), "output": text(),

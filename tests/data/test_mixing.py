@@ -224,7 +224,8 @@ def test_capped_training_resumes_exactly(indexed, tmp_path):
 def resumed_with_other_lengths(world, run) -> None:
     train(world, run)
     more = replace(run, train=replace(run.train, num_steps=2))
-    other = replace(more, data=replace(more.data, max_example_tokens=120))
+    other = replace(more, data=replace(more.data, max_example_tokens=120,
+                                             max_lost_percent=100.0))
     with pytest.raises(ValueError, match="content.capped_lengths is .*data.batching=capped"):
         train(world, other)
     for same in (more, replace(other, run=replace(run.run, allow_data_change=True),

@@ -188,7 +188,8 @@ def test_lint_says_what_training_would_do(tmp_path, capsys):
     write_jsonl(tmp_path / "data.jsonl", [{"audio": name, "text": "one two"} for name in files])
     (tmp_path / "r.yaml").write_text(f"data: {{path: {tmp_path}, index_dir: {tmp_path}/index}}\n")
     assert main(["lint", str(tmp_path / "r.yaml"), "--workers", "1", "--decode"]) == 1
-    said = [s for s in capsys.readouterr().out.splitlines() if "data.jsonl, row" in s]
+    said = [s for s in capsys.readouterr().out.splitlines()
+            if s.startswith(f"{tmp_path}/data.jsonl, row")]
     assert len(said) == 2
     assert "row 3: joined.mp3: several MPEG streams" in said[0]
     assert "row 4: chained.ogg: several Ogg streams" in said[1]

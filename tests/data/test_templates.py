@@ -348,8 +348,8 @@ def test_media_without_placeholders_stand_before_the_first_question(keys):
     first = read_row(row)[1]
     assert [m if isinstance(m, str) else (m.modality, m.path.rpartition("/")[2])
             for m in first.parts] == [
-        (VISION, "a.png"), (VISION, "b.png"), (AUDIO, "c.wav"), "\n", "What?"]
-    assert [len(turn.parts) for turn in read_row(row)] == [1, 5, 1, 1, 1]
+        (VISION, "a.png"), (VISION, "b.png"), (AUDIO, "c.wav"), "\nWhat?"]
+    assert [len(turn.parts) for turn in read_row(row)] == [1, 4, 1, 1, 1]
     with pytest.raises(RowError, match="1 <image> placeholders but 2 paths"):
         row[turns][3][content] = "<image> Sure?"
         read_row(row)

@@ -24,8 +24,7 @@ def plain(monkeypatch):
                             else there(name))
 
 
-@pytest.mark.parametrize("name, missing", [("a.parquet", "datasets and pyarrow"),
-                                           ("a.arrow", "datasets and pyarrow")])
+@pytest.mark.parametrize("name, missing", [("a.parquet", "pyarrow"), ("a.arrow", "pyarrow")])
 def test_data_that_need_an_extra_are_refused_before_ranks_start(plain, tmp_path, capsys, name,
                                                                 missing):
     (tmp_path / name).write_bytes(b"")

@@ -6,6 +6,7 @@ import json
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from itertools import chain, permutations, product, takewhile
 
 from orchmllm.data.formats.conversation import ROLES, Conversation, media_of
@@ -25,19 +26,21 @@ Read = Callable[[Mapping, RowFormat], Conversation]
 def proposal(rows: Sequence[Mapping], root: MediaRoot, read: Read, now: RowFormat | None = None
              ) -> str:
     """The line under which most rows can be used, with most media; empty where there is none that
-    is better than it is. read: a row as a format reads it; now: the format as it is."""
+    is better than it is and gives up no medium. read: a row as a format reads it; now: the format
+    as it is."""
     around = {}
     for name, value in rows[0].items() if len(rows) == 1 else ():
         if isinstance(value, list) and len(value) > 1 and all(isinstance(v, dict) for v in value):
             rows, around = value, {"rows": name}
     rows = rows[:NUM_ROWS]
     best, line = _used(rows, read, now) if now else (0, 0), ""
+    named = len(_media(rows, read, now)) if now else 0  # of which some may not be readable
     for columns in chain(() if around else FORMATS, _guesses(rows, root)):
         try:
             row_format = FORMATS[columns] if isinstance(columns, str) else RowFormat(columns)
         except ValueError:
             continue
-        if (found := _used(rows, read, row_format)) > best:
+        if (found := _used(rows, read, row_format)) > best and found[1] >= named:
             said = ", ".join(f"{field}: {json.dumps(spec, ensure_ascii=False)}" for field, spec in (
                 {} if isinstance(columns, str) else around | columns).items())
             best, line = found, f"columns: {{{said}}}" if said else f'row_format: "{columns}"'
@@ -57,6 +60,15 @@ def _used(rows: Sequence[Mapping], read: Read, row_format: RowFormat) -> tuple[i
             continue
         count, num_media = count + 1, num_media + len(media)
     return count, num_media
+
+
+def _media(rows: Sequence[Mapping], read: Read, row_format: RowFormat) -> list[Medium]:
+    """Of the rows that a format reads, readable or not."""
+    found: list[Medium] = []
+    for row in rows:
+        with suppress(RowError):
+            found += media_of(read(row, row_format))
+    return found
 
 
 def _guesses(rows: Sequence[Mapping], root: MediaRoot) -> Iterator[dict[str, str]]:

@@ -125,8 +125,9 @@ class WholeRunner:
         whole.loss_chunk_rows, whole.num_layers = chunk_rows, 0  # none of them attends to the row
 
     def seconds(self, step: Callable[[], Tensor], repeat: int) -> float:
-        """Forward and backward of what `step` returns, through all blocks; the shortest of `repeat`
-        runs of what is around them and of each kind of block."""
+        """Forward and backward of what `step` returns, a loss () or features (rows, width), through
+        all blocks; the shortest of `repeat` runs of what is around them and of each kind of
+        block."""
         def best(forward: Callable[[], Any]) -> float:
             def run() -> None:
                 self.whole.zero_grad(set_to_none=True)
@@ -141,7 +142,7 @@ class WholeRunner:
 
     def seconds_of_media(self, phase: str, tensors: Mapping[str, Tensor], count: int, repeat: int
                          ) -> float:
-        """Of so many media like the one that has these tensors."""
+        """Of so many media like the one that has these tensors, (rows, ...) by argument."""
         return self.seconds(partial(self.encoders.features, phase, [tensors] * count), repeat)
 
     def seconds_of_text(self, length: int, count: int, repeat: int) -> float:

@@ -240,4 +240,4 @@ def test_sizes_of_images_are_the_whole_processors(name, tmp_path):
         expanded = processor.calls.expanded((Size(height, width),))
         got = pictures(str(tmp_path)).segment_lengths(width, height)
         assert (got.grid,) == expanded.grids[0]
-        assert got.num_tokens == expanded.texts[0].count(processor._features[VISION])
+        assert got.num_tokens == expanded.texts[0].count(processor.calls.features[VISION])
