@@ -17,8 +17,7 @@ class _ChunkedLoss(torch.autograd.Function):
     """Summed cross entropy of hidden (R, D) through weight (V, D), a chunk of rows at a time.
 
     The gradients are made in the forward pass, while a chunk's logits exist: no logits are kept
-    and none are computed twice. The weight's gradient is summed over chunks in at least float32,
-    and rounded to the weight's dtype in the same memory.
+    and none are computed twice. The weight's gradient is summed over chunks in at least float32.
     """
 
     @staticmethod
@@ -53,7 +52,7 @@ class _ChunkedLoss(torch.autograd.Function):
         if need_hidden:
             grad_hidden.masked_fill_(ignored, 0.0)
         ctx.save_for_backward(grad_hidden, None if grad_weight is None
-                              else _rounded(grad_weight, weight.dtype))
+                              else grad_weight.to(weight.dtype))
         return total
 
     @staticmethod
@@ -70,17 +69,6 @@ def _add_product(total: Tensor, grad: Tensor, h: Tensor) -> None:
         return
     for rows, columns in zip(total.split(COPIED_ROWS), grad.split(COPIED_ROWS, 1), strict=True):
         rows += columns.T @ h
-
-
-def _rounded(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """x (n, D) in a dtype with at most as many bytes, which is written over it from the front: both
-    beside each other would take 7.5 GB at 84B. Its memory stays as large until it is used."""
-    if x.dtype == dtype:
-        return x
-    out = x.view(-1).view(dtype)[: x.numel()].view_as(x)
-    for to, part in zip(out.split(COPIED_ROWS), x.split(COPIED_ROWS), strict=True):
-        to.copy_(part.to(dtype))
-    return out
 
 
 def _scale(x: Tensor, factor: Tensor) -> Tensor:
