@@ -118,6 +118,7 @@ def test_the_loss_of_a_large_vocabulary_takes_a_tenth_in_chunks(size, dtype):
             peaks.append(live.peak)
     logits = 3 * 4 * rows * vocab  # in float32, with their log-softmax and gradient: 14.9 GB
     print(f"width {size}, {dtype}: whole {peaks[0] / 1e9:.2f} GB; chunks of 256 "
-          f"{peaks[1] / 1e9:.2f} GB, of which {left / 1e9:.2f} GB are gradients and their sum: {peaks[1] / logits:.1%} of the logits' {logits / 1e9:.1f} GB, "
+          f"{peaks[1] / 1e9:.2f} GB, of which {left / 1e9:.2f} GB are gradients and their sum: "
+          f"{peaks[1] / logits:.1%} of the logits' {logits / 1e9:.1f} GB, "
           f"{(peaks[1] - left) / logits:.1%} without them")
     assert peaks[0] >= logits and peaks[1] - left <= 0.1 * logits
