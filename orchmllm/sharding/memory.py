@@ -235,8 +235,8 @@ class MemoryModel:
         learns = not (config.frozen or self.model.lora.rank)
         learnt = config.hidden_size * learns  # columns of the weight's gradient
         rounded = e * (e < f)
-        # A chunk's logits as computed and in float32, their gradient and rows of its product, or the
-        # weight's gradient as it is rounded.
+        # A chunk's logits as computed and in float32, their gradient and rows of its product, or
+        # the weight's gradient as it is rounded.
         moment = max((f + rounded) * chunk * config.vocab_size,
                      e * chunk * config.vocab_size + rounded * COPIED_ROWS * learnt,
                      rounded * learnt * config.vocab_size)

@@ -23,7 +23,8 @@ def rows(count: int):
 
     def text() -> str:
         words = draw.choices(WORDS, k=draw.randint(1, 30))
-        return draw.choice(["", "  "]) + (" ".join(words).strip() or "?") + draw.choice(["", " ", "\n"])
+        said = " ".join(words).strip() or "?"
+        return draw.choice(["", "  "]) + said + draw.choice(["", " ", "\n"])
 
     for k in range(count):
         turns = [{"from": who, "value": text()} for _ in range(draw.randint(1, 4))
