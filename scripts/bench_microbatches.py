@@ -125,7 +125,7 @@ def main() -> None:
             times = []
             for layout in layouts:
                 started = time.process_time()
-                divisions(layout, spec, count, hard=False)
+                list(divisions(layout, spec, count, hard=False))
                 times.append(1e3 * (time.process_time() - started))
             print(f"{case}: {np.median(times):.0f} ms, at most {max(times):.0f}")
             continue

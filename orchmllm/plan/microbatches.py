@@ -139,15 +139,18 @@ def _limited(layout: BatchLayout, spec: PlanSpec) -> Iterator[PlanSpec]:
 
 def divisions(
     layout: BatchLayout, spec: PlanSpec, count: int, hard: bool
-) -> Sequence[Division]:
+) -> Iterator[Division]:
     """Divisions into `count` microbatches, the best first. hard: caps of memory are kept or there
     is none. Of more than MOST_PLANNED examples the one with the least bound is the best, and no
-    usual cap is kept."""
+    usual cap is kept. Into one microbatch nothing is divided unless its plan breaks a cap."""
     if not spec.balance.enabled:
-        return [Division(layout.in_order(count), spec)]
+        yield Division(layout.in_order(count), spec)
+        return
     large, limited = layout.num_examples > MOST_PLANNED, spec.room or spec.hard_caps
-    if count == 1 and not limited:
-        return [Division(np.zeros(layout.num_examples, np.int64), spec)]
+    if count == 1:
+        yield Division(np.zeros(layout.num_examples, np.int64), spec)
+        if not limited:
+            return
     found = divided(layout, spec, count, large)
     alike = found[0][1]
     if not spec.room:
@@ -155,9 +158,10 @@ def divisions(
     loose = [] if hard else [alike._replace(spec=spec.without_room)]
     if large or count == 1:
         best = min(found[1:] or found, key=itemgetter(0))[1]
-        ways = [best, *(one for _, one in found if one.rank is not None)]
-        raised = [one._replace(raises=True) for one in ways] if spec.room else []
-        return [*ways, *raised, *loose]
+        packed = [one for _, one in found if one.rank is not None]
+        raised = [one._replace(raises=True) for one in (best, *packed)] if spec.room else []
+        yield from [*[best] * (count > 1), *packed, *raised, *loose]
+        return
     if limited:  # divisions that look for no cap may be below it, too
         free = spec.without_room.capped(dict.fromkeys(spec.hard_caps, 0))
         found += [(bound, Division(one.micro, replace(one.spec, room=spec.room).capped(
@@ -167,7 +171,7 @@ def divisions(
     if best is None and spec.room:
         best = _shortest(
             layout, [(bound, one._replace(raises=True)) for bound, one in found], count)
-    return [best, *loose] if best else loose
+    yield from [best, *loose] if best else loose
 
 
 def _shortest(
