@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 import shutil
 from pathlib import Path
 
@@ -69,12 +70,14 @@ def features(model, given: dict) -> dict[int, list[torch.Tensor]]:
     name if "whisper" in name else pytest.param(name, marks=pytest.mark.slow)
     for name in composed.COMPOSED])
 def test_the_model_is_its_parts_called_by_hand(name, tmp_path):
-    """And generates by itself, with its cache, what it makes of whole sequences."""
+    """After pickle, with which it goes to other processes. And generates by itself, with its cache,
+    what it makes of whole sequences."""
     tower, hears, *_ = composed.COMPOSED[name]
     composed.write_composed(name, tmp_path / "model")
     model = transformers.AutoModelForMultimodalLM.from_pretrained(
         tmp_path / "model", dtype=torch.float64, experts_implementation="eager")
     processor = transformers.AutoProcessor.from_pretrained(tmp_path / "model", backend="pil")
+    model, processor = pickle.loads(pickle.dumps((model, processor)))
     inputs = given(processor, hears, bool(tower))
     ids, config = inputs["input_ids"][0], model.config
     media = features(model, inputs)
