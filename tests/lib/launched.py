@@ -23,14 +23,14 @@ from tests.lib.ranks import _context
 
 def _rank_main(module: str, args: list[str], env: dict[str, str], folder: str,
                before: Callable[[], object] | None) -> None:
-    rank = env["RANK"]
+    rank = env.get("RANK", "")
     for fd, name in ((1, "stdout"), (2, "stderr")):
         file = os.open(f"{folder}/{name}{rank}", os.O_WRONLY | os.O_CREAT)
         os.dup2(file, fd)
         os.close(file)
     multiprocessing.set_start_method("fork", force=True)
     torch.set_num_threads(1)
-    os.environ.update(env, TORCHELASTIC_ERROR_FILE=f"{folder}/error{rank}")
+    os.environ.update(env)
     os.chdir(ROOT)
     sys.argv = [module, *args]
     if before is not None:
@@ -51,7 +51,9 @@ def run_local(module: str, args: list[str], num_ranks: int, *,
     with tempfile.TemporaryDirectory() as folder:
         ranks = []
         for rank in range(num_ranks):
-            env = {k: str(v) for k, v in {**common, "RANK": rank, "LOCAL_RANK": rank}.items()}
+            own = {"RANK": rank, "LOCAL_RANK": rank,
+                   "TORCHELASTIC_ERROR_FILE": f"{folder}/error{rank}"}
+            env = {k: str(v) for k, v in {**common, **own}.items()}
             ranks.append(_context.Process(target=_rank_main,
                                           args=(module, list(args), env, folder, before)))
             ranks[-1].start()
@@ -62,6 +64,17 @@ def run_local(module: str, args: list[str], num_ranks: int, *,
                 process.kill()
                 process.join()
             _tell(Path(folder))
+
+
+def run_command(module: str, args: list[str]) -> int:
+    """`python -m MODULE ARGS` as a fork, which may be a launcher: its exit code. What it wrote is
+    written once more by this process."""
+    with tempfile.TemporaryDirectory() as folder:
+        process = _context.Process(target=_rank_main, args=(module, args, {}, folder, None))
+        process.start()
+        process.join()
+        _tell(Path(folder))
+        return process.exitcode
 
 
 def _first_failure(ranks: list) -> int:
