@@ -12,18 +12,19 @@ import pytest
 from orchmllm.runtime.checkpoint import problem_of
 from orchmllm.runtime.metrics import read_rows
 from tests.lib.commands import train_args
-from tests.lib.launched import run_command, run_local
+from tests.lib.launched import Command, run_local
 
 pytestmark = pytest.mark.dist
 
 
-def run(tmp_path: Path, fault: str, num_ranks: int, capsys) -> tuple[str, int]:
+def run(tmp_path: Path, fault: str, num_ranks: int) -> tuple[str, int]:
     """(stderr, exit code) of the run."""
-    code = run_command("tests.lib.faulty_train", [str(tmp_path), fault, str(num_ranks)])
+    command = Command("tests.lib.faulty_train", str(tmp_path), fault, str(num_ranks))
+    _, stderr = command.communicate()
     left = [p for p in psutil.process_iter(["cmdline"])
             if str(tmp_path) in " ".join(p.info["cmdline"] or [])]
     assert not left, f"still running: {left}"
-    return capsys.readouterr().err, code
+    return stderr, command.returncode
 
 
 def forked(tmp_path: Path, fault: str, num_ranks: int, capsys) -> tuple[str, int]:
@@ -41,7 +42,7 @@ def forked(tmp_path: Path, fault: str, num_ranks: int, capsys) -> tuple[str, int
                  False, marks=pytest.mark.slow),
 ])
 def test_an_exception_on_one_rank_ends_all(tmp_path, fault, text, launcher, capsys):
-    stderr, code = (run if launcher else forked)(tmp_path, fault, 2, capsys)
+    stderr, code = run(tmp_path, fault, 2) if launcher else forked(tmp_path, fault, 2, capsys)
     assert code == 1 and text in stderr, stderr
     assert stderr.count("error: ") == 1, stderr
 
@@ -69,8 +70,8 @@ def test_a_run_whose_folder_was_taken_over_saves_beside_it(tmp_path, capfd):
     assert '"another"' in (tmp_path / "run" / "run.lock").read_text()
 
 
-def test_a_killed_rank_ends_all(tmp_path, capsys):
-    stderr, code = run(tmp_path, "kill", 2, capsys)
+def test_a_killed_rank_ends_all(tmp_path):
+    stderr, code = run(tmp_path, "kill", 2)
     assert code != 0 and "rank 1 was killed by SIGKILL" in stderr, stderr
 
 
