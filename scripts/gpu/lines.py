@@ -36,6 +36,7 @@ FIGURES = {
     "doctor": {}, "self-test": {},
     **{f"train-{choice}": STEPS for choice in ("none", "selective", "full")},
     **{f"compiled-{choice}": STEPS for choice in ("none", "selective", "full")},
+    "whole": STEPS,
     "resume": {"saved_bytes": COUNT, "save_s": NUMBER, "stall_s": NUMBER, "step_s": NUMBER,
                "resumed_at_step": COUNT, "loss_difference": NUMBER, "rss_before_bytes": COUNT,
                "rss_saving_bytes": COUNT, "resume_s": NUMBER},
