@@ -47,8 +47,8 @@ def environment(tiny: bool) -> dict[str, str]:
 
 
 def commit() -> str | None:
-    """Of the working tree, or as carry.py has noted it: a copy may be a repository of its own, which
-    does not know that commit."""
+    """Of the working tree, or as carry.py has noted it: a copy may be a repository of its own,
+    which does not know that commit."""
     def git(*args: str) -> str | None:
         done = subprocess.run(["git", "-C", str(ROOT), *args], capture_output=True, text=True)
         return None if done.returncode else done.stdout.strip()

@@ -59,7 +59,8 @@ def peak_of(device: torch.device) -> dict:
             "peak_of": "tensors"}
 
 
-def train(recipe: Recipe, dataset: ConversationDataset, args: argparse.Namespace, figures: dict) -> None:
+def train(recipe: Recipe, dataset: ConversationDataset, args: argparse.Namespace,
+          figures: dict) -> None:
     """Runs the steps; what they took is added to the figures."""
     world, rows = one_rank(), []
     device = device_of(world)

@@ -23,8 +23,8 @@ from orchmllm.sharding.memory import Loads, MemoryModel
 
 
 def gradients(dtype: torch.dtype, num_targets: int, device: str = "cpu") -> list[Tensor]:
-    """On the CPU, gradients of hidden (512, 32) and weight (16384, 32) from values that bfloat16 holds exactly,
-    of the summed loss / num_targets."""
+    """On the CPU, gradients of hidden (512, 32) and weight (16384, 32) from values that bfloat16
+    holds exactly, of the summed loss / num_targets."""
     generator = torch.Generator().manual_seed(0)
     head = LossHead(32, 16384).to(device, dtype)
     values = torch.randn(16896, 32, generator=generator).mul(0.2).bfloat16()
