@@ -28,21 +28,21 @@ from orchmllm.data.dataset import ConversationDataset
 from orchmllm.launch import device_of, process_group
 from orchmllm.tools.predict.examples import dataset_of
 from orchmllm.trainer import Trainer
-from scripts.gpu import whole
+from scripts.gpu import trace, whole
 from scripts.gpu.drawn import DrawnDataset, layouts_of, one_rank, predicted, sized
 from scripts.gpu.setup import ROOT
 
 WARM_UP = 3  # steps, in which kernels are loaded and graphs are made
 
 
-def recipe_of(overrides: list[str], steps: int, trace: bool, whole: Path | None = None) -> Recipe:
+def recipe_of(overrides: list[str], steps: int, traced: bool, folder: Path | None = None) -> Recipe:
     name, data = "mllm_1gpu", ["data.path=drawn"]
-    if whole:
-        name, data = "qwen3_vl_8b", [f"model.config={whole / 'model'}",
-                                     f"data.path={whole / 'rows.jsonl'}"]
+    if folder:
+        name, data = "qwen3_vl_8b", [f"model.config={folder / 'model'}",
+                                     f"data.path={folder / 'rows.jsonl'}"]
     return load_recipe(ROOT / "recipes" / f"{name}.yaml", [
         *data, f"train.num_steps={steps}", "train.warmup_steps=2",
-        *[f"profile.steps={steps - 1}-{steps - 1}"] * trace, *overrides])
+        *[f"profile.steps={steps - 1}-{steps - 1}"] * traced, *overrides])
 
 
 def reset_peak(device: torch.device) -> None:
@@ -111,13 +111,13 @@ def main(argv: list[str]) -> int:
     tokens = [int(layout.tokens_per_example.sum()) for layout in layouts]
     name = torch.cuda.get_device_name(0) if torch.cuda.is_available() else "CPU"
     figures = {"tokens_min": min(tokens), "tokens_mean": sum(tokens) / len(tokens), "trace": None,
-               **predicted(recipe, layouts[WARM_UP:], name)}
+               "idle_share": None, "longest": [], **predicted(recipe, layouts[WARM_UP:], name)}
     train(recipe, dataset, args, figures)
     if args.trace:
         (path,) = (recipe.run.folder / "profile").glob("*.json")
         with path.open("rb") as source, gzip.open(args.trace, "wb") as target:
             shutil.copyfileobj(source, target)
-        figures["trace"] = args.trace.name
+        figures |= {"trace": args.trace.name, **trace.read(args.trace)}
     args.result.write_text(json.dumps(figures), encoding="utf-8")
     print(json.dumps(figures))
     return 0
