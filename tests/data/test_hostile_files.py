@@ -18,6 +18,7 @@ from orchmllm.config.data import ColumnsConfig
 from orchmllm.data.formats import arrow
 from orchmllm.data.media.headers import image_header
 from orchmllm.data.media.medium import MediaError, Medium, RowError
+from orchmllm.data.storage.clients import StorageError
 from orchmllm.plan.layout import VISION
 from tests.lib.formats import write_jsonl
 from tests.lib.sources import opened
@@ -140,9 +141,9 @@ def test_rows_of_parquet_are_found_in_any_order(tmp_path, monkeypatch):
     monkeypatch.undo()
     slow = arrow.ParquetRows(path, 0, tmp_path / "full")
     slow._limit = 3000
-    with pytest.warns(UserWarning, match="cannot be kept as Arrow in .*more than 3000 bytes"):
-        assert [slow.row(i) for i in order] == [wanted[i] for i in order]
-    assert not [*(tmp_path / "full").glob("*.arrow")]
+    with pytest.warns(UserWarning, match="cannot be kept as Arrow in .*more than 3000 b") as told:
+        assert [slow.row(i) for i in order * 4] == [wanted[i] for i in order * 4]
+    assert len(told) == 1 and not [*(tmp_path / "full").glob("*.arrow")]
     data = bytearray(path.read_bytes())
     at = data.index(b"text 50")
     data[at - 118: at - 110] = bytes(8)  # in the header of the page
@@ -153,6 +154,21 @@ def test_rows_of_parquet_are_found_in_any_order(tmp_path, monkeypatch):
     good = [i for i in order if not 40 <= i < 80]
     with pytest.warns(UserWarning, match="cannot be kept as Arrow"):
         assert [bad.row(i) for i in good * 2] == [wanted[i] for i in good * 2]
+
+
+def test_the_copy_of_another_file_under_the_same_name_is_not_read(tmp_path):
+    import pyarrow as pa
+    import pyarrow.parquet
+
+    stores = []
+    for text in ("one", "other"):
+        pa.parquet.write_table(pa.table({"a": [f"{text} {k}" for k in range(40)]}),
+                               tmp_path / "a.parquet")
+        stores.append(arrow.ParquetRows(tmp_path / "a.parquet", 0, tmp_path))
+        stores[-1]._in_vain = 41
+    assert stores[1].row(3) == {"a": "other 3"} and len([*tmp_path.glob("*.arrow")]) == 1
+    with pytest.warns(UserWarning), pytest.raises(StorageError, match="a.parquet has changed"):
+        stores[0].row(3)
 
 
 def test_a_stream_of_parquet_decodes_a_row_group_once(tmp_path, monkeypatch):

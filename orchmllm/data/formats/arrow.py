@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import fcntl
 import json
+import math
 import threading
 import warnings
 from abc import abstractmethod
@@ -116,7 +117,9 @@ class ParquetRows(ArrowRows):
         if decoded > self._limit:
             raise ValueError(f"{self.data.stamp[0]} bytes hold {decoded}: more than the limit of "
                              f"{MAX_EXPANSION} times as many")
-        self._cache_dir, self._copy, self._in_vain = cache_dir, None, 0.0
+        self._copy, self._in_vain = None, 0
+        # Of the file as it is now: others may have seen another one under its name.
+        self._path = cache_dir / f"rows-{digest(list(sizes(self.files)))}.arrow"
         return [group.num_rows for group in groups]
 
     def _slice(self, i: int):
@@ -124,7 +127,7 @@ class ParquetRows(ArrowRows):
             self._copy = self._copied()
         if self._copy is not None:
             return self._copy._slice(i)
-        self._in_vain = max(0.0, self._in_vain - 1)
+        self._in_vain -= self._in_vain > 0
         return super()._slice(i)
 
     def batches(self, group: int) -> Iterator:
@@ -141,17 +144,17 @@ class ParquetRows(ArrowRows):
     def _copied(self) -> IpcRows | None:
         """The file as Arrow, which one process of all writes; None, with a warning, where it cannot
         be kept, as rows are found without it."""
-        path = self._cache_dir / f"rows-{digest(list(sizes(self.files)))}.arrow"
+        path = self._path
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             with _locked(path.with_suffix(".lock")):
                 if not path.is_file():
                     self._write(path)
-            return IpcRows(path, 0, self._cache_dir)
+            return IpcRows(path, 0, path.parent)
         except Exception as error:  # a full disk, a row group that is damaged
-            warnings.warn(f"{self.files[0]} cannot be kept as Arrow in {self._cache_dir}, so each "
-                          f"row that is asked for decodes those before it: {error}", stacklevel=2)
-            self._in_vain = -np.inf
+            warnings.warn(f"{self.files[0]} cannot be kept as Arrow in {path.parent}, so each row "
+                          f"that is asked for decodes those before it: {error}", stacklevel=2)
+            self._in_vain = -math.inf
             return None
 
     def _write(self, path: Path) -> None:
