@@ -24,6 +24,7 @@ from orchmllm.data.formats.scanned import File
 from orchmllm.data.lengths import LengthReader, MeasuredExample
 from orchmllm.data.media.kinds import MODALITY_OF
 from orchmllm.data.media.medium import MediaError, Medium, RowError
+from orchmllm.data.media.root import given_by
 from orchmllm.data.text.spans import Span
 from orchmllm.plan.layout import TEXT
 
@@ -171,13 +172,18 @@ class Ledger:
         None); kept: None of a row that is refused; written: see _written."""
         there = {_file(medium) for medium in media_of(turns)}
         shown = {_file(medium) for medium in kept.media_at.values()} if kept else set()
-        for _, medium in taken:
+        contents, names = set(), []
+        for value, medium in taken:
+            content, name = given_by(value)
+            is_content = isinstance(content, bytes | list | Medium)
+            if is_content:
+                contents.add(id(content))
+            if is_name := isinstance(name, str) and name != "":
+                names.append(name)
             file = medium and _file(medium)
             self.media["refused" if kept is None else "read" if file in shown else
-                       "cut" if file in there else "unread"] += 1
-        names = [value for value, _ in taken if isinstance(value, str)]
-        leaves = _without(_leaves(row, {
-            id(value) for value, _ in taken if not isinstance(value, str)}), names)
+                       "cut" if file in there else "unread"] += is_content or is_name
+        leaves = _without(_leaves(row, contents), names)
         texts = [(_squeezed(text), turn) for turn in turns for text in _texts(turn)]
         claimed, rest = _claims([text for text, _ in texts], [
             _squeezed(str(leaf.value)) if leaf.is_read and not _is_bytes(leaf) else ""
@@ -219,23 +225,22 @@ class Ledger:
         self.chars["left out"] += left
 
 
-def _leaves(value: object, taken: Collection[int], key: str = "", last: str = "",
-            is_read: bool = True, is_known: bool = True, in_medium: bool = False
-            ) -> Iterator[Leaf]:
-    """What a row holds but for what gives media that were taken. in_medium: it is of such a one."""
-    in_medium = in_medium or id(value) in taken
+def _leaves(value: object, contents: Collection[int], key: str = "", last: str = "",
+            is_read: bool = True, is_known: bool = True) -> Iterator[Leaf]:
+    """What a row holds but for what has an id of contents."""
+    if id(value) in contents:
+        return
     if key and is_read and is_json(value):
         value = from_json(value)
     if isinstance(value, Mapping):
         for name, inner in value.items():
             known = is_known and (not isinstance(value, Watched) or name in value.seen)
-            yield from _leaves(inner, taken, key or str(name), str(name),
-                               is_read if key else known, known, in_medium)
+            yield from _leaves(inner, contents, key or str(name), str(name),
+                               is_read if key else known, known)
     elif isinstance(value, list | tuple) and not isinstance(value, Medium):
         for inner in value:
-            yield from _leaves(inner, taken, key, last, is_read, is_known, in_medium)
-    elif not (value is None or isinstance(value, bool) or in_medium and (
-            isinstance(value, bytes | Medium) or last == "bytes" or _is_path(value))):
+            yield from _leaves(inner, contents, key, last, is_read, is_known)
+    elif value is not None and not isinstance(value, bool):
         yield Leaf(value, key, last, is_read, is_known)
 
 

@@ -83,6 +83,13 @@ def from_base64(body: str, modality: int, name: str) -> Medium:
         raise RowError(f"{name}: not base64: {error}", name) from error
 
 
+def given_by(value: object) -> tuple[object, object]:
+    """(Content, name) of what a row gives for a medium; None for one that it does not give."""
+    if isinstance(value, Mapping):
+        return value.get("bytes"), value.get("path", value.get("url"))
+    return (value, None) if isinstance(value, bytes | Medium) else (None, value)
+
+
 def _as_bytes(value: object, kind: str) -> bytes:
     """The "bytes" of a row's {"bytes", "path"}: bytes, or the list of their values that JSON has.
     Raises RowError: `bytes` itself takes a number for a size to allocate."""
@@ -157,13 +164,10 @@ class MediaRoot:
         kind = "image" if modality == VISION else "audio"
         if isinstance(value, Medium):
             return value._replace(modality=modality)
-        if isinstance(value, Mapping):
-            data, value = value.get("bytes"), value.get("path", value.get("url"))
-            if data is not None:
-                name = value if isinstance(value, str) and value else f"embedded {kind}"
-                return Medium(modality, printable(name), data=_as_bytes(data, kind))
-        if isinstance(value, bytes):
-            return Medium(modality, f"embedded {kind}", data=value)
+        data, value = given_by(value)
+        if data is not None:
+            name = value if isinstance(value, str) and value else f"embedded {kind}"
+            return Medium(modality, printable(name), data=_as_bytes(data, kind))
         if not isinstance(value, str) or not value:
             raise RowError(f"a medium is {value!r:.80}: must be a non-empty string (a path below "
                            f"the media root), or bytes (in {kind!r})")
