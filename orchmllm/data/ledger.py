@@ -22,7 +22,7 @@ from orchmllm.data.formats.open import DataSource
 from orchmllm.data.formats.row_formats import OF_ALL
 from orchmllm.data.formats.scanned import File
 from orchmllm.data.lengths import LengthReader, MeasuredExample
-from orchmllm.data.media.kinds import MODALITY_OF
+from orchmllm.data.media.kinds import modality_of
 from orchmllm.data.media.medium import MediaError, Medium, RowError
 from orchmllm.data.media.root import given_by
 from orchmllm.data.text.spans import Span
@@ -125,7 +125,7 @@ class Ledger:
     def follow(self, source: DataSource, reader: LengthReader, row: Mapping, file: File,
                place: str, *, decode: bool = False) -> None:
         """Reads a row as a run does, and counts what becomes of it. decode: with its media. Raises
-        OSError where it cannot be read for now, which counts nothing."""
+        OSError or StorageError where it cannot be read for now, which counts nothing."""
         row, taken = Watched(row), []
         try:
             turns = replace(source, root=replace(source.root, taken=taken)).parse(row, file)
@@ -170,19 +170,7 @@ class Ledger:
                kept: MeasuredExample | None = None, written: Counter = NONE) -> None:
         """Gives what a row holds its fates. taken: (what was taken for a medium, the medium or
         None); kept: None of a row that is refused; written: see _written."""
-        there = {_file(medium) for medium in media_of(turns)}
-        shown = {_file(medium) for medium in kept.media_at.values()} if kept else set()
-        contents, names = set(), []
-        for value, medium in taken:
-            content, name = given_by(value)
-            is_content = isinstance(content, bytes | list | Medium)
-            if is_content:
-                contents.add(id(content))
-            if is_name := isinstance(name, str) and name != "":
-                names.append(name)
-            file = medium and _file(medium)
-            self.media["refused" if kept is None else "read" if file in shown else
-                       "cut" if file in there else "unread"] += is_content or is_name
+        contents, names = self._count_media(taken, turns, kept)
         leaves = _without(_leaves(row, contents), names)
         texts = [(_squeezed(text), turn) for turn in turns for text in _texts(turn)]
         claimed, rest = _claims([text for text, _ in texts], [
@@ -206,6 +194,23 @@ class Ledger:
             else:
                 self.chars["names"] += len(marks)
                 self.chars[fate] += len(left) - len(marks)
+
+    def _count_media(self, taken: Sequence, turns: Sequence[Turn], kept: MeasuredExample | None
+                     ) -> tuple[set[int], list[str]]:
+        """(Ids of the contents, names) by which a row gives media."""
+        there = {_file(medium) for medium in media_of(turns)}
+        shown = {_file(medium) for medium in kept.media_at.values()} if kept else set()
+        contents, names = set(), []
+        for value, medium in taken:
+            content, name = given_by(value)
+            has_content = isinstance(content, bytes | list | Medium)
+            has_name = isinstance(name, str) and name != ""
+            contents |= {id(content)} if has_content else set()
+            names += [name] * has_name
+            file = medium and _file(medium)
+            self.media["refused" if kept is None else "read" if file in shown else
+                       "cut" if file in there else "unread"] += has_content or has_name
+        return contents, names
 
     def _share(self, texts: Sequence[tuple[str, Turn]], claimed: Sequence[int], written: Counter
                ) -> None:
@@ -333,5 +338,4 @@ def _is_bytes(leaf: Leaf) -> bool:
 def _is_path(value: object) -> bool:
     """Whether a text names a medium."""
     return isinstance(value, str) and not re.search(r"\s", value) and (
-        value.startswith("data:")
-        or "." in value and value.rpartition(".")[2].lower() in MODALITY_OF)
+        value.startswith("data:") or modality_of(value) is not None)

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import BinaryIO, NamedTuple
 
-from orchmllm.data.media.kinds import MODALITY_OF, container, listed, refusal
+from orchmllm.data.media.kinds import container, listed, modality_of, refusal
 from orchmllm.data.storage.clients import StorageError
 from orchmllm.data.storage.remote import RemoteFile
 from orchmllm.plan.layout import TEXT, VISION
@@ -138,8 +138,7 @@ def is_image(value: object) -> bool:
     if isinstance(value, Mapping):
         value = value.get("path", value.get("url"))
     name = value.name if isinstance(value, Medium) else value
-    suffix = name.rpartition(".")[2].lower() if isinstance(name, str) else ""
-    return MODALITY_OF.get(suffix) == VISION and suffix != "gif"
+    return modality_of(name) == VISION and not name.lower().endswith(".gif")
 
 
 class _Slice(io.RawIOBase):
