@@ -9,6 +9,7 @@ count, and what a medium is given by (a path, base64) is the medium.
 
 from __future__ import annotations
 
+import copy
 import json
 import re
 from collections import Counter
@@ -23,8 +24,7 @@ from orchmllm.data.formats.row_formats import OF_ALL
 from orchmllm.data.formats.scanned import File
 from orchmllm.data.lengths import LengthReader, MeasuredExample
 from orchmllm.data.media.kinds import modality_of
-from orchmllm.data.media.medium import MediaError, Medium, RowError
-from orchmllm.data.media.root import given_by
+from orchmllm.data.media.medium import MediaError, Medium, RowError, given_by
 from orchmllm.data.text.spans import Span
 from orchmllm.plan.layout import TEXT
 
@@ -49,13 +49,6 @@ class Watched(dict):
     def __getitem__(self, key: str) -> object:
         self.seen.add(key)
         return super().__getitem__(key)
-
-    def __or__(self, other: Mapping) -> Watched:
-        made = Watched({})
-        made.update(self)
-        made.update(other)
-        made.seen = self.seen
-        return made
 
     def unread(self) -> set[str]:
         """Keys that hold something and are not read, of turns as "content of a turn"."""
@@ -126,12 +119,12 @@ class Ledger:
                place: str, *, decode: bool = False) -> None:
         """Reads a row as a run does, and counts what becomes of it. decode: with its media. Raises
         OSError or StorageError where it cannot be read for now, which counts nothing."""
-        row, taken = Watched(row), []
+        row, taken, whole = Watched(row), [], copy.copy(reader)
+        whole.max_example_tokens = 0
         try:
             turns = replace(source, root=replace(source.root, taken=taken)).parse(row, file)
             [kept] = reader.plan(lambda _: turns, [0])
-            [every] = reader.without_limit().plan(lambda _: turns, [0]) if (
-                reader.max_example_tokens) else [kept]
+            [every] = whole.plan(lambda _: turns, [0]) if reader.max_example_tokens else [kept]
             if every.problem is not None:
                 raise every.problem
             if decode and kept.problem is None:

@@ -57,7 +57,7 @@ def _check(ledger: Ledger, reader: LengthReader, source: DataSource, rows: Seque
     if ledger.rows and ledger.num_refused == ledger.rows:
         raise ValueError(f"{source.name}: {found[0][1]}{source.proposal(rows, known=True)}")
     unread = ledger.media["unread"] / max(1, ledger.media.total())
-    if source.is_found and 100 * unread > most:
+    if source.others and 100 * unread > most:  # formats were looked for
         lost.append(f"{unread:.0%} of the media are in keys that nothing reads")
     if lost:
         raise ValueError(f"{source.name}: {'; '.join(lost)}{source.proposal(rows, known=True)}; "

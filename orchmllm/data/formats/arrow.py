@@ -108,9 +108,8 @@ class ParquetRows(ArrowRows):
     where each row is found at once."""
 
     def open(self, cache_dir: Path) -> list[int]:
-        import pyarrow.parquet
-
-        meta = pyarrow.parquet.read_metadata(self.data.__fspath__())
+        with self._file() as file:
+            meta = file.metadata
         groups = [meta.row_group(k) for k in range(meta.num_row_groups)]
         decoded = sum(group.total_byte_size for group in groups)
         self._limit = max(SMALL_BYTES, MAX_EXPANSION * self.data.stamp[0])
@@ -147,9 +146,15 @@ class ParquetRows(ArrowRows):
         path = self._path
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            with _locked(path.with_suffix(".lock")):
-                if not path.is_file():
-                    self._write(path)
+            with path.with_suffix(".lock").open("w") as lock:
+                with suppress(OSError):  # without locks each process does the work
+                    fcntl.flock(lock, fcntl.LOCK_EX)
+                try:
+                    if not path.is_file():
+                        self._write(path)
+                finally:
+                    with suppress(OSError):  # also for a process that was forked meanwhile
+                        fcntl.flock(lock, fcntl.LOCK_UN)
             return IpcRows(path, 0, path.parent)
         except Exception as error:  # a full disk, a row group that is damaged
             warnings.warn(f"{self.files[0]} cannot be kept as Arrow in {path.parent}, so each row "
@@ -166,20 +171,6 @@ class ParquetRows(ArrowRows):
                 writer.write_batch(batch)
                 if out.tell() > self._limit:
                     raise ValueError(f"it would have more than {self._limit} bytes")
-
-
-@contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    """For one thread of all processes, where the file system has locks; elsewhere each does the
-    work, as `written` allows."""
-    with path.open("w") as file:
-        with suppress(OSError):
-            fcntl.flock(file, fcntl.LOCK_EX)
-        try:
-            yield
-        finally:
-            with suppress(OSError):  # also for a process that was forked meanwhile
-                fcntl.flock(file, fcntl.LOCK_UN)
 
 
 class StreamRows(RowStore):

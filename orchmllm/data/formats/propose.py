@@ -161,9 +161,8 @@ def _media_columns(values: Mapping[str, list], rows: Sequence[Mapping], root: Me
     files: list[str] | None = None
 
     def likely(name: str) -> tuple[bool, bool]:  # the content of a medium, then names of files
-        first = values[name][0]
-        is_content = not isinstance(first, str | int) or is_base64(str(first))
-        return not is_content, modality_of(first) is None
+        one = values[name][0]
+        return isinstance(one, str | int) and not is_base64(str(one)), modality_of(one) is None
 
     for name in sorted(values, key=likely):
         found = values[name]

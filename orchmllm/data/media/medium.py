@@ -133,11 +133,16 @@ class Medium(NamedTuple):
         return None if is_part else self.path
 
 
+def given_by(value: object) -> tuple[object, object]:
+    """(Content, name) of what a row gives for a medium; None for one that it does not give."""
+    if isinstance(value, Mapping):
+        return value.get("bytes"), value.get("path", value.get("url"))
+    return (value, None) if isinstance(value, bytes | Medium) else (None, value)
+
+
 def is_image(value: object) -> bool:
     """Whether a video's entry is an image, a frame, by its name. A GIF is a video."""
-    if isinstance(value, Mapping):
-        value = value.get("path", value.get("url"))
-    name = value.name if isinstance(value, Medium) else value
+    name = value.name if isinstance(value, Medium) else given_by(value)[1]
     return modality_of(name) == VISION and not name.lower().endswith(".gif")
 
 

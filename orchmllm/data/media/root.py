@@ -20,6 +20,7 @@ from orchmllm.data.media.medium import (
     Part,
     RowError,
     VideoSampling,
+    given_by,
     printable,
     told,
 )
@@ -81,13 +82,6 @@ def from_base64(body: str, modality: int, name: str) -> Medium:
         return Medium(modality, name, data=base64.b64decode(body, validate=True))
     except (binascii.Error, ValueError) as error:
         raise RowError(f"{name}: not base64: {error}", name) from error
-
-
-def given_by(value: object) -> tuple[object, object]:
-    """(Content, name) of what a row gives for a medium; None for one that it does not give."""
-    if isinstance(value, Mapping):
-        return value.get("bytes"), value.get("path", value.get("url"))
-    return (value, None) if isinstance(value, bytes | Medium) else (None, value)
 
 
 def _as_bytes(value: object, kind: str) -> bytes:
