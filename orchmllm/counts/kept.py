@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import Any
 
 FOLDER = "~/.cache/orchmllm/counts"  # beside the default folder of length indexes
-# Of this package, by which counts differ.
-_CODE = ("counts/counted.py", "counts/masks.py", "encoders/blank.py", "models/counting.py")
+_CODE = ("counts/*.py", "models/*.py", "encoders/blank.py")  # of this package: counts differ by it
 log = logging.getLogger("orchmllm.counts")
 
 
@@ -50,4 +49,5 @@ def _digest(text: str) -> str:
 
 def _code() -> str:
     root = Path(__file__).parents[1]
-    return _digest("".join((root / name).read_text(encoding="utf-8") for name in _CODE))
+    files = [file for pattern in _CODE for file in sorted(root.glob(pattern))]
+    return _digest("".join(file.read_text(encoding="utf-8") for file in files))

@@ -198,9 +198,9 @@ def measure(plan: StepPlan, memory: MemoryModel, choice: dict[str, str],
     work = work_of(plan, memory.model, padded_phases(memory.model))
     slowest, even = 0.0, {}
     for phase in PHASES:
-        seconds = sum(rank_seconds(work, phase, hardware, memory.fsdp.forward_dtype))
+        seconds = rank_seconds(work, phase, memory, hardware).sum(axis=0)
         slowest += float(seconds.max())
-        if seconds.any():
+        if work.positions[phase].any():
             even[phase] = imbalance(seconds)
     time_: StepTime = timed(work, memory, choice, hardware)
     return {"imbalance": even, "slowest_s": slowest,
