@@ -6,22 +6,19 @@ read and write, on tensors without memory.
 Every operator that torch runs on `meta` counts as one kernel; views and allocations do not count.
 Two operators are those of a GPU in half precision, which `meta` would replace: attention for packed
 sequences, and the fused RMSNorm. A kernel reads its tensor arguments once and writes its results
-once, so the bytes are the least that it moves. Nothing is timed. PYTHONPATH can name the package of
-another revision.
+once, so the bytes are the least that it moves. Nothing is timed.
 """
 
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-if not os.environ.get("PYTHONPATH"):
-    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch  # noqa: E402
 from torch import Tensor, nn  # noqa: E402

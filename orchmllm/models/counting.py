@@ -138,8 +138,8 @@ def _encoder(whole: WholeModel, part: str) -> PartCounts:
         if found.any():
             kind, flop = _kind(media.tile is not None, of_all, runs[-1].stages[block], found)
             attention[kind] += flop
-    return PartCounts(item, row, position, attention, moved, _blocks(positions, runs, len(stack)), kept,
-                      _saved(positions, runs, around), runs[0].stages[0].width, widths[0],
+    return PartCounts(item, row, position, attention, moved, _blocks(positions, runs, len(stack)),
+                      kept, _saved(positions, runs, around), runs[0].stages[0].width, widths[0],
                       media.row_bytes, media.row_values)
 
 

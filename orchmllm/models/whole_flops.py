@@ -21,7 +21,6 @@ from orchmllm.plan.assign import PHASES, PlanSpec
 from orchmllm.plan.cost import CostModel
 from orchmllm.plan.layout import ENCODERS
 
-
 ARRAYS = ("item", "row", "position", "moved")  # of PartCounts
 
 
@@ -57,8 +56,9 @@ class PartCounts:
     checkpointing repeats. item, row, position: of products, of an item beside those of its rows
     (frames of sound, or the LLM's targets) and of its positions. attention: of a pair of positions,
     `tile`: of a position.
-    Bytes: moved, (2, 3), see orchmllm.models.moved.moved_by; blocks, in their order; kept_row, kept_position: what is kept around them; row_bytes: of
-    a patch or a frame that moves. Numbers: width, in a position of the blocks; outputs, in a token
+    Bytes: moved, (2, 3), see orchmllm.models.moved.moved_by; blocks, in their order; kept_row,
+    kept_position: what is kept around them; row_bytes: of a patch or a frame that moves. Numbers:
+    width, in a position of the blocks; outputs, in a token
     for the LLM or in a row of its logits; row_values, in a patch or frame for the encoder."""
 
     item: np.ndarray

@@ -24,8 +24,9 @@ from orchmllm.plan.assign import PHASES
 from orchmllm.plan.step import plan_step
 from orchmllm.sharding.memory import MemoryModel
 from orchmllm.sharding.units import units
+from orchmllm.tools.predict.collectives import unit_traffic
 from orchmllm.tools.predict.hardware import cluster
-from orchmllm.tools.predict.step_time import head_bytes, unit_traffic, update_seconds, work_of
+from orchmllm.tools.predict.step_time import head_bytes, update_seconds, work_of
 from scripts.gpu.drawn import DrawnDataset, layouts_of, predicted, sized
 from scripts.gpu.parts import BLOCKS_7B, TOKENS
 from scripts.gpu.steps import WARM_UP, recipe_of
@@ -50,6 +51,7 @@ def seconds_of(path: Path) -> Counter[str]:
     """Kind -> seconds of its kernels; `idle`: in which none runs, from the first to the last."""
     with gzip.open(path, "rt", encoding="utf-8") as file:
         events = json.load(file)["traceEvents"]
+
     def of(*kinds: str) -> list[dict]:
         return sorted((e for e in events if e.get("cat") in kinds and "dur" in e),
                       key=lambda e: (e["ts"], -e["dur"]))
@@ -116,9 +118,9 @@ def main() -> None:
     spent = seconds_of(args.trace)
     print(f"the last of {STEPS} steps, {int(work.tokens):,} LLM tokens, on {args.gpu}")
     for kind, (amount, rate) in of.items():
-        unit = "TFLOP" if rate == peak else "GB"
-        print(f"{kind:<14}{1e3 * spent[kind]:>7.1f} ms{amount / (1e12 if rate == peak else 1e9):>8.1f}"
-              f" {unit:<6}{amount / spent[kind] / rate:>6.3f} of {rate / 1e12:g}e12/s")
+        unit, size = ("TFLOP", 1e12) if rate == peak else ("GB", 1e9)
+        print(f"{kind:<14}{1e3 * spent[kind]:>7.1f} ms{amount / size:>8.1f} {unit:<6}"
+              f"{amount / spent[kind] / rate:>6.3f} of {rate / 1e12:g}e12/s")
     moved = [kind for kind, (_, rate) in of.items() if rate == bandwidth]
     share = sum(of[kind][0] for kind in moved) / sum(spent[kind] for kind in moved) / bandwidth
     print(f"all that is no product: {share:.3f} of the bandwidth; no kernel runs for "

@@ -24,8 +24,9 @@ class Hardware:
     direction, and efficiencies: of products and attention, of the network, and memory_efficiency of
     the memory's bandwidth by kernels that are no products. measured: phase -> shares of the peak of
     products and of attention with all other kernels in them, in place of the assumed ones, and the
-    seconds that each `layer` and the rest (`fixed`) take whatever their rows. *_hop_s: latency of one hop
-    of a ring inside a node and between nodes; message_s: of a peer's message in an all-to-all."""
+    seconds that each `layer` and the rest (`fixed`) take whatever their rows. *_hop_s: latency of
+    one hop of a ring inside a node and between nodes; message_s: of a peer's message in an
+    all-to-all."""
 
     name: str = "h100-sxm"
     sheet: Gpu = GPUS["h100-sxm"]

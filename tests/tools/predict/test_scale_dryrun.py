@@ -22,15 +22,14 @@ from orchmllm.plan.step import plan_step
 from orchmllm.sharding.fsdp import shard
 from orchmllm.sharding.memory import MemoryModel
 from orchmllm.sharding.units import units
+from orchmllm.tools.predict.collectives import gather_bandwidth, unit_traffic
 from orchmllm.tools.predict.dry_run import NONE, dry_run, exchange_report
 from orchmllm.tools.predict.dry_run_command import main as command
 from orchmllm.tools.predict.examples import of_mix
 from orchmllm.tools.predict.hardware import Hardware
 from orchmllm.tools.predict.step_time import (
-    gather_bandwidth,
     rank_seconds,
     timed,
-    unit_traffic,
     work_of,
 )
 from orchmllm.tools.predict.text import dry_run_text
