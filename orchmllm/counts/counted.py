@@ -253,11 +253,12 @@ def _moved(func: Any, args: tuple, kwargs: dict, out: Any) -> int:
         return 0
     if name.endswith(WRITING):
         read = read[1:]
-    indexes = any(t.dtype is torch.int64 and t.dim() for t in read)
+    indexes = sum(t.nbytes for t in read if t.dtype is torch.int64 and t.dim())
+    others = [t.nbytes for t in read if t.dtype is not torch.int64]
     if indexes and func._schema.is_mutable:  # elements of the first argument
-        return 3 * sum(t.nbytes for t in read[1:])
-    most = sum(t.nbytes for t in made) if indexes else float("inf")
-    return sum(t.nbytes for t in made) + sum(min(t.nbytes, most) for t in read)
+        return indexes + 3 * sum(others[1:])
+    written = sum(t.nbytes for t in made)
+    return indexes + written + sum(min(n, written) if indexes else n for n in others)
 
 
 def _run(func: Any, args: tuple, kwargs: dict) -> Any:

@@ -133,7 +133,7 @@ def rank_seconds(work: PlanWork, phase: str, memory: MemoryModel, hardware: Hard
     dtype = memory.fsdp.forward_dtype
     flop = np.stack([work.forward[phase], work.backward[phase]])  # (2, 2, d)
     out = (flop / hardware.rates(phase, dtype)).sum(axis=1)
-    if hardware.measured:  # with all other kernels in the shares
+    if phase in hardware.measured:  # with all other kernels in the shares
         return out + hardware.fixed_s(phase, work.layers[phase]) * np.array([[1 / 3], [2 / 3]])
     if (moved := moved_by(memory.model, dtype).get(phase)) is None:
         return out
@@ -152,7 +152,7 @@ def repeated_seconds(work: PlanWork, phase: str, hardware: Hardware, choice: str
     products, attention = work.again[phase] / work.layers[phase] / hardware.rates(
         phase, memory.fsdp.forward_dtype)
     moving = work.positions[phase] / hardware.memory_rate
-    if hardware.measured:  # with all other kernels in the shares
+    if phase in hardware.measured:  # with all other kernels in the shares
         products = products - moving * memory.moved(phase)
     return memory.repeated(phase, memory.counts(phase, choice), products, attention, moving)
 
@@ -172,7 +172,7 @@ def slowest_compute(work: PlanWork, phase: str, memory: MemoryModel, choice: str
         llm, rate = memory.model.llm, hardware.rates(phase, memory.fsdp.forward_dtype)[0, 0]
         passes = np.array([1, 1 if llm.frozen or memory.model.lora.rank else 2])
         seconds = passes * 2.0 * llm.hidden_size * llm.vocab_size * work.logits[slowest] / rate
-        if not hardware.measured:
+        if phase not in hardware.measured:
             seconds += head_bytes(work, memory)[:, slowest] / hardware.memory_rate
         head = tuple(map(float, seconds))
     return ((float(forward[slowest]), float(backward[slowest])), head), float(
