@@ -239,6 +239,7 @@ def _flop(packet: Any, args: tuple, kwargs: dict, out: Any) -> int:
     """Of a product. Of those of all experts each row is in one."""
     if packet is _aten._grouped_mm:
         return 2 * args[0].numel() * args[1].shape[-1]
+    args = [x for x in args if not isinstance(x, torch.dtype)]  # of what the product is written in
     return flop_registry[packet](*args, **kwargs, out_val=out)
 
 
