@@ -171,8 +171,11 @@ def predicted(config: ModelConfig, phase: str, lengths: list[int], forward_s: fl
     memory = MemoryModel(config, FsdpConfig(), 1, on_cpu=True)
     work = phase_work(phase, config, lengths_of(
         phase, getattr(config, phase), np.array(lengths)), "full").recompute.sum(axis=1)
+    moving = sum(lengths) / rate
+    products, attention = forward_s * work / work.sum()
+    products -= moving * memory.moved(phase)  # the forward pass is of all operators
     return {choice: ((kept["none"] - kept[choice]) * sum(lengths), memory.repeated(
-        phase, layer_counts(choice, 1), *(forward_s * work / work.sum()), sum(lengths) / rate))
+        phase, layer_counts(choice, 1), products, attention, moving))
         for choice in ("selective", "full")}
 
 

@@ -6,24 +6,19 @@ read and write, on tensors without memory.
 Every operator that torch runs on `meta` counts as one kernel; views and allocations do not count.
 Two operators are those of a GPU in half precision, which `meta` would replace: attention for packed
 sequences, and the fused RMSNorm. A kernel reads its tensor arguments once and writes its results
-once, so the bytes are the least that it moves. Nothing is timed. PYTHONPATH can name the package of
-another revision.
+once, so the bytes are the least that it moves. Nothing is timed.
 """
 
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from unittest.mock import patch
 
-if not os.environ.get("PYTHONPATH"):
-    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch  # noqa: E402
 from torch import Tensor, nn  # noqa: E402
@@ -33,7 +28,7 @@ from torch.utils._pytree import tree_leaves  # noqa: E402
 from orchmllm.batch import SequenceLengths  # noqa: E402
 from orchmllm.config.model import ModelConfig  # noqa: E402
 from orchmllm.config.recipe import load_recipe  # noqa: E402
-from orchmllm.models import attention  # noqa: E402
+from orchmllm.counts.on_a_gpu import fused  # noqa: E402
 from orchmllm.models.audio import AudioEncoder  # noqa: E402
 from orchmllm.models.llm import PackedQwen2  # noqa: E402
 from orchmllm.models.loss import LossHead  # noqa: E402
@@ -76,24 +71,6 @@ class Kernels(TorchDispatchMode):
         return [name for name in self.count if name not in PRODUCTS and "attn" not in name]
 
 
-def _fused_rms_norm(x: Tensor, shape: list[int], weight: Tensor | None, eps: float | None):
-    wide = torch.promote_types(torch.float32, x.dtype)
-    return torch.empty_like(x), x.new_empty(x.shape[:-1], dtype=wide)
-
-
-@contextmanager
-def as_on_a_gpu() -> Iterator[None]:
-    """`meta` tensors run through the operators that a GPU in half precision would run."""
-    backend = attention._varlen_backend()
-    library = torch._C._dispatch_library("IMPL", "aten", "Meta", __file__, 0)
-    library.impl("_fused_rms_norm", "Meta", _fused_rms_norm)
-    try:
-        with patch.object(attention, "attention_backend", lambda *_: backend):
-            yield
-    finally:
-        library.reset()
-
-
 def block_of(model: ModelConfig, phase: str, rows: int
              ) -> tuple[Tensor, nn.Module, Callable[[], Tensor]]:
     """One block of a phase in bfloat16 on `meta`: its input, the block, and what runs it."""
@@ -122,7 +99,7 @@ def block_of(model: ModelConfig, phase: str, rows: int
 def count_block(model: ModelConfig, phase: str, rows: int) -> tuple[Kernels, Kernels]:
     """Of the forward and of the backward pass."""
     *_, run = block_of(model, phase, rows)
-    with as_on_a_gpu():
+    with fused():
         with Kernels() as forward:
             out = run()
         grad = torch.empty_like(out)

@@ -23,6 +23,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only
 from torch.utils.flop_counter import flop_registry
 
 EXACT = 1e-9  # of a count that a fit has to predict
+WRITING = ("::copy_", "::fill_", "::zero_")  # operators that do not read what they change
 _aten = torch.ops.aten
 running: ContextVar[Counted | None] = ContextVar("counted", default=None)
 
@@ -43,7 +44,8 @@ class Work:
     Bytes of the forward pass: saved, of all that autograd keeps; hidden, of what a module that was
     counted by itself gets, and products, of the outputs of products and attention in it; largest,
     of one tensor that is saved; moved, of what other operators read and write until the last of
-    it. repeated: FLOP of products until then. width: columns of what it gets."""
+    it. repeated: FLOP of products until then. width: columns of what it gets.
+    forward_bytes, backward_bytes: what operators but products and attention read and write."""
 
     forward: int = 0
     backward: int = 0
@@ -56,6 +58,8 @@ class Work:
     moved: int = 0
     repeated: int = 0
     width: int = 0
+    forward_bytes: int = 0
+    backward_bytes: int = 0
 
 
 class Counted(TorchDispatchMode):
@@ -102,7 +106,7 @@ class Counted(TorchDispatchMode):
         for stage, twin in self._twins.items():
             work = self.stages[twin]
             self.stages[stage] = work if stage in self._passed else replace(
-                work, backward=0, backward_pairs=Counter())
+                work, backward=0, backward_pairs=Counter(), backward_bytes=0)
 
     def reach_of_next(self, ask: Callable[[], int | None]) -> int | None:
         """What the next mask allows, by `ask` if it is not known. Raises ValueError."""
@@ -154,13 +158,18 @@ class Counted(TorchDispatchMode):
         out, packet = _run(func, args, kwargs), func._overloadpacket
         node = torch._C._current_autograd_node()  # of the backward pass
         is_product = packet in flop_registry or packet is _aten._grouped_mm
-        if node is None and (not is_product or packet is _aten.convolution) and (
-                "attention" not in str(packet)):
-            self.moved += _moved(func, args, kwargs, out)
-        if not is_product:
-            return out
         work = self.stages[self._order[-1] if node is None else self._order[
             bisect_right(self._starts, node._sequence_nr()) - 1]]
+        attends = any(name in str(packet) for name in ("attention", "attn"))
+        moved = 0 if attends else _moved(func, args, kwargs, out)
+        if node is None and (not is_product or packet is _aten.convolution):
+            self.moved += moved
+        if not is_product:
+            if node is None:
+                work.forward_bytes += moved
+            else:
+                work.backward_bytes += moved
+            return out
         if packet is _aten._scaled_dot_product_flash_attention:
             self._attend(work, args, out[0])
         elif packet is _aten._scaled_dot_product_flash_attention_backward:
@@ -230,15 +239,27 @@ def _flop(packet: Any, args: tuple, kwargs: dict, out: Any) -> int:
     """Of a product. Of those of all experts each row is in one."""
     if packet is _aten._grouped_mm:
         return 2 * args[0].numel() * args[1].shape[-1]
+    args = [x for x in args if not isinstance(x, torch.dtype)]  # of what the product is written in
     return flop_registry[packet](*args, **kwargs, out_val=out)
 
 
 def _moved(func: Any, args: tuple, kwargs: dict, out: Any) -> int:
-    """Bytes that an operator reads and writes; none for a view."""
+    """Bytes that an operator reads and writes, of what it indexes as much as it makes of it; none
+    for a view and for memory that nothing is written to."""
+    name = func._schema.name
     read, made = ([t for t in tree_leaves(x) if isinstance(t, Tensor)] for x in (
-        (args, kwargs), out))
+        (args, {k: v for k, v in kwargs.items() if k != "out"}), out))
     shared = {_storage(t) for t in made} & {_storage(t) for t in read}
-    return 0 if shared and not func._schema.is_mutable else sum(t.nbytes for t in made + read)
+    if "empty" in name or shared and not func._schema.is_mutable:
+        return 0
+    if name.endswith(WRITING):
+        read = read[1:]
+    indexes = sum(t.nbytes for t in read if t.dtype is torch.int64 and t.dim())
+    others = [t.nbytes for t in read if t.dtype is not torch.int64]
+    if indexes and func._schema.is_mutable:  # elements of the first argument
+        return indexes + 3 * sum(others[1:])
+    written = sum(t.nbytes for t in made)
+    return indexes + written + sum(min(n, written) if indexes else n for n in others)
 
 
 def _run(func: Any, args: tuple, kwargs: dict) -> Any:

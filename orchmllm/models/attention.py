@@ -67,7 +67,10 @@ def padded_attention(q: Tensor, k: Tensor, v: Tensor, real: Tensor) -> Tensor:
 @functools.cache
 def attention_backend(device_type: str, dtype: torch.dtype, head_dim: int) -> AttentionBackend:
     """The implementation used for these tensors: torch's varlen_attn on CUDA in half precision,
-    else one F.scaled_dot_product_attention per run of equal lengths."""
+    else one F.scaled_dot_product_attention per run of equal lengths; without memory what a GPU
+    runs."""
+    if device_type == "meta":
+        return _varlen_backend()
     half = dtype in (torch.bfloat16, torch.float16)
     if device_type == "cuda" and half and head_dim % 8 == 0 and head_dim <= 256:
         backend, reason = _flash_backend(dtype, head_dim)

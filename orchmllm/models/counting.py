@@ -95,7 +95,8 @@ def _llm(whole: WholeModel) -> PartCounts:
     for block in range(len(stack)):
         for seen, flop in _attended(runs[0].stages[block]).items():
             attention[Attention("causal", seen.reach) if seen.causal else Attention("all")] += flop
-    return PartCounts(item, row, position, attention, _blocks(TOKENS, runs, len(stack)),
+    moved = _moved(TOKENS, runs, [*range(len(stack)), "front", "behind"])
+    return PartCounts(item, row, position, attention, moved, _blocks(TOKENS, runs, len(stack)),
                       _saved(rows, runs, ["head"]), _saved(TOKENS, runs, ["front", "behind"]),
                       runs[0].stages[0].width, len(head.weight))
 
@@ -118,12 +119,14 @@ def _encoder(whole: WholeModel, part: str) -> PartCounts:
     grids = _grids(part, media, windows)
     runs, positions, widths = zip(*(run(*grid) for grid in grids), strict=True)
     blocks, around = [*range(len(stack))], {"front", "behind"}
-    row, kept = np.zeros(3), 0.0
+    row, kept, moved = np.zeros(3), 0.0, np.zeros((2, 3))
     if part == "audio" and not media.tile:  # each frame is computed, the last one too
         frames = [FRAMES * n for n in positions]
         _, row, _ = _products(frames, runs, ["front"])
         kept = _saved(frames, runs, ["front"])
+        moved = _moved(frames, runs, ["front"])[:, [0, 2, 1]]  # by frames
         around.remove("front")
+    moved = moved + _moved(positions, runs, [*blocks, *around])
     item, position, square = _products(positions, runs, [*blocks, *around])
     attention: dict[Attention, np.ndarray] = defaultdict(lambda: np.zeros(3))
     if square.any():  # attention that is made of products
@@ -135,8 +138,8 @@ def _encoder(whole: WholeModel, part: str) -> PartCounts:
         if found.any():
             kind, flop = _kind(media.tile is not None, of_all, runs[-1].stages[block], found)
             attention[kind] += flop
-    return PartCounts(item, row, position, attention, _blocks(positions, runs, len(stack)), kept,
-                      _saved(positions, runs, around), runs[0].stages[0].width, widths[0],
+    return PartCounts(item, row, position, attention, moved, _blocks(positions, runs, len(stack)),
+                      kept, _saved(positions, runs, around), runs[0].stages[0].width, widths[0],
                       media.row_bytes, media.row_values)
 
 
@@ -182,6 +185,17 @@ def _saved(sizes: Sequence[int], runs: Sequence[Counted], stages: Iterable[Hasha
     short, long = (sum(run.stages.get(stage, Work()).saved for stage in stages)
                    for run in runs[:2])
     return (long - short) / (sizes[1] - sizes[0])
+
+
+def _moved(sizes: Sequence[int], runs: Sequence[Counted], stages: Iterable[Hashable]
+           ) -> np.ndarray:
+    """(2, 3) bytes that stages move forward and backward: once, 0, and for one of the sizes more.
+    """
+    works = [[run.stages.get(stage, Work()) for stage in stages] for run in runs[:2]]
+    few, many = (np.array([[sum(work.forward_bytes for work in of)],
+                           [sum(work.backward_bytes for work in of)]], float) for of in works)
+    each = (many - few) / (sizes[1] - sizes[0])
+    return np.hstack([few - each * sizes[0], np.zeros((2, 1)), each])
 
 
 def _blocks(sizes: Sequence[int], runs: Sequence[Counted], number: int) -> list[BlockCounts]:

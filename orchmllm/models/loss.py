@@ -64,7 +64,7 @@ class _ChunkedLoss(torch.autograd.Function):
 def _product(h: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
     """h (r, D) times weight (V, D) transposed, (r, V) in dtype. A GPU sums products of half
     precision in float32 and writes that; elsewhere they are rounded to h's dtype before."""
-    if h.is_cuda and h.dtype != dtype:
+    if h.device.type != "cpu" and h.dtype != dtype:
         return torch.mm(h, weight.T, out_dtype=dtype)
     return F.linear(h, weight).to(dtype)
 
@@ -76,7 +76,7 @@ def _add_product(total: Tensor, grad: Tensor, h: Tensor) -> None:
     if total.dtype == h.dtype:
         total.addmm_(grad.T, h)
         return
-    if total.is_cuda:
+    if total.device.type != "cpu":
         torch.addmm(total, grad.T, h, out_dtype=total.dtype, out=total)
         return
     for rows, columns in zip(total.split(COPIED_ROWS), grad.split(COPIED_ROWS, 1), strict=True):

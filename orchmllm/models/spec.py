@@ -50,10 +50,12 @@ class ModelSpec:
     vocabulary = Member(lambda model: (model.llm.vocab_size, "model.llm.vocab_size"),
                         "hf.whole_model:vocabulary")
     identity = Member(lambda model: {}, "hf.whole_model:identity")
-    # What planning knows: (job); (phase, model, lengths, checkpointing); (model); (job, on_cpu);
-    # (model, device type, dtype), which says what computes attention.
+    # What planning knows: (job); (phase, model, lengths, checkpointing); (model, dtype), see
+    # orchmllm.models.moved; (model); (job, on_cpu); (model, device type, dtype), which says what
+    # computes attention.
     plan_spec = Member("models.flops:plan_parts", "models.whole_flops:plan_whole")
     work = Member("models.flops:work_of_parts", "models.whole_flops:whole_work")
+    moved = Member("models.moved:moved_by_parts", "models.whole_flops:moved_by_whole")
     units = Member("sharding.units:units_of_parts", "sharding.units:units_of_whole")
     memory = Member("sharding.memory:MemoryModel.of", "sharding.whole_memory:WholeMemory.of")
     attention = Member("models.attention:describe_attention", "models.hf:describe_attention")

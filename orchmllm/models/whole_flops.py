@@ -21,6 +21,8 @@ from orchmllm.plan.assign import PHASES, PlanSpec
 from orchmllm.plan.cost import CostModel
 from orchmllm.plan.layout import ENCODERS
 
+ARRAYS = ("item", "row", "position", "moved")  # of PartCounts
+
 
 class Attention(NamedTuple):
     """Which positions of an item attend to each other. kind: `all`; those of a `frame` of a grid;
@@ -54,14 +56,16 @@ class PartCounts:
     checkpointing repeats. item, row, position: of products, of an item beside those of its rows
     (frames of sound, or the LLM's targets) and of its positions. attention: of a pair of positions,
     `tile`: of a position.
-    Bytes: blocks, in their order; kept_row, kept_position: what is kept around them; row_bytes: of
-    a patch or a frame that moves. Numbers: width, in a position of the blocks; outputs, in a token
+    Bytes: moved, (2, 3), see orchmllm.models.moved.moved_by; blocks, in their order; kept_row,
+    kept_position: what is kept around them; row_bytes: of a patch or a frame that moves. Numbers:
+    width, in a position of the blocks; outputs, in a token
     for the LLM or in a row of its logits; row_values, in a patch or frame for the encoder."""
 
     item: np.ndarray
     row: np.ndarray
     position: np.ndarray
     attention: Mapping[Attention, np.ndarray]
+    moved: np.ndarray
     blocks: Sequence[BlockCounts]
     kept_row: float
     kept_position: float
@@ -71,13 +75,13 @@ class PartCounts:
     row_values: int = 0
 
     def as_json(self) -> dict:
-        arrays = {name: getattr(self, name).tolist() for name in ("item", "row", "position")}
+        arrays = {name: getattr(self, name).tolist() for name in ARRAYS}
         attention = [[*kind, flop.tolist()] for kind, flop in self.attention.items()]
         return {**vars(self), **arrays, "attention": attention}
 
     @classmethod
     def from_json(cls, found: dict) -> PartCounts:
-        arrays = {name: np.array(found[name]) for name in ("item", "row", "position")}
+        arrays = {name: np.array(found[name]) for name in ARRAYS}
         attention = {Attention(kind, size): np.array(flop)
                      for kind, size, flop in found["attention"]}
         return cls(**{**found, **arrays, "attention": attention,
@@ -142,6 +146,11 @@ def whole_work(phase: str, model: ModelConfig, lengths: Lengths, checkpointing: 
                      for kind, flop in flops.attention.items()), np.zeros_like(products))
     forward, backward, again = np.stack([products, attention], axis=1)
     return Work(forward, backward, again * (checkpointing == "full"))
+
+
+def moved_by_whole(model: ModelConfig, dtype: str) -> dict[str, np.ndarray]:
+    """See orchmllm.models.moved.moved_by."""
+    return {part: counts.moved for part, counts in part_counts(model, dtype).items()}
 
 
 def plan_whole(job: Job) -> PlanSpec:

@@ -1,5 +1,6 @@
 """Colocated or units: every module on all GPUs under FSDP, or GPUs of their own for each. Modelled:
-FLOPs at stated efficiencies, and the traffic model of orchmllm.tools.predict.step_time for both."""
+FLOPs at stated efficiencies, and for both the traffic model of orchmllm.tools.predict.collectives.
+"""
 
 from __future__ import annotations
 
@@ -15,8 +16,8 @@ from orchmllm.papers.profiles import ModuleProfile, analytic_profiles
 from orchmllm.papers.units import UnitsPlan, plan_units
 from orchmllm.plan.layout import ENCODERS, BatchLayout
 from orchmllm.sharding.memory import MemoryModel
+from orchmllm.tools.predict.collectives import gather_bandwidth
 from orchmllm.tools.predict.hardware import Hardware
-from orchmllm.tools.predict.step_time import gather_bandwidth
 
 
 @dataclass(frozen=True)

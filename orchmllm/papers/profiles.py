@@ -111,9 +111,9 @@ def analytic_profiles(memory: MemoryModel, lengths: Mapping[str, Lengths], hardw
                       ) -> dict[str, ModuleProfile]:
     """Profiles of the phases named in lengths, in pipeline order. memory: of the model, in
     bfloat16. lengths: phase -> its mean item; items: phase -> items a sample (default 1).
-    efficiency: phase -> share of the peak, default the hardware's. Kept is what the checkpointing
-    choice `selective` keeps. Raises ValueError for adapters, beside which most weights do not
-    learn."""
+    efficiency: phase -> share of the peak that its layers reach, default 0.6. Kept is what the
+    checkpointing choice `selective` keeps. Raises ValueError for adapters, beside which most
+    weights do not learn."""
     out, model = {}, memory.model
     if model.lora.rank:
         raise ValueError("model.lora.rank: units with adapters are not modelled: set it to 0")
@@ -121,7 +121,7 @@ def analytic_profiles(memory: MemoryModel, lengths: Mapping[str, Lengths], hardw
         config, item, count = getattr(model, phase), lengths[phase], items.get(phase, 1.0)
         length = float(item.positions[0])
         flops = float(phase_work(phase, model, item).forward.sum())
-        share = (efficiency or {}).get(phase, hardware.product_efficiency)
+        share = (efficiency or {}).get(phase, 0.6)
         size = sum(u.copies * u.size for u in units(model) if u.phase == phase)
         out[phase] = ModuleProfile(
             phase, config.num_layers, length * count,

@@ -31,8 +31,8 @@ from orchmllm.sharding import activations
 from orchmllm.sharding.activations import Counts, Stack
 from orchmllm.sharding.units import Unit, by_role, shard_sizes, units
 
-# What an H100 computes in bfloat16 while it moves a byte: 60% of 989 TFLOP/s, 80% of 3.35 TB/s.
-FLOP_PER_BYTE = 220
+# What an H100 computes in bfloat16 while it moves a byte: 77% of 989 TFLOP/s, 60% of 3.35 TB/s.
+FLOP_PER_BYTE = 380
 Choice = Mapping[str, str]  # phase -> one of CHOICES, or numbers of layers
 
 
@@ -307,11 +307,14 @@ class MemoryModel:
         return self.repeated(phase, counts, products, attention,
                              FLOP_PER_BYTE * lengths.positions)
 
+    def moved(self, phase: str) -> float:
+        """Bytes per position that a layer's forward pass moves where it computes again."""
+        return np.mean([block.moved for block in self._blocks(phase)])
+
     def repeated(self, phase: str, counts: Counts, products, attention, moving):
         """What the layers of a phase compute again, in FLOP or seconds. products, attention: what
         those of a layer's forward pass take; moving: what a byte per position takes."""
-        blocks = self._blocks(phase)
-        moved = moving * np.mean([block.moved for block in blocks])
-        last = 1 - np.mean([block.repeated for block in blocks])
-        return counts["full"] * (products - last * (products - moved) + attention) + (
-            counts["selective"] * moved)
+        moved = moving * self.moved(phase)
+        share = np.mean([block.repeated for block in self._blocks(phase)])
+        return counts["full"] * (share * products + attention) + (
+            counts["full"] + counts["selective"]) * moved

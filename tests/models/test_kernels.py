@@ -9,9 +9,10 @@ import pytest
 import torch
 from torch.nn.attention.varlen import varlen_attn
 
+from orchmllm.counts.on_a_gpu import fused
 from orchmllm.plan.assign import PHASES
 from orchmllm.sharding.activations import block_bytes
-from scripts.count_kernels import as_on_a_gpu, block_of, count_block, count_loss
+from scripts.count_kernels import block_of, count_block, count_loss
 from tests.lib.recipes import read
 
 MODEL = read("pretrained_7b").model
@@ -44,7 +45,7 @@ def test_autograd_keeps_what_the_memory_model_says_on_a_gpu(phase, frozen):
             kept[storage._cdata] = storage
         return tensor
 
-    with as_on_a_gpu(), torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+    with fused(), torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
         run()
     total = sum(storage.nbytes() for storage in kept.values())
     expected = block_bytes(phase, config, 2).kept["none"]

@@ -51,12 +51,12 @@ PARTS = {"root": "front and norms", "block": "layers", "embed": "embedding", "he
 
 def not_modelled(recipe: Recipe, examples: Examples) -> list[str]:
     """What of a recipe changes no figure of a prediction, though it may change a run."""
-    left = ["waiting for data", "saving and validating"]
+    left = ["waiting for data and for the host that launches kernels", "saving and validating"]
     if recipe.data.batching == "capped" and not examples.capped:
         left.append(f"data.batching=capped ({recipe.train.batch_size} examples a rank are taken: "
                     "only the recipe's own index has its mini-batches)")
     if recipe.fsdp.compile:
-        left.append("fsdp.compile, which makes blocks faster than the assumed share of the peak")
+        left.append("fsdp.compile, which joins kernels that are no products")
     if recipe.balance.measure_every:
         left.append("steps as sampled (balance.measure_every)")
     if recipe.balance.enabled and recipe.balance.dispatch == "bytes":
@@ -198,9 +198,9 @@ def measure(plan: StepPlan, memory: MemoryModel, choice: dict[str, str],
     work = work_of(plan, memory.model, padded_phases(memory.model))
     slowest, even = 0.0, {}
     for phase in PHASES:
-        seconds = sum(rank_seconds(work, phase, hardware, memory.fsdp.forward_dtype))
+        seconds = rank_seconds(work, phase, memory, hardware).sum(axis=0)
         slowest += float(seconds.max())
-        if seconds.any():
+        if work.positions[phase].any():
             even[phase] = imbalance(seconds)
     time_: StepTime = timed(work, memory, choice, hardware)
     return {"imbalance": even, "slowest_s": slowest,

@@ -21,19 +21,22 @@ MEASURED = ("products", "attention", "layer", "fixed")  # of each phase
 @dataclass(frozen=True)
 class Hardware:
     """A GPU of a cluster: its data sheet, network_bandwidth between nodes in bytes/s per GPU and
-    direction, and efficiencies, shares of both as large dense models reach them. measured: phase ->
-    shares of the peak of products and of attention, in place of the assumed ones, and the seconds
-    that each `layer` and the rest (`fixed`) take whatever their rows. *_hop_s: latency of one hop
-    of a ring inside a node and between nodes; message_s: of a peer's message in an all-to-all."""
+    direction, and efficiencies: of products and attention, of the network, and memory_efficiency of
+    the memory's bandwidth by kernels that are no products. measured: phase -> shares of the peak of
+    products and of attention with all other kernels in them, in place of the assumed ones, and the
+    seconds that each `layer` and the rest (`fixed`) take whatever their rows. *_hop_s: latency of
+    one hop of a ring inside a node and between nodes; message_s: of a peer's message in an
+    all-to-all."""
 
     name: str = "h100-sxm"
     sheet: Gpu = GPUS["h100-sxm"]
     ranks_per_node: int = 8
     network_bandwidth: float = 50e9
-    product_efficiency: float = 0.60
-    attention_efficiency: float = 0.40
+    # Products, attention and memory: as the trace of a step on an H200 says (docs/scale.md).
+    product_efficiency: float = 0.77
+    attention_efficiency: float = 0.15
     network_efficiency: float = 0.70
-    memory_efficiency: float = 0.80
+    memory_efficiency: float = 0.60
     host_memory_bandwidth: float = 20e9
     node_hop_s: float = 1e-6
     network_hop_s: float = 5e-6
@@ -69,7 +72,8 @@ class Hardware:
 def cluster(gpu: str = "h100-sxm", *, gbit: float = 400, per_node: int = 8,
             efficiency: float = 0.0, measured: Path | None = None) -> Hardware:
     """The hardware of the dry run's options. gbit: of the network, per GPU and direction.
-    efficiency: share of the peak that products reach (attention two thirds of it), 0: as assumed.
+    efficiency: share of the peak that products reach (attention as much more or less than assumed
+    as these), 0: as assumed.
     measured: a file that `scripts/bench_gpu.py --out` wrote. Raises ValueError, naming the option,
     for what cannot be."""
     for right, option in ((0 < gbit < float("inf"), f"--network {gbit:g}: must be above 0"),
@@ -82,8 +86,9 @@ def cluster(gpu: str = "h100-sxm", *, gbit: float = 400, per_node: int = 8,
         raise ValueError(f"--gpu {gpu}: choose one of {', '.join(GPUS)}")
     hardware = Hardware(gpu.lower(), GPUS[gpu.lower()], per_node, gbit * 1e9 / 8)
     if efficiency:
+        faster = efficiency / hardware.product_efficiency
         hardware = replace(hardware, product_efficiency=efficiency,
-                           attention_efficiency=efficiency * 2 / 3)
+                           attention_efficiency=faster * hardware.attention_efficiency)
     return _with_measured(hardware, measured) if measured else hardware
 
 

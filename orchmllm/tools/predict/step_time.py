@@ -1,20 +1,20 @@
-"""Step time and MFU from the FLOPs of a plan: a roofline with stated or measured efficiencies.
+"""Step time and MFU from what a plan computes: FLOP of products and attention, and bytes of all
+other kernels, each at a stated or measured share of what the GPU can do.
 
 Every phase waits for its slowest rank, because FSDP gathers parameters block by block (OrchMLLM
 section 3). Units are gathered `fsdp.prefetch` ahead, one after the other over one link, and their
-gradients reduced behind them; what of it no computation hides is `traffic`. Exchanges of rows and
-the optimizer are added, since nothing hides them.
+gradients reduced behind them; what of it no computation hides is `traffic`, with the copies that
+FSDP2 makes around its collectives. Exchanges of rows and the optimizer are added, since nothing
+hides them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from math import gcd, log2
 
 import numpy as np
 
-from orchmllm.config.fsdp import DTYPE_BYTES
 from orchmllm.config.job import Job
 from orchmllm.config.model import ModelConfig
 from orchmllm.models.flops import (
@@ -24,13 +24,15 @@ from orchmllm.models.flops import (
     phase_lengths,
     phase_work,
 )
+from orchmllm.models.moved import moved_by, moved_by_head
 from orchmllm.models.spec import spec_of
 from orchmllm.plan.assign import PHASES
 from orchmllm.plan.layout import ENCODERS
 from orchmllm.plan.step import StepPlan
 from orchmllm.sharding import fits
 from orchmllm.sharding.memory import MemoryModel
-from orchmllm.sharding.units import Unit, by_role
+from orchmllm.sharding.units import by_role
+from orchmllm.tools.predict.collectives import pass_seconds, unit_traffic
 from orchmllm.tools.predict.hardware import Hardware
 from orchmllm.tools.predict.transfers import Move, moves_of
 
@@ -78,14 +80,15 @@ class StepTime:
 @dataclass(frozen=True)
 class PlanWork:
     """FLOP of the ranks in one microbatch. forward, backward, again: phase -> (2, d), products and
-    attention, `again` what full checkpointing repeats; positions: phase -> (d,); head: (d,)
-    forward FLOP of the head; layers: of each phase; moves: of rows between ranks."""
+    attention, `again` what full checkpointing repeats; rows, positions: phase -> (d,); logits: (d,)
+    rows of them; layers: of each phase; moves: of rows between ranks."""
 
     forward: Mapping[str, np.ndarray]
     backward: Mapping[str, np.ndarray]
     again: Mapping[str, np.ndarray]
+    rows: Mapping[str, np.ndarray]
     positions: Mapping[str, np.ndarray]
-    head: np.ndarray
+    logits: np.ndarray
     layers: Mapping[str, int]
     useful: float
     tokens: float
@@ -98,33 +101,48 @@ def work_of(plan: StepPlan, model: ModelConfig, pad: frozenset[str] = frozenset(
     """What the ranks do in a planned microbatch. pad: phases whose batches are padded. all_gather:
     rows travel by it."""
     parts: dict[str, dict[str, np.ndarray]] = {"forward": {}, "backward": {}, "recompute": {}}
-    useful, positions, d = 0.0, {}, plan.layout.num_ranks
+    useful, rows, positions, d = 0.0, {}, {}, plan.layout.num_ranks
     for phase in PHASES:
         rank, real = item_rank(plan, phase), phase_lengths(plan.layout, phase)
         lengths: Lengths = padded_lengths(plan, phase) if phase in pad else real
         work = phase_work(phase, model, lengths, "full")
         for name, into in parts.items():
             into[phase] = np.stack([np.bincount(rank, x, d) for x in getattr(work, name)])
+        rows[phase] = np.bincount(rank, lengths.rows, d)
         positions[phase] = np.bincount(rank, lengths.positions, d)
         useful += float(phase_work(phase, model, real).useful.sum())
     rank, llm = item_rank(plan, "llm"), phase_lengths(plan.layout, "llm")
     tokens = np.bincount(rank, llm.tokens, d)
-    with_logits = np.bincount(rank, getattr(llm, spec_of(model).logits), d)
     return PlanWork(
-        parts["forward"], parts["backward"], parts["recompute"], positions,
-        head=2.0 * model.llm.hidden_size * model.llm.vocab_size * with_logits, useful=useful,
+        parts["forward"], parts["backward"], parts["recompute"], rows, positions,
+        logits=np.bincount(rank, getattr(llm, spec_of(model).logits), d), useful=useful,
         layers={p: getattr(model, p).num_layers for p in PHASES}, tokens=float(tokens.sum()),
         num_ranks=d, moves=tuple(moves_of(plan, all_gather, [
             phase for phase in ENCODERS if model.features_learn(phase)])))
 
 
-def rank_seconds(work: PlanWork, phase: str, hardware: Hardware, dtype: str = "bfloat16"
-                 ) -> tuple[np.ndarray, np.ndarray]:
-    """(d,) seconds of computing, forward and backward, where nothing is recomputed."""
-    rate = hardware.rates(phase, dtype)
-    fixed = hardware.fixed_s(phase, work.layers[phase])
-    return ((work.forward[phase] / rate).sum(axis=0) + fixed / 3,
-            (work.backward[phase] / rate).sum(axis=0) + 2 * fixed / 3)
+def head_bytes(work: PlanWork, memory: MemoryModel) -> np.ndarray:
+    """(2, d) bytes that the loss moves forward and backward beside the head's product."""
+    once, row = moved_by_head(memory.model, memory.fsdp.forward_dtype,
+                              memory.fsdp.loss_chunk_rows).T[..., None]
+    return once * (work.logits > 0) + row * work.logits
+
+
+def rank_seconds(work: PlanWork, phase: str, memory: MemoryModel, hardware: Hardware) -> np.ndarray:
+    """(2, d) seconds of computing, forward and backward, where nothing is recomputed."""
+    dtype = memory.fsdp.forward_dtype
+    flop = np.stack([work.forward[phase], work.backward[phase]])  # (2, 2, d)
+    out = (flop / hardware.rates(phase, dtype)).sum(axis=1)
+    if phase in hardware.measured:  # with all other kernels in the shares
+        return out + hardware.fixed_s(phase, work.layers[phase]) * np.array([[1 / 3], [2 / 3]])
+    if (moved := moved_by(memory.model, dtype).get(phase)) is None:
+        return out
+    once, row, position = moved.T[..., None]
+    rows, positions = work.rows[phase], work.positions[phase]
+    out += (once * (positions > 0) + row * rows + position * positions) / hardware.memory_rate
+    if phase == "llm":  # whose FLOP are among those of the phase
+        out += head_bytes(work, memory) / hardware.memory_rate
+    return out
 
 
 def repeated_seconds(work: PlanWork, phase: str, hardware: Hardware, choice: str,
@@ -133,89 +151,10 @@ def repeated_seconds(work: PlanWork, phase: str, hardware: Hardware, choice: str
     orchmllm.config.fsdp.layer_counts."""
     products, attention = work.again[phase] / work.layers[phase] / hardware.rates(
         phase, memory.fsdp.forward_dtype)
-    return memory.repeated(phase, memory.counts(phase, choice), products, attention,
-                           work.positions[phase] / hardware.memory_rate)
-
-
-def gather_bandwidth(shards: int, hardware: Hardware, num_ranks: int) -> float:
-    """Bytes of parameters that every rank of a shard group receives per second: a node receives
-    each once, through the links of the group's ranks there; inside it they are spread by NVLink.
-    One shard: inf."""
-    # The fewest ranks of a group in one node: groups need not begin where a node does.
-    together = gcd(min(hardware.ranks_per_node, num_ranks), shards)
-    if shards == 1:
-        return float("inf")
-    if shards == together:
-        return hardware.sheet.node * hardware.network_efficiency
-    return min(hardware.network_bandwidth * together * hardware.network_efficiency,
-               hardware.sheet.node)
-
-
-def ring_seconds(ranks: int, hardware: Hardware) -> float:
-    """Latency of a ring through all ranks."""
-    nodes = -(-ranks // hardware.ranks_per_node)
-    return (nodes > 1) * nodes * hardware.network_hop_s + (ranks - nodes) * hardware.node_hop_s
-
-
-@dataclass(frozen=True)
-class Traffic:
-    """Seconds on the link for one unit: gathered for the forward pass, for the backward pass (0
-    where it stays or is not read), and its gradients reduced."""
-
-    forward: float
-    backward: float
-    reduce: float
-
-
-def unit_traffic(unit: Unit, memory: MemoryModel, hardware: Hardware, num_ranks: int) -> Traffic:
-    """How long one unit occupies the link. Hybrid sharding all-reduces the shards between groups;
-    with CPU offload shards come from the host before they are gathered, and gradients go there."""
-    if not unit.size:
-        return Traffic(0.0, 0.0, 0.0)
-    shards, reshard = memory.shards, memory.fsdp.reshard(unit.phase)
-    param = DTYPE_BYTES[memory.fsdp.param_dtype]
-    host = memory.fsdp.cpu_offload * param / shards / hardware.sheet.host
-
-    def gather(over: int) -> float:
-        return unit.size * (
-            memory.element / gather_bandwidth(over, hardware, num_ranks) + host) + (
-            ring_seconds(over, hardware))
-
-    over = shards if reshard == "full" else min(hardware.ranks_per_node, shards)
-    again = gather(over) if unit.gathers(reshard) > 1 else 0.0
-    reduce, size = 0.0, unit.trained_size * DTYPE_BYTES[memory.fsdp.sum_dtype]
-    if size:
-        reduce = size / gather_bandwidth(shards, hardware, num_ranks) + ring_seconds(
-            shards, hardware) + unit.trained_size * host
-        replicas = num_ranks // shards
-        if replicas > 1:
-            between = num_ranks > hardware.ranks_per_node
-            link = hardware.network_bandwidth if between else hardware.sheet.node
-            hop = hardware.network_hop_s if between else hardware.node_hop_s
-            reduce += (2 * (replicas - 1) / replicas * size / shards
-                       / (link * hardware.network_efficiency) + 2 * log2(replicas) * hop)
-    return Traffic(gather(shards), again, reduce)
-
-
-def pass_seconds(steps: list[tuple[float, float, float]], ahead: int) -> float:
-    """A pass over units, each (gather, compute, reduce) seconds. A unit computes once it is
-    gathered; when it starts, the `ahead` next ones are asked for. Gathers and reductions follow
-    each other on one link. Gradients of a unit wait for those of the one before."""
-    link = now = reduced = 0.0
-    ready, asked = [0.0] * len(steps), 0
-    for index, (_, compute, reduce) in enumerate(steps):
-        for last in (index, index + ahead):
-            while asked <= min(last, len(steps) - 1):
-                if steps[asked][0]:
-                    link = max(link, now) + steps[asked][0]
-                    ready[asked] = link
-                asked += 1
-            now = max(now, ready[index])
-        now += compute
-        if reduce:
-            now = max(now, reduced)
-            reduced = link = max(link, now) + reduce
-    return max(now, reduced)
+    moving = work.positions[phase] / hardware.memory_rate
+    if phase in hardware.measured:  # with all other kernels in the shares
+        products = products - moving * memory.moved(phase)
+    return memory.repeated(phase, memory.counts(phase, choice), products, attention, moving)
 
 
 Compute = tuple[tuple[float, float], tuple[float, float]]
@@ -225,15 +164,17 @@ def slowest_compute(work: PlanWork, phase: str, memory: MemoryModel, choice: str
                     hardware: Hardware) -> tuple[Compute, float]:
     """(((forward, backward) seconds of the phase's slowest rank, of that the LLM's head), seconds
     that the mean rank waits for it)."""
-    dtype = memory.fsdp.forward_dtype
-    forward, backward = rank_seconds(work, phase, hardware, dtype)
-    backward += repeated_seconds(work, phase, hardware, choice, memory)
+    forward, backward = rank_seconds(work, phase, memory, hardware)
+    backward = backward + repeated_seconds(work, phase, hardware, choice, memory)
     total = forward + backward
     slowest, head = int(total.argmax()), (0.0, 0.0)
     if phase == "llm":
-        rate = hardware.rates(phase, dtype)[0, 0]
-        passes = (1, 1 if memory.model.llm.frozen or memory.model.lora.rank else 2)
-        head = tuple(n * float(work.head[slowest]) / rate for n in passes)
+        llm, rate = memory.model.llm, hardware.rates(phase, memory.fsdp.forward_dtype)[0, 0]
+        passes = np.array([1, 1 if llm.frozen or memory.model.lora.rank else 2])
+        seconds = passes * 2.0 * llm.hidden_size * llm.vocab_size * work.logits[slowest] / rate
+        if phase not in hardware.measured:
+            seconds += head_bytes(work, memory)[:, slowest] / hardware.memory_rate
+        head = tuple(map(float, seconds))
     return ((float(forward[slowest]), float(backward[slowest])), head), float(
         total[slowest] - total.mean())
 
@@ -247,18 +188,23 @@ def _passes(phase: str, memory: MemoryModel, hardware: Hardware, num_ranks: int,
     block = own["block"]
     (forward, backward), head = compute
     ahead, behind = forward - head[0], backward - head[1]
-    blocks = [(link["block"].forward, ahead / block.copies, 0.0)] * block.copies
+    def forward_of(role: str, compute: float = 0.0) -> tuple[float, float, float]:
+        return link[role].forward, compute + link[role].copies[0], 0.0
+
+    def backward_of(role: str, gather: float, compute: float = 0.0) -> tuple[float, float, float]:
+        return gather, compute + link[role].copies[1], link[role].reduce
+
+    blocks = [forward_of("block", ahead / block.copies)] * block.copies
     learnt = block.trained_size > 0 or phase == "llm"
-    back = [(link["block"].backward, behind / block.copies, link["block"].reduce)
+    back = [backward_of("block", link["block"].backward, behind / block.copies)
             ] * block.copies if learnt else [(0.0, behind, 0.0)]
     if phase == "llm":
-        return ([(link["embed"].forward, 0.0, 0.0), *blocks, (link["head"].forward, head[0], 0.0)],
-                [(0.0, head[1], link["head"].reduce), *back, (0.0, 0.0, link["embed"].reduce)])
-    around = [link[role] for role in ("root", "connector") if role in link]
-    return ([(link["root"].forward, 0.0, 0.0), *blocks,
-             *((u.forward, 0.0, 0.0) for u in around[1:])],
-            [*((u.backward, 0.0, 0.0) for u in around), *back,
-             *((0.0, 0.0, u.reduce) for u in around)])
+        return ([forward_of("embed"), *blocks, forward_of("head", head[0])],
+                [backward_of("head", 0.0, head[1]), *back, backward_of("embed", 0.0)])
+    around = [role for role in ("root", "connector") if role in link]
+    return ([forward_of("root"), *blocks, *(forward_of(role) for role in around[1:])],
+            [*((link[role].backward, 0.0, 0.0) for role in around), *back,
+             *(backward_of(role, 0.0) for role in around)])
 
 
 def phase_seconds(work: PlanWork, phase: str, memory: MemoryModel, choice: str,

@@ -144,7 +144,9 @@ def _assumed_lines(r: dict) -> list[str]:
     """What the prediction rests on, and what it leaves out."""
     h = r["hardware"]
     shares = [f"  Assumed shares of the {r['dtype']} peak: products {h['product_efficiency']:g}, "
-              f"attention {h['attention_efficiency']:g}; network {h['network_efficiency']:g}."]
+              f"attention {h['attention_efficiency']:g};",
+              f"  of the bandwidth: memory {h['memory_efficiency']:g}, network "
+              f"{h['network_efficiency']:g}."]
     if h["measured"]:
         shares = [f"  Measured shares of the {r['dtype']} peak, products and attention:"] + [
             f"    {p}: {m['products']:.3f} and {m['attention']:.3f}" for p, m in

@@ -11,7 +11,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from orchmllm.config.recipe import FsdpConfig
 from orchmllm.plan.step import plan_step
+from orchmllm.sharding.memory import MemoryModel
 from orchmllm.tools.predict.hardware import cluster
 from orchmllm.tools.predict.step_time import rank_seconds, work_of
 from orchmllm.tools.predict.workload import MODELS, sample_layout
@@ -127,11 +129,12 @@ def test_the_dry_run_reads_what_it_writes(report, tmp_path):
         assert (hardware.rates(phase, "float32") > 0).all()
     layout = sample_layout("10b", num_ranks=1, batch_size=4, seed=0)
     work = work_of(plan_step(layout, small_spec(MODELS["10b"])), MODELS["10b"])
-    seconds = sum(rank_seconds(work, "llm", hardware, "float32"))[0]
+    memory = MemoryModel(MODELS["10b"], FsdpConfig(), 1)  # in float32
+    seconds = rank_seconds(work, "llm", memory, hardware).sum()
     half = replace(hardware, measured={"llm": {k: v * (0.5 if k in ("products", "attention") else 1)
                                                for k, v in hardware.measured["llm"].items()}})
     fixed = hardware.fixed_s("llm", work.layers["llm"])
-    slower = sum(rank_seconds(work, "llm", half, "float32"))[0]
+    slower = rank_seconds(work, "llm", memory, half).sum()
     assert slower - fixed == pytest.approx(2 * (seconds - fixed))
 
 

@@ -22,15 +22,14 @@ from orchmllm.plan.step import plan_step
 from orchmllm.sharding.fsdp import shard
 from orchmllm.sharding.memory import MemoryModel
 from orchmllm.sharding.units import units
+from orchmllm.tools.predict.collectives import gather_bandwidth, unit_traffic
 from orchmllm.tools.predict.dry_run import NONE, dry_run, exchange_report
 from orchmllm.tools.predict.dry_run_command import main as command
 from orchmllm.tools.predict.examples import of_mix
 from orchmllm.tools.predict.hardware import Hardware
 from orchmllm.tools.predict.step_time import (
-    gather_bandwidth,
     rank_seconds,
     timed,
-    unit_traffic,
     work_of,
 )
 from orchmllm.tools.predict.text import dry_run_text
@@ -87,7 +86,8 @@ def test_dry_run_of_84b_on_2560_ranks(tmp_path):
 def test_ratios_of_84b_are_those_of_an_independent_simulation():
     """Computing alone on the same mix, with audio padded where it is not balanced."""
     recipe, packed = read("mllm84b"), frozenset()
-    spec, pad = plan_spec(resolve(recipe, 2560, 8)), frozenset({"audio"})
+    job, pad = resolve(recipe, 2560, 8), frozenset({"audio"})
+    spec, memory = plan_spec(job), MemoryModel.of(job)
     towers = dict.fromkeys(ENCODERS, PhasePolicy("none"))
     schemes = {"balanced": (spec.balance, packed), "none": (NONE, pad),
                "LLM only": (replace(spec.balance, **towers), pad)}
@@ -97,7 +97,7 @@ def test_ratios_of_84b_are_those_of_an_independent_simulation():
         for name, (balance, padded) in schemes.items():
             work = work_of(plan_step(replace(layout), replace(spec, balance=balance)),
                            recipe.model, padded)
-            seconds[name] += sum(float(sum(rank_seconds(work, p, Hardware())).max())
+            seconds[name] += sum(float(rank_seconds(work, p, memory, Hardware()).sum(0).max())
                                  for p in PHASES)
     for name, reference in (("none", 1.58), ("LLM only", 1.17)):
         assert seconds[name] / seconds["balanced"] == pytest.approx(reference, rel=0.05), seconds

@@ -1,0 +1,26 @@
+"""On tensors without memory what runs on a GPU: torch decomposes on `meta` what is one kernel
+there."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+
+def _rms_norm(x: Tensor, shape: list[int], weight: Tensor | None, eps: float | None):
+    wide = torch.promote_types(torch.float32, x.dtype)
+    return torch.empty_like(x), x.new_empty(x.shape[:-1], dtype=wide)
+
+
+@contextmanager
+def fused() -> Iterator[None]:
+    """Within it RMSNorm on `meta` is the one operator that a GPU has for it."""
+    library = torch._C._dispatch_library("IMPL", "aten", "Meta", __file__, 0)
+    library.impl("_fused_rms_norm", "Meta", _rms_norm)
+    try:
+        yield
+    finally:
+        library.reset()

@@ -1,0 +1,134 @@
+"""What shares of a GPU's peaks the kernels of a traced step reach: the rates that predictions of
+time assume.
+
+    python -m scripts.gpu.rates OUT/trace_train-none.json.gz [--gpu h200]
+
+The trace is that of the part `train-none`, whose last step is planned here once more: FLOP and
+bytes are those that the dry run counts, times those of the kernels by what launched them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gzip
+import json
+from bisect import bisect_right
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+
+from orchmllm.models.flops import plan_spec
+from orchmllm.models.moved import moved_by
+from orchmllm.plan.assign import PHASES
+from orchmllm.plan.step import plan_step
+from orchmllm.sharding.memory import MemoryModel
+from orchmllm.sharding.units import units
+from orchmllm.tools.predict.collectives import unit_traffic
+from orchmllm.tools.predict.hardware import cluster
+from orchmllm.tools.predict.step_time import head_bytes, update_seconds, work_of
+from scripts.gpu.drawn import DrawnDataset, layouts_of, predicted, sized
+from scripts.gpu.parts import BLOCKS_7B, TOKENS
+from scripts.gpu.steps import WARM_UP, recipe_of
+
+PRODUCTS = ("aten::mm", "aten::addmm", "aten::bmm")
+STEPS = 14
+
+
+def kind_of(stack: list[str]) -> str:
+    """Of a kernel, by the operators that were running when it was launched."""
+    last = stack[-1] if stack else ""
+    if last in PRODUCTS or "attention" in last:
+        return "products" if last in PRODUCTS else "attention"
+    if any("FSDP::" in name for name in stack):
+        return "FSDP's copies"
+    if any("Optimizer" in name for name in stack) or "foreach" in last:
+        return "optimizer"
+    return "loss" if any("_ChunkedLoss" in name for name in stack) else "others"
+
+
+def seconds_of(path: Path) -> Counter[str]:
+    """Kind -> seconds of its kernels; `idle`: in which none runs, from the first to the last."""
+    with gzip.open(path, "rt", encoding="utf-8") as file:
+        events = json.load(file)["traceEvents"]
+
+    def of(*kinds: str) -> list[dict]:
+        return sorted((e for e in events if e.get("cat") in kinds and "dur" in e),
+                      key=lambda e: (e["ts"], -e["dur"]))
+
+    launched = {e["args"]["correlation"]: e for e in of("cuda_runtime", "cuda_driver")
+                if "correlation" in e.get("args", {})}
+    threads: dict[int, list[dict]] = {}
+    for e in of("cpu_op", "user_annotation"):
+        threads.setdefault(e["tid"], []).append(e)
+    starts = {tid: [e["ts"] for e in found] for tid, found in threads.items()}
+    parents = {tid: _parents(found) for tid, found in threads.items()}
+    out, end = Counter(), 0.0
+    for kernel in of("kernel", "gpu_memcpy", "gpu_memset"):
+        out["idle"] += max(kernel["ts"] - (end or kernel["ts"]), 0.0) / 1e6
+        end = max(end, kernel["ts"] + kernel["dur"])
+        stack, launch = [], launched.get(kernel["args"].get("correlation"))
+        if launch and launch["tid"] in threads:
+            tid = launch["tid"]
+            at = bisect_right(starts[tid], launch["ts"]) - 1
+            while at >= 0:
+                e = threads[tid][at]
+                if e["ts"] + e["dur"] >= launch["ts"]:
+                    stack.insert(0, e["name"])
+                at = parents[tid][at]
+        out[kind_of(stack)] += kernel["dur"] / 1e6
+    return out
+
+
+def _parents(found: list[dict]) -> list[int]:
+    """Of each event of a thread the one around it, -1: none."""
+    out, around = [], []
+    for index, e in enumerate(found):
+        while around and found[around[-1]]["ts"] + found[around[-1]]["dur"] <= e["ts"]:
+            around.pop()
+        out.append(around[-1] if around else -1)
+        around.append(index)
+    return out
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("trace", type=Path)
+    parser.add_argument("--gpu", default="h200")
+    args = parser.parse_args()
+    recipe = recipe_of([*BLOCKS_7B, "fsdp.memory_gb=0", "fsdp.activation_checkpointing=none"],
+                       STEPS, True)
+    dataset = DrawnDataset(recipe)
+    recipe = sized(recipe, dataset, TOKENS)
+    layouts = layouts_of(recipe, dataset)
+    job, hardware = cluster(args.gpu, per_node=1).job(recipe, 1)
+    memory = MemoryModel.of(job)
+    work = work_of(plan_step(layouts[-1], plan_spec(job)), recipe.model)
+    products, attention = sum(work.forward[p] + work.backward[p] for p in PHASES)[:, 0]
+    others = sum(float(moved_by(recipe.model, memory.fsdp.forward_dtype)[p].sum(0) @ [
+        1, work.rows[p][0], work.positions[p][0]]) for p in PHASES)
+    copies = sum(u.copies * sum(unit_traffic(u, memory, hardware, 1).copies)
+                 for u in units(recipe.model))
+    peak, bandwidth = hardware.sheet.bfloat16, hardware.sheet.memory_bandwidth
+    of = {"products": (products, peak), "attention": (attention, peak),
+          "others": (others, bandwidth),
+          "loss": (float(np.sum(head_bytes(work, memory))), bandwidth),
+          "FSDP's copies": (copies * hardware.memory_rate, bandwidth),
+          "optimizer": (update_seconds(memory, hardware) * hardware.memory_rate, bandwidth)}
+    spent = seconds_of(args.trace)
+    print(f"the last of {STEPS} steps, {int(work.tokens):,} LLM tokens, on {args.gpu}")
+    for kind, (amount, rate) in of.items():
+        unit, size = ("TFLOP", 1e12) if rate == peak else ("GB", 1e9)
+        print(f"{kind:<14}{1e3 * spent[kind]:>7.1f} ms{amount / size:>8.1f} {unit:<6}"
+              f"{amount / spent[kind] / rate:>6.3f} of {rate / 1e12:g}e12/s")
+    moved = [kind for kind, (_, rate) in of.items() if rate == bandwidth]
+    share = sum(of[kind][0] for kind in moved) / sum(spent[kind] for kind in moved) / bandwidth
+    print(f"all that is no product: {share:.3f} of the bandwidth; no kernel runs for "
+          f"{1e3 * spent['idle']:.1f} ms of this step, which was recorded")
+    said = predicted(recipe, layouts[WARM_UP:-1], args.gpu.upper())
+    print(f"predicted, mean of steps {WARM_UP} to {STEPS - 2}: {said['predicted_step_s']:.3f} s, "
+          f"MFU {100 * said['predicted_mfu']:.1f}%")
+
+
+if __name__ == "__main__":
+    main()
