@@ -58,16 +58,16 @@ class BalancedDataLoader(DataLoader):
     max_tokens, which `padded` has not); the steps before that, the first one and those that workers
     load ahead of it, stay as sampled. group: ranks that share the data, one per replica, or a
     device mesh that names its dimensions (default: accelerate's mesh, else all ranks). max_tokens:
-    no rank gets more tokens in a microbatch (0: no limit). accumulation_steps: batches per optimizer
-    step; "auto": as few in each step as max_tokens allows, of batch_size examples per rank and
-    step. num_targets: collated batch -> its labels
-    (default: entries of "labels" that are not -100). prefetch: steps prepared ahead. seed: of the
-    shuffling, equal on all ranks. min_gain: steps predicted to gain less (0.02: 2%) run as sampled.
-    measure_every: every Nth step does, to measure the gain (docs/loader.md). enabled: false runs
-    every step as sampled, for comparisons. shard_size: balance within groups of so many
-    consecutive ranks (0: all). ranks_per_node: default from the launcher. timeout_s: of an
-    agreement that a rank never joins. log_every: steps between lines of the logger orchmllm.loader
-    on rank 0 (0: none). check_loss: warn if the loop never asks how to scale its loss.
+    no rank gets more tokens in a microbatch (0: no limit). accumulation_steps: batches per
+    optimizer step; "auto": as few in each step as max_tokens allows, of batch_size examples per
+    rank and step. num_targets: collated batch -> its labels (default: entries of "labels" that are
+    not -100). prefetch: steps prepared ahead. seed: of the shuffling, equal on all ranks. min_gain:
+    steps predicted to gain less (0.02: 2%) run as sampled. measure_every: every Nth step does, to
+    measure the gain (docs/loader.md). enabled: false runs every step as sampled, for comparisons.
+    shard_size: balance within groups of so many consecutive ranks (0: all). ranks_per_node: default
+    from the launcher. timeout_s: of an agreement that a rank never joins. log_every: steps between
+    lines of the logger orchmllm.loader on rank 0 (0: none). check_loss: warn if the loop never asks
+    how to scale its loss.
 
     The user's batch is passed on untouched: what a loop needs to know of the batch last yielded is
     `loader.step`, and `loader.scale_sum` or `loader.scale_mean` scales its loss. Errors of any
