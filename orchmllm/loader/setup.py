@@ -123,15 +123,10 @@ class Planning:
         if step.kept_balanced and self._says:
             log.info("step %d is not measured as sampled: %s", step.index, step.kept_balanced)
         before, self.geometry = self.geometry, max(self.geometry, step.geometry, PACKED)
-        fitted = self.fit.add(step.seen)
-        step.known = self.known
-        if self.geometry == before:
-            if fitted and self._chooses:
-                orchestrator.spec = self.spec
-            return
-        orchestrator.spec = self.spec
+        self.fit.add(step.seen)
+        step.known, orchestrator.spec = self.known, self.spec
         policy, pads = orchestrator.spec.balance.llm.policy, self.geometry == PADDED
-        if not self._says or policy == "none" or not self.enabled:
+        if self.geometry == before or not self._says or policy == "none" or not self.enabled:
             return
         if self._chooses:
             log.info("%s: steps are planned by the policy %s",
