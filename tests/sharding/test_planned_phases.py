@@ -261,7 +261,7 @@ def test_an_encoder_that_makes_other_rows_on_one_rank_ends_all(tmp_path):
     write_model("qwen3_vl", tmp_path, torch.float64)
     write_rows(tmp_path)
     with pytest.raises(RankFailure) as found:
-        run_ranks(one_row_less, 3, recipe(tmp_path), timeout_s=120.0)
+        run_ranks(one_row_less, 3, recipe(tmp_path))
     assert found.value.errors.keys() == {0, 1, 2}
     kind, told, _ = found.value.errors[1]
     assert kind == "RuntimeError" and "rows of features of its media, where" in told
