@@ -279,7 +279,7 @@ def as_pairs(rows: list[dict]) -> dict:
 
 def uses(world: Any) -> list[tuple[str, str]]:
     """(use, what happened)."""
-    from tests.loader.test_padding import OTHERS, computed
+    from tests.loader.test_padding import OTHERS, computed, shares
 
     out = [(f"an Encoder called with {how}", encoder_called(world, how)) for how in (
         "an option", "a factor", "a mask made in the forward", "by position")]
@@ -290,12 +290,11 @@ def uses(world: Any) -> list[tuple[str, str]]:
         texts = [trainer_of(world, folder, None, seed) for seed in range(5)]
         out.append(("classes that weigh, 5 seeds", texts[0] if all(texts) else ""))
     cases = [case for case in OTHERS if case[0] == "lognormal"]
-    for (kind, together), of_case in zip(cases, computed(world, cases), strict=True):
-        (off, _), (auto, _), *fixed = of_case
-        best = min(positions for positions, _ in fixed)
-        fits = auto <= 1.01 * off and auto <= 1.03 * best
-        what = f"positions of the slowest rank / off {auto / off:.3f}, / best {auto / best:.3f}"
-        out.append((f"{together.__name__}, {kind}", f"right: {what}" if fits else ""))
+    for case, of_case in zip(cases, computed(world, cases), strict=True):
+        of_off, of_best = shares(case, of_case)
+        what = f"positions of the slowest rank / off {of_off:.3f}, / best {of_best:.3f}"
+        fits = of_off <= 1.01 and of_best <= 1.03
+        out.append((f"{case[1].__name__}, {case[0]}", f"right: {what}" if fits else ""))
     return out
 
 

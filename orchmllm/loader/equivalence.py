@@ -70,7 +70,7 @@ def check_equivalence(
 
     watch = getattr(loader, "_watch", None) or losses.LossWatch(done=True)
     watch.asked = trainer is not None
-    balanced, plain, again = run(True), run(False), run(False)
+    plain, again, balanced = run(False), run(False), run(True)  # which plans by what was seen
     try:
         worst, whole = _differences(balanced, plain, again, tolerance)
     except _Differs as error:
@@ -228,12 +228,17 @@ def _of_trainer(trainer: Any, balanced: bool, num_steps: int) -> list[Gradients]
     from transformers.trainer_callback import DefaultFlowCallback, TrainerCallback
 
     class Recorder(TrainerCallback):
+        def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            if before is not None:  # whose batches were seen
+                trainer._balance_loader._planning = before._planning
+
         def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             out.append(_held(trainer.model.named_parameters()))
             for p in trainer.model.parameters():
                 p.grad = None  # the optimizer has nothing to do
 
     out: list[Gradients] = []
+    before = getattr(trainer, "_balance_loader", None)
     args = copy.copy(trainer.args)
     args.max_steps, args.max_grad_norm, args.load_best_model_at_end = num_steps, 0.0, False
     args.save_strategy = args.eval_strategy = args.logging_strategy = "no"

@@ -21,7 +21,6 @@ from orchmllm.loader.collator import Collator
 from orchmllm.loader.groups import data_ranks
 from orchmllm.loader.links import connect
 from orchmllm.loader.loss import LossWatch, StepInfo
-from orchmllm.loader.positions import Fit
 from orchmllm.loader.setup import Planning, check_arguments, check_state, log_step, plan_batch
 from orchmllm.loader.source import (
     PlannedSampler,
@@ -54,20 +53,21 @@ class BalancedDataLoader(DataLoader):
     what it processes. length_fn: instead, length of a loaded example; examples are loaded where
     they are sampled and sent between ranks in the prefetch thread. phases: cost of an example by
     its length (default: its length); the encoders of a model are balanced by balance_encoders.
-    policy, tolerance: see orchmllm.plan.balance.balance. `auto` plans by `padded` until the first
-    step was collated, then by what all ranks see: `padded` where collate_fn pads, else `least_move`
-    (always with a tolerance or max_tokens, which `padded` has not). group: ranks that share
-    the data, one per replica, or a device mesh that names its dimensions (default: accelerate's
-    mesh, else all ranks). max_tokens: no rank gets more tokens in a microbatch (0: no limit).
-    accumulation_steps: batches per optimizer step; "auto": as few in each step as max_tokens
-    allows, of batch_size examples per rank and step. num_targets: collated batch -> its labels
-    (default: entries of "labels" that are not -100). prefetch: steps prepared ahead. seed: of the
-    shuffling, equal on all ranks. min_gain: steps predicted to gain less (0.02: 2%) run as sampled.
-    measure_every: every Nth step does, to measure the gain (docs/loader.md). enabled: false runs
-    every step as sampled, for comparisons. shard_size: balance within groups of so many
-    consecutive ranks (0: all). ranks_per_node: default from the launcher. timeout_s: of an
-    agreement that a rank never joins. log_every: steps between lines of the logger orchmllm.loader
-    on rank 0 (0: none). check_loss: warn if the loop never asks how to scale its loss.
+    policy, tolerance: see orchmllm.plan.balance.balance. `auto` plans by what all ranks saw of
+    collated batches: `padded` where collate_fn pads, else `least_move` (always with a tolerance or
+    max_tokens, which `padded` has not); the steps before that, the first one and those that workers
+    load ahead of it, stay as sampled. group: ranks that share the data, one per replica, or a
+    device mesh that names its dimensions (default: accelerate's mesh, else all ranks). max_tokens:
+    no rank gets more tokens in a microbatch (0: no limit). accumulation_steps: batches per
+    optimizer step; "auto": as few in each step as max_tokens allows, of batch_size examples per
+    rank and step. num_targets: collated batch -> its labels (default: entries of "labels" that are
+    not -100). prefetch: steps prepared ahead. seed: of the shuffling, equal on all ranks. min_gain:
+    steps predicted to gain less (0.02: 2%) run as sampled. measure_every: every Nth step does, to
+    measure the gain (docs/loader.md). enabled: false runs every step as sampled, for comparisons.
+    shard_size: balance within groups of so many consecutive ranks (0: all). ranks_per_node: default
+    from the launcher. timeout_s: of an agreement that a rank never joins. log_every: steps between
+    lines of the logger orchmllm.loader on rank 0 (0: none). check_loss: warn if the loop never asks
+    how to scale its loss.
 
     The user's batch is passed on untouched: what a loop needs to know of the batch last yielded is
     `loader.step`, and `loader.scale_sum` or `loader.scale_mean` scales its loss. Errors of any
@@ -109,8 +109,7 @@ class BalancedDataLoader(DataLoader):
             policy, tolerance, max_tokens, cost=phases, dispatch=dispatch, min_gain=min_gain,
             measure_every=measure_every, ranks_per_node=links.gather.per_node, says=self.rank == 0)
         self._orchestrator = Orchestrator(
-            self._planning.spec(enabled), links.gather, group=links.cpu,
-            commit_gather=links.everyone)
+            self._planning.spec, links.gather, group=links.cpu, commit_gather=links.everyone)
         self._orchestrator.planner = plan_batch
         batches = self.num_ranks * drawn_batches(accumulation_steps)  # of a step
         if source.kind == "indices":
@@ -125,6 +124,7 @@ class BalancedDataLoader(DataLoader):
         # (epoch, steps done in it, state of a foreign loader): where the next pass begins, and
         # where the loop is.
         self._next = self._done = (0, 0, None)
+        self._known = self._planning.known  # at that place: ranks prefetch at another pace
         self._own_key = f"inner_{self.rank}"  # in the state of a sampler or a stream
         self._step: StepInfo | None = None  # of the batch last yielded
         self._ahead: deque[tuple] | None = None  # the same of batches that a wrapper holds back
@@ -213,24 +213,27 @@ class BalancedDataLoader(DataLoader):
         epoch, first, state = before
         orch = self._orchestrator
         orch.settle()  # a thread of the pass before may be at work
-        orch.spec = self._planning.spec(self.enabled)
+        self._planning.enabled = self.enabled
+        orch.spec = self._planning.spec
         pipeline = Pipeline(
             self._reader.feed(self._order(), self.prefetch, epoch, first, state), orch,
             first_step=first, prefetch=self.prefetch, accumulation_steps=(
                 0 if self.accumulation_steps == "auto" else self.accumulation_steps),
             committed=partial(self._planning.look, orch))
+        # The log begins with the first step that is planned by what was seen.
+        late = 0 if self._planning.knows else pipeline.feed.lookahead + 1
         steps, yielded = iter(pipeline), 0  # batches
         self._live, self._next = True, (after := (epoch + 1, 0, None))
         try:
             for step in steps:
                 for k, micro in enumerate(step.micro):
                     if k == len(step.micro) - 1:
-                        self._done = epoch, step.index + 1, step.state
+                        self._done, self._known = (epoch, step.index + 1, step.state), step.known
                     self._step = info = StepInfo.of(
                         step, k, epoch, self.num_ranks, self.num_targets is None, self._watch)
                     if self._ahead is not None:
                         self._ahead.append((info, self._done))
-                    if k == 0 and self._log_every and not step.index % self._log_every:
+                    if k == 0 and self._log_every and not (step.index - late) % self._log_every:
                         log_step(step, info, self._planning.loop)
                     yielded += 1
                     yield micro.content
@@ -285,8 +288,8 @@ class BalancedDataLoader(DataLoader):
         rank uses: torch's distributed checkpoints take it as one value, and keep that of each rank.
         """
         epoch, step, inner = self._done
-        state = {"version": STATE_VERSION, **self._order(), "epoch": epoch, "step": step,
-                 "geometry": self._planning.geometry, "positions": self._planning.fit.knots}
+        state = {"version": STATE_VERSION, **self._order(), **self._known, "epoch": epoch,
+                 "step": step}
         if self._source.kind == "indices":
             return {**state, "batch_size": self._source.batch_size}
         return {**state, **self._source.counted(), "num_ranks": self.num_ranks,
@@ -299,8 +302,8 @@ class BalancedDataLoader(DataLoader):
         order or accumulation, within an epoch for another batch_size argument (unless the global
         batches are equal), and for a per-rank state of another rank or number of ranks."""
         check_state(state, self.state_dict(), self._own_key)
-        self._planning.geometry = state.get("geometry", 0)  # states of before do not have these
-        self._planning.fit = Fit(state.get("positions", ()))
+        self._planning.load(state)
+        self._known = self._planning.known
         size = self._source.batch_size
         if self._source.kind == "indices" and (
                 state["step"] or state.get("batch_size", size) == size):

@@ -88,17 +88,15 @@ class Fit:
     def __init__(self, knots: list[Seen] = ()) -> None:
         self.knots = [tuple(knot) for knot in knots]
 
-    def add(self, seen: np.ndarray) -> bool:
-        """seen (n, 2): pairs, (0, 0) for none. Returns whether the fit has changed."""
+    def add(self, seen: np.ndarray) -> None:
+        """seen (n, 2): pairs, (0, 0) for none."""
         known = dict(self.knots)
         for length, positions in sorted({(a, b) for a, b in seen.tolist() if a}):
             full = len(known) >= KNOTS and min(known) <= length <= max(known)
             if length in known or not full:
                 known[length] = max(known.get(length, 0), positions)
         sizes = np.maximum.accumulate([known[length] for length in sorted(known)] or [0])
-        knots = list(zip(sorted(known), sizes.tolist(), strict=False))
-        changed, self.knots = knots != self.knots, knots
-        return changed
+        self.knots = list(zip(sorted(known), sizes.tolist(), strict=False))
 
     @property
     def is_length(self) -> bool:

@@ -70,25 +70,42 @@ def check_arguments(
 
 class Planning:
     """By which policy a loader's steps are planned: the one that was given, or with `auto` what
-    fits the batches that all ranks saw.
+    fits the batches that all ranks saw. Until they saw one, steps stay as sampled: a plan by
+    another cost than that of the batches can be slower, and need more memory.
 
     policy, tolerance, max_tokens: as of the loader. says: whether this rank writes to the log.
-    known: the other arguments of make_spec, which raises. geometry: PADDED once a batch of any rank
-    was, PACKED where no batch of a whole step showed padding, 0 before the first step. fit: the
-    positions of an example by its length, of which costs are made with `auto`. loop: what balancing
-    gained so far, with measure_every."""
+    known: the other arguments of make_spec, which raises. enabled: as of the loader, in this pass.
+    geometry: PADDED once a batch of any rank was, PACKED where no batch of a whole step showed
+    padding, 0 before the first step. fit: the positions of an example by its length, of which costs
+    are made with `auto`. loop: what balancing gained so far, with measure_every."""
 
     def __init__(self, policy: str, tolerance: float | None, max_tokens: int, *, says: bool,
                  **known: Any) -> None:
         self._chooses = policy == "auto" and tolerance is None and not max_tokens
-        self._says, self.geometry, self.fit, self.loop = says, 0, Fit(), LoopGain()
+        self._says, self.enabled, self.geometry = says, True, 0
+        self.fit, self.loop = Fit(), LoopGain()
         otherwise = "least_move" if policy == "auto" else policy
         first = "padded" if self._chooses else otherwise
         self._specs = {geometry: make_spec(name, tolerance, max_tokens, **known)
                        for geometry, name in ((0, first), (PACKED, otherwise), (PADDED, first))}
 
-    def spec(self, enabled: bool) -> PlanSpec:
-        """Of the steps that are planned next; not enabled: they stay as sampled."""
+    @property
+    def known(self) -> dict[str, Any]:
+        """What was seen, for a state (JSON-able)."""
+        return {"geometry": self.geometry, "positions": self.fit.knots}
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Goes on with what a state has of `known`; states of before do not have it."""
+        self.geometry, self.fit = state.get("geometry", 0), Fit(state.get("positions", ()))
+
+    @property
+    def knows(self) -> bool:
+        """Whether steps can be planned: a batch was seen, or need not be."""
+        return self.geometry > 0 or not self._chooses
+
+    @property
+    def spec(self) -> PlanSpec:
+        """Of the steps that are planned next."""
         spec = replace(self._specs[self.geometry], fills=True)
         if self._chooses:  # a plan that gains nothing moves nothing
             spec = replace(spec, balance=replace(
@@ -96,7 +113,7 @@ class Planning:
         if self._chooses and not self.fit.is_length:
             cost = FittedCost(**vars(spec.costs["llm"]), knots=tuple(self.fit.knots))
             spec = replace(spec, costs={"llm": cost})
-        return spec if enabled else spec.as_sampled
+        return spec if self.enabled and self.knows else spec.as_sampled
 
     def look(self, orchestrator: Orchestrator, step: Step) -> None:
         """After COMMIT of a step, on all ranks alike: measures the gain, and chooses for the steps
@@ -106,14 +123,10 @@ class Planning:
         if step.kept_balanced and self._says:
             log.info("step %d is not measured as sampled: %s", step.index, step.kept_balanced)
         before, self.geometry = self.geometry, max(self.geometry, step.geometry, PACKED)
-        fitted = self.fit.add(step.seen)
-        if self.geometry == before:
-            if fitted and self._chooses:
-                orchestrator.spec = self.spec(orchestrator.spec.balance.enabled)
-            return
-        orchestrator.spec = self.spec(orchestrator.spec.balance.enabled)
+        self.fit.add(step.seen)
+        step.known, orchestrator.spec = self.known, self.spec
         policy, pads = orchestrator.spec.balance.llm.policy, self.geometry == PADDED
-        if not self._says or policy == "none" or not orchestrator.spec.balance.enabled:
+        if self.geometry == before or not self._says or policy == "none" or not self.enabled:
             return
         if self._chooses:
             log.info("%s: steps are planned by the policy %s",

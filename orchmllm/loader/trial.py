@@ -141,7 +141,7 @@ class Trial:
             error = e
         failed = self._gathered([error is not None])[:, 0].nonzero().flatten().tolist()
         if failed:
-            raise RuntimeError(f"computing the loss of the first batch without gradients failed on "
+            raise RuntimeError(f"computing the loss of a batch without gradients failed on "
                                f"rank {failed[0]}; say loss='mean' or loss='scaled' if it cannot "
                                "be tried") from error
         tells = all(map(math.isfinite, losses)) and any(losses)

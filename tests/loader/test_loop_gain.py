@@ -31,8 +31,8 @@ def looped(world, how: dict) -> tuple[list, list, list[str]]:
 
     def run(state: dict | None = None, until: int = STEPS, **more) -> tuple[list[int], dict]:
         del lines[:]
-        loader = BalancedDataLoader(
-            Texts(size), 4, shuffle=True, log_every=STEPS - 1, check_loss=False,
+        loader = BalancedDataLoader(  # lines of the first step (of `auto` the second) and the last
+            Texts(size), 4, shuffle=True, log_every=STEPS - 1 - ("policy" in how), check_loss=False,
             lengths=[length_of(i) for i in range(size)], measure_every=EVERY,
             **{"collate_fn": collate, "policy": "padded", **how, **more})
         if state is not None:

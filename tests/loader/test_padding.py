@@ -6,6 +6,7 @@ from __future__ import annotations
 import logging
 import math
 import re
+import time
 
 import numpy as np
 import pytest
@@ -140,13 +141,12 @@ OTHERS = [(kind, together) for kind in KINDS for together in (
     cut, cut_and_joined, filled_up, powers_of_two, in_characters)]
 
 
-def computed(world, cases: list[tuple]) -> list[list[tuple[int, list[float]]]]:
+def computed(world, cases: list[tuple]) -> list[list[tuple[np.ndarray, list[float]]]]:
     """Of each case, as sampled, by the loader's choice and by each policy: positions of the slowest
-    rank in all steps, and the gains that the log gives."""
+    rank by step, and the gains that the log gives."""
     lines, out = messages(), []
     for kind, together in cases:
-        few = together in (collate, packed)  # of the others, steps that are planned unseen are few
-        lengths, case = lengths_of(kind, 768 if few else 3072), []
+        lengths, case = lengths_of(kind, 768), []
         for how in (dict(enabled=False), {}, *(
                 dict(policy=policy) for policy in ("padded", "least_move", "greedy"))):
             del lines[:]
@@ -155,26 +155,35 @@ def computed(world, cases: list[tuple]) -> list[list[tuple[int, list[float]]]]:
                 check_loss=False, **how)
             sizes = by_rank([batch["input_ids"].numel() for batch in loader])
             gains = [float(m[3]) for line in lines if (m := LINE.search(line))]
-            case.append((int(sizes.max(0).values.sum()), gains))
+            case.append((sizes.max(0).values.numpy(), gains))
         out.append(case)
     return out
+
+
+def shares(case: tuple, of_case: list[tuple]) -> tuple[float, float]:
+    """Positions with the loader's choice by those as sampled, and by those with the best policy: of
+    the steps that are planned by what was seen. One step may not tell powers of two from one width
+    for all."""
+    seen = 1 if case in CASES else 2
+    (off, _), (auto, _), *fixed = of_case
+    return auto.sum() / off.sum(), auto[seen:].sum() / min(sizes[seen:].sum() for sizes, _ in fixed)
 
 
 @pytest.mark.parametrize("cases, num_ranks", [
     (CASES, 4), *(pytest.param(cases, d, marks=pytest.mark.slow)
                   for cases, d in ((CASES, 2), (OTHERS, 2), (OTHERS, 4)))])
 def test_without_a_policy_the_loader_finds_the_one_that_fits(cases, num_ranks):
-    for (kind, together), of_case in zip(cases, run_ranks(computed, num_ranks, cases)[0],
-                                         strict=True):
-        (off, _), (auto, gains), *fixed = of_case
-        counted = 100 * (1 - auto / off)
-        print(f"{kind}, {together.__name__}: {off} positions of the slowest rank as sampled, "
-              f"{auto} planned, {[positions for positions, _ in fixed]} by each policy; gain "
-              f"{counted:.1f}% counted, {np.mean(gains):.1f}% logged")
-        assert auto <= 1.03 * min(positions for positions, _ in fixed) and auto <= 1.01 * off
-        few = together in (collate, packed)
-        assert len(gains) == (96 if few else 384) // num_ranks
-        assert not few or num_ranks == 2 or abs(np.mean(gains) - counted) <= 5
+    for case, of_case in zip(cases, run_ranks(computed, num_ranks, cases)[0], strict=True):
+        (off, _), (auto, gains), *_ = of_case
+        of_off, of_best = shares(case, of_case)
+        counted = 100 * (1 - auto[1:].sum() / off[1:].sum())
+        print(f"{case[0]}, {case[1].__name__}: positions of the slowest rank / off {of_off:.3f}, / "
+              f"best {of_best:.3f}; gain {counted:.1f}% counted, {np.mean(gains[1:]):.1f}% logged")
+        assert auto[0] == off[0]  # what a batch costs is not known yet
+        assert of_off <= 1.01 and of_best <= 1.03
+        assert len(gains) == 96 // num_ranks
+        if cases is CASES and num_ranks == 4:
+            assert abs(np.mean(gains[1:]) - counted) <= 5
 
 
 def said(world, lengths: list[int], hows: list[dict]) -> list[tuple[list[str], dict]]:
@@ -210,18 +219,19 @@ def test_what_is_seen_of_batches_is_said_once():
 
 
 def resumed(world) -> tuple[list, list]:
-    """Shapes of the batches of the second half, without a break and after a resume."""
+    """Shapes of the batches of the second half, without a break and after a resume. Each rank has a
+    state of its own, of another moment."""
     lengths = lengths_of("uniform", 96)
 
-    def loader(**how):
-        return BalancedDataLoader(Given(lengths), 4, shuffle=True, collate_fn=packed, prefetch=0,
-                                  lengths=lengths, check_loss=False, **how)
+    def loader():
+        return BalancedDataLoader(Given(lengths), 4, collate_fn=in_characters, lengths=lengths,
+                                  sampler=range(world.rank, 96, 2), check_loss=False)
 
-    whole = loader()
-    shapes = []
+    whole, shapes = loader(), []
     for batch in whole:
         shapes.append(batch["input_ids"].shape)
         if whole.step.step == 5:
+            time.sleep(0.5 * world.rank)  # the prefetch thread goes on
             state = whole.state_dict()
     again = loader()
     again.load_state_dict(state)
