@@ -46,13 +46,13 @@ class Mirrored(Tensor):
         return out
 
     def __repr__(self) -> str:
-        return f"Mirrored({self.host}, device={self.device})"
+        return f"Mirrored({self.tolist()}, device={self.device})"
 
     def tolist(self) -> Any:
-        return self.host.tolist()
+        return _on_host(self.host.tolist)
 
     def numpy(self, *, force: bool = False) -> Any:
-        return self.host.numpy(force=force)
+        return _on_host(self.host.numpy, force=force)
 
     @functools.cached_property
     def there(self) -> Tensor:

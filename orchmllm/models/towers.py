@@ -16,7 +16,6 @@ from transformers.masking_utils import sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from orchmllm.batch import SequenceLengths
-from orchmllm.encoders.mirrored import Mirrored
 from orchmllm.models.families import part_of
 from orchmllm.models.packing import attend
 from orchmllm.plan.layout import ENCODERS
@@ -59,8 +58,7 @@ def _lengths(borders: Tensor, device: torch.device) -> SequenceLengths:
     """Of borders (k + 1,), which all blocks of a forward share. Waits for the device once, where
     transformers made them there."""
     if not hasattr(borders, "seqlens"):
-        host = borders.host if isinstance(borders, Mirrored) else borders
-        borders.seqlens = SequenceLengths.from_lengths(np.diff(host.cpu().numpy()), device)
+        borders.seqlens = SequenceLengths.from_lengths(np.diff(borders.tolist()), device)
     return borders.seqlens
 
 
