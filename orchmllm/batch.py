@@ -144,8 +144,9 @@ class PackedExamples:
     """A rank's whole examples of one microbatch, for a model of transformers.
 
     inputs: arguments of its forward by name: input_ids (1, R), position_ids and the media, one
-    example after the other; those that are `read` stay on the host. kept (k,) int64: positions of the row whose next token is learnt,
-    ascending; targets (k,) int64: those tokens. seqlens: lengths of the examples in the row.
+    example after the other; those that are `read` stay on the host. kept (k,) int64: positions of
+    the row whose next token is learnt, ascending; targets (k,) int64: those tokens. seqlens:
+    lengths of the examples in the row.
     phases: encoder phase -> an orchmllm.encoders.planned.EncodedItems, what this rank encodes of
     it, for a model whose encoders are planned; without an entry the media are in `inputs`, or no
     rank has any.

@@ -1,4 +1,4 @@
-"""Integers of a batch that the host keeps beside the device, so that to read them waits for nothing.
+"""Integers of a batch that the host keeps beside the device, so that reading them does not wait.
 
 Models of transformers read token ids, grids and lengths in their forwards: they count tokens of
 images, choose rows by masks and cut sequences at their borders. On a GPU each of these reads waits
@@ -95,7 +95,7 @@ class Mirrored(Tensor):
 
 def mirrored(values: np.ndarray, device: torch.device | str) -> Mirrored:
     """Of values of the host."""
-    return Mirrored(torch.from_numpy(values), device)
+    return Mirrored(_on_host(torch.from_numpy, values), device)
 
 
 def _on_host(function: Callable, *args: Any, **kwargs: Any) -> Any:

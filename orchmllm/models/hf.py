@@ -216,8 +216,14 @@ def meta_model(folder: str) -> WholeModel:
 
 def describe_attention(model: ModelConfig, device_type: str, dtype: torch.dtype) -> str:
     """One line for the log: what computes attention, and why."""
-    text = meta_model(model.folder).hf.config.get_text_config(decoder=True)
-    size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    whole = meta_model(model.folder)
+    text = whole.hf.config.get_text_config(decoder=True)
+    sizes = {part: next(m.head_dim for m in stack[0].modules() if hasattr(m, "head_dim"))
+             for part, stack in whole.blocks().items() if part != "llm"}
+    sizes["llm"] = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    kernels = {part: attention_backend(device_type, dtype, size).description
+               for part, size in sizes.items()}
     return ("attention: llm, where it is causal: "
-            f"{attention_backend(device_type, dtype, size).description}, with windows or images: "
-            "scaled_dot_product_attention per example; encoders: as transformers chooses")
+            f"{kernels.pop('llm')}, with windows or images: scaled_dot_product_attention per "
+            "example" + "".join(f"; {part}, where its media are packed: {kernel}, else "
+                                "scaled_dot_product_attention" for part, kernel in kernels.items()))
