@@ -58,7 +58,7 @@ class WholeModel(nn.Module):
         self._text = text = hf.config.get_text_config(decoder=True)
         self._stock_attention = text._attn_implementation
         text._attn_implementation = packing.NAME
-        towers.use_packed_attention(hf)
+        towers.use_packed_attention(self.blocks())
         compute_on_host(hf)
         self.num_layers = text.num_hidden_layers
         accepted = inspect.signature(hf.forward).parameters

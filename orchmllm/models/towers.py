@@ -6,49 +6,48 @@ other it calls attention once for each image and reads the borders in every bloc
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface, AttentionMaskInterface
-from transformers.masking_utils import sdpa_mask
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers import AttentionInterface
 
 from orchmllm.batch import SequenceLengths
-from orchmllm.models.families import part_of
 from orchmllm.models.packing import attend
 from orchmllm.plan.layout import ENCODERS
 
 NAME = "orchmllm_flash_tower"
 
 
-def use_packed_attention(hf: nn.Module) -> None:
-    """Lets the towers of a model that attend by `sdpa` attend by `attention_of_tower`."""
-    for name, module in hf.named_modules():
-        config = getattr(module, "config", None)
-        if part_of(f"{name}.") in ENCODERS and getattr(
-                config, "_attn_implementation", None) == "sdpa":
-            config._attn_implementation = NAME
+def use_packed_attention(stacks: Mapping[str, nn.ModuleList]) -> None:
+    """Lets the blocks of towers that are told the borders of packed media, and attend by `sdpa`,
+    attend by `attention_of_tower`. stacks: of all parts, see WholeModel.blocks."""
+    for part in ENCODERS.keys() & stacks.keys():
+        if "cu_seqlens" not in inspect.signature(stacks[part][0].forward).parameters:
+            continue
+        for module in stacks[part].modules():
+            config = getattr(module, "config", None)
+            if getattr(config, "_attn_implementation", None) == "sdpa":
+                config._attn_implementation = NAME
 
 
 def attention_of_tower(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,
-    scaling: float | None = None, dropout: float = 0.0, cu_seq_lens_q: Tensor | None = None,
-    **kwargs: Any,
+    scaling: float | None = None, dropout: float = 0.0, is_causal: bool | None = None,
+    cu_seq_lens_q: Tensor | None = None, cu_seq_lens_k: Tensor | None = None, **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """query: (n, H, R, D); key, value: (n, Hkv, R, D). Returns (n, R, H, D). cu_seq_lens_q (k + 1,)
-    int: borders of the media in a row, with n = 1; without them it is transformers' `sdpa`. Raises
-    RuntimeError for what it cannot compute exactly."""
-    if cu_seq_lens_q is None:
-        return ALL_ATTENTION_FUNCTIONS["sdpa"](
-            module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **kwargs)
-    causal = kwargs.get("is_causal")
-    causal = getattr(module, "is_causal", True) if causal is None else causal
-    if dropout or causal or attention_mask is not None or kwargs.get(
-            "cu_seq_lens_k", cu_seq_lens_q) is not cu_seq_lens_q:
-        raise RuntimeError(f"{type(module).__name__} attends with dropout, a mask or to other "
-                           "media than its own, which packing does not know")
+    """query: (1, H, R, D); key, value: (1, Hkv, R, D); cu_seq_lens_q, which is also cu_seq_lens_k:
+    (k + 1,) int, borders of the media. Returns (1, R, H, D). Raises RuntimeError where media would
+    see each other, and for what it cannot compute exactly."""
+    if cu_seq_lens_q is None or cu_seq_lens_k is not cu_seq_lens_q:
+        raise RuntimeError(f"{type(module).__name__} does not say where its media end: they would "
+                           "see each other")
+    if dropout or is_causal is not False or attention_mask is not None:
+        raise RuntimeError(f"{type(module).__name__} attends with dropout, a mask or in one "
+                           "direction, which packed media do not know")
     return attend(query, key, value, _lengths(cu_seq_lens_q, query.device), scaling,
                   causal=False), None
 
@@ -63,4 +62,3 @@ def _lengths(borders: Tensor, device: torch.device) -> SequenceLengths:
 
 
 AttentionInterface.register(NAME, attention_of_tower)
-AttentionMaskInterface.register(NAME, sdpa_mask)

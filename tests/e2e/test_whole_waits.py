@@ -26,7 +26,6 @@ from tests.lib.fake_cuda import fake_cuda, run_with_guard
 from tests.lib.no_sync import NoSync
 from tests.lib.whole_models import Item
 
-pytestmark = pytest.mark.whole
 CASES = [("qwen3_vl", "none"), ("qwen2_5_vl", "selective"), ("internvl", "full"),
          ("gemma3", "none")]
 
@@ -90,6 +89,7 @@ def fake_steps() -> tuple[list, dict[str, list]]:
     return plain, found
 
 
+@pytest.mark.whole
 def test_a_step_waits_for_nothing_and_attends_once_a_block(tmp_path):
     """Gemma 3 attends by masks, and the tower of InternVL in batches of one size."""
     steps, planted = run_with_guard(tmp_path, __name__, "fake_steps")
