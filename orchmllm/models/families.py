@@ -52,7 +52,8 @@ def read_config(folder: Path) -> PreTrainedConfig:
 
     if not transformers.__version__.startswith(TESTED):
         raise ValueError(f"transformers {transformers.__version__} is installed, but whole models "
-                         f"were tested with {TESTED[0]}*: pip install 'transformers=={TESTED[0]}*'")
+                         f"were tested with {'* and '.join(TESTED)}*: "
+                         f"pip install 'transformers=={TESTED[-1]}*'")
     if not (folder / "config.json").is_file():
         raise ValueError(f"{folder} has no config.json: give a local copy of the model (nothing is "
                          "downloaded)")
