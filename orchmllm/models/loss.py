@@ -33,7 +33,7 @@ class _ChunkedLoss(torch.autograd.Function):
             target = labels[part].clamp(min=0).unsqueeze(1)  # (r, 1)
             # Zeros: an ignored row then adds nothing to the weight's gradient.
             h = hidden[part].masked_fill(ignored[part], 0.0)
-            logits = F.linear(h, weight).to(dtype)  # (r, V)
+            logits = _product(h, weight, dtype)  # (r, V)
             # In place, like all that follows: a pass reads and writes the only tensor of this size.
             torch.log_softmax(logits, 1, out=logits)
             total -= logits.gather(1, target).masked_fill_(ignored[part], 0.0).sum()
@@ -61,11 +61,23 @@ class _ChunkedLoss(torch.autograd.Function):
                 None, None, None)
 
 
+def _product(h: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
+    """h (r, D) times weight (V, D) transposed, (r, V) in dtype. A GPU sums products of half
+    precision in float32 and writes that; elsewhere they are rounded to h's dtype before."""
+    if h.is_cuda and h.dtype != dtype:
+        return torch.mm(h, weight.T, out_dtype=dtype)
+    return F.linear(h, weight).to(dtype)
+
+
 def _add_product(total: Tensor, grad: Tensor, h: Tensor) -> None:
     """Adds grad (r, V) transposed times h (r, D) to total (V, D). Where total has a higher
-    precision than the product, COPIED_ROWS of this exist at a time beside it."""
+    precision than the product, a GPU adds in total's; elsewhere COPIED_ROWS of the product exist
+    at a time beside it."""
     if total.dtype == h.dtype:
         total.addmm_(grad.T, h)
+        return
+    if total.is_cuda:
+        torch.addmm(total, grad.T, h, out_dtype=total.dtype, out=total)
         return
     for rows, columns in zip(total.split(COPIED_ROWS), grad.split(COPIED_ROWS, 1), strict=True):
         rows += columns.T @ h
@@ -95,7 +107,7 @@ def answers_with_loss(head: nn.Linear, targets: Tensor, rows: int) -> Iterator[l
                 f"{' and a bias' * (head.bias is not None)} cannot answer with the loss: set "
                 "fsdp.loss_chunk_rows to 0")
         loss = _ChunkedLoss.apply(x[0], head.weight, targets, rows, torch.is_grad_enabled())
-        answered.append(loss.reshape(1, 1, 1))
+        answered.append(loss.reshape(1, 1, 1).clone())  # FSDP2 warns of views
         return answered[0]
 
     head.forward = forward

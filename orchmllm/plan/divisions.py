@@ -85,6 +85,8 @@ def _slots(cost: np.ndarray, sizes: np.ndarray, caps: np.ndarray, num_slots: int
     The most expensive examples are packed first; where that fails those that are the largest for
     their cap; and where that fails these into the first slot that has room. cost: (n,), sizes:
     (n, c), caps: (c,)."""
+    if (sizes.sum(axis=0) > num_slots * caps).any():
+        return None
     share = np.zeros(len(cost)) if not len(caps) else (
         sizes / np.maximum(caps, 1)).max(axis=1)
     largest, as_given = np.argsort(-share, kind="stable"), np.arange(len(cost))

@@ -165,7 +165,9 @@ def divisions(
     if limited:  # divisions that look for no cap may be below it, too
         free = spec.without_room.capped(dict.fromkeys(spec.hard_caps, 0))
         found += [(bound, Division(one.micro, replace(one.spec, room=spec.room).capped(
-            spec.hard_caps))) for bound, one in divided(layout, free, count, large)]
+            {phase: min(cap, one.spec.hard_caps.get(phase, cap))  # theirs is the usual one
+             for phase, cap in spec.hard_caps.items()})))
+            for bound, one in divided(layout, free, count, large)]
     found = [(0.0, alike), *sorted(found[1:], key=itemgetter(0))]
     best = _shortest(layout, found, count)
     if best is None and spec.room:

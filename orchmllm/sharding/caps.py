@@ -22,12 +22,12 @@ from orchmllm.sharding.memory import Choice, Loads, MemoryModel, loads_of
 
 
 def room_of(
-    memory: MemoryModel, loads: Loads, choice: Choice, budget_bytes: float, most: float = MOST
+    memory: MemoryModel, loads: Loads, choice: Choice, budget_bytes: float
 ) -> tuple[Limit, ...]:
     """Limits below which the memory of a rank is predicted to hold its positions of a microbatch,
-    one for each moment of a step that may be the highest; () if nothing fits. Rows, tokens and
-    arriving features grow with positions as on the fullest ranks of `loads`; of no phase a rank
-    gets more than `most` times what these have.
+    one for each moment of a step that may be the highest; () if nothing fits, as without a
+    budget. Rows, tokens and arriving features grow with positions as on the fullest ranks of
+    `loads`.
 
     At every moment the bytes of a phase alone are taken to grow along a straight line, from none to
     as many positions as fit. What is predicted is nowhere above this line, but for the loss: what
@@ -52,10 +52,9 @@ def room_of(
         always += more
     if always.max() >= budget_bytes:
         return ()
-    limits = [Limit(int(budget_bytes - kept), {p: math.ceil(each[p][k]) for p in full})
-              for k, kept in enumerate(always)]
-    limits += [Limit(int(most * n), {p: 1}) for p, n in full.items()] * (most < MOST)
-    return tuple(_highest(limits))
+    return tuple(_highest([
+        Limit(int(budget_bytes - kept), {p: math.ceil(each[p][k]) for p in full})
+        for k, kept in enumerate(always)]))
 
 
 def _highest(limits: Sequence[Limit]) -> list[Limit]:
@@ -110,7 +109,7 @@ def with_count(
         if not count:
             raise
         return recipe, spec, ""  # what follows says so
-    room = room_for(recipe, memory, loads, budget_bytes, MISSED, choice)
+    room = room_of(memory, loads, choice, budget_bytes / MISSED)
     spec = replace(spec, room=room)
     text = described(layouts, spec, count) if room and spec.balance.enabled else ""
     if count:
@@ -122,18 +121,6 @@ def with_count(
     return replace(recipe, train=replace(
         recipe.train, accumulation_steps=count,
         batch_size=-(-recipe.train.batch_size // count))), spec, text
-
-
-def room_for(
-    recipe: Recipe, memory: MemoryModel, loads: Loads, budget_bytes: float, taken: float,
-    choice: Choice,
-) -> tuple[Limit, ...]:
-    """room_of by the recipe's `choice`, () without a budget. Where `auto` recomputes as little as
-    the loads allow, these are the room. taken: see decide."""
-    if not budget_bytes:
-        return ()
-    auto = "auto" in map(recipe.fsdp.checkpointing, PHASES)
-    return room_of(memory, loads, choice, budget_bytes / taken, 1.0 if auto else MOST)
 
 
 def chosen(

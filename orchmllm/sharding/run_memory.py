@@ -22,7 +22,7 @@ from orchmllm.plan.microbatches import plan_microbatches
 from orchmllm.plan.room import Limit
 from orchmllm.plan.step import StepPlan
 from orchmllm.sharding.blocks import recompute
-from orchmllm.sharding.caps import chosen, described, room_for
+from orchmllm.sharding.caps import chosen, described, room_of
 from orchmllm.sharding.choice import one_layer_more
 from orchmllm.sharding.fits import (
     MISSED,
@@ -140,8 +140,8 @@ class RunMemory:
         if self.known.get("limits", {}).items() >= known.items():
             room = tuple(Limit(*limit) for limit in self.known["limits"]["of"])
         else:
-            room = room_for(self._recipe, self.memory, self.loads, self.budget,
-                            self._taken or MISSED, self.choice)
+            room = room_of(self.memory, self.loads, self.choice,
+                           self.budget / (self._taken or MISSED))
             self.known["limits"] = {**known, "of": [[one.most, one.each] for one in room]}
         self.spec = replace(self.spec, room=room)
         if room and self.spec.balance.enabled:

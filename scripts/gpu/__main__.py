@@ -47,13 +47,18 @@ def environment(tiny: bool) -> dict[str, str]:
 
 
 def commit() -> str | None:
-    """Of the working tree, or as carry.py has noted it."""
-    done = subprocess.run(["git", "-C", str(ROOT), "rev-parse", "HEAD"], capture_output=True,
-                          text=True) if (ROOT / ".git").exists() else None
-    if done and done.returncode == 0:
-        return done.stdout.strip()
+    """Of the working tree, or as carry.py has noted it: a copy may be a repository of its own,
+    which does not know that commit."""
+    def git(*args: str) -> str | None:
+        done = subprocess.run(["git", "-C", str(ROOT), *args], capture_output=True, text=True)
+        return None if done.returncode else done.stdout.strip()
+
     noted = setup.CARRIED / "COMMIT"
-    return noted.read_text(encoding="utf-8").strip() if noted.exists() else None
+    carried = noted.read_text(encoding="utf-8").strip() if noted.exists() else None
+    here = git("rev-parse", "HEAD") if (ROOT / ".git").exists() else None
+    if here and carried and git("cat-file", "-e", carried.rstrip("+")) is None:
+        return carried
+    return here or carried
 
 
 def execute(command: list[str], limit_s: float, place: Place) -> tuple[int | None, dict, str]:

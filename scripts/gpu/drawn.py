@@ -12,6 +12,7 @@ import numpy as np
 
 from orchmllm.config.job import resolve
 from orchmllm.config.recipe import Recipe
+from orchmllm.data.dataset import ConversationDataset
 from orchmllm.data.sampler import GlobalSampler, make_sampler
 from orchmllm.launch import World
 from orchmllm.models.flops import padded_phases, plan_spec
@@ -53,12 +54,12 @@ class DrawnDataset(SyntheticDataset):
         yield TEXT, text_lengths(int(found.text[i]))
 
 
-def _sampler(recipe: Recipe, dataset: DrawnDataset, batch: int) -> GlobalSampler:
+def _sampler(recipe: Recipe, dataset: ConversationDataset, batch: int) -> GlobalSampler:
     return make_sampler(dataset, range(len(dataset)), batch, data=recipe.data, per_rank=batch,
                         seed=recipe.run.seed)
 
 
-def layouts_of(recipe: Recipe, dataset: DrawnDataset) -> list[BatchLayout]:
+def layouts_of(recipe: Recipe, dataset: ConversationDataset) -> list[BatchLayout]:
     """The steps of the run on one rank."""
     batch = recipe.train.batch_size
     sampler = _sampler(recipe, dataset, batch)
@@ -66,11 +67,10 @@ def layouts_of(recipe: Recipe, dataset: DrawnDataset) -> list[BatchLayout]:
             for step in range(recipe.train.num_steps)]
 
 
-def sized(recipe: Recipe, dataset: DrawnDataset, tokens: int) -> Recipe:
+def sized(recipe: Recipe, dataset: ConversationDataset, tokens: int) -> Recipe:
     """The recipe with the smallest train.batch_size of which every step of the run has `tokens` LLM
     tokens or more. Raises ValueError where the drawn examples are too few."""
-    lengths = np.array([sum(lengths.num_tokens for _, lengths in dataset._segments(i))
-                        for i in range(len(dataset))])
+    lengths = np.array([dataset.layout(i).tokens_per_example.sum() for i in range(len(dataset))])
     for batch in range(1, len(dataset) // recipe.train.num_steps + 1):
         sampler = _sampler(recipe, dataset, batch)
         if min(lengths[sampler.batch(s)].sum() for s in range(recipe.train.num_steps)) >= tokens:

@@ -23,7 +23,8 @@ STEPS = {
     "steps": COUNT,  # that the medians are of
     "step_s": NUMBER, "predicted_step_s": NUMBER, "predicted_for": TEXT, "first_step_s": NUMBER,
     "peak_bytes": NUMBER, "peak_of": TEXT, "predicted_peak_bytes": NUMBER,
-    "mfu": SOME, "predicted_mfu": NUMBER, "tokens_per_s": NUMBER, "trace": SOME_TEXT}
+    "mfu": SOME, "predicted_mfu": NUMBER, "tokens_per_s": NUMBER, "trace": SOME_TEXT,
+    "idle_share": SOME, "longest": LIST}  # of the traced step, see trace.py
 GRADIENTS = ("float32", "bfloat16", "bfloat16 compiled")
 # What a part that is ok has to tell; of the others any of it. Names end in their unit.
 FIGURES = {
@@ -36,6 +37,7 @@ FIGURES = {
     "doctor": {}, "self-test": {},
     **{f"train-{choice}": STEPS for choice in ("none", "selective", "full")},
     **{f"compiled-{choice}": STEPS for choice in ("none", "selective", "full")},
+    "whole": STEPS,
     "resume": {"saved_bytes": COUNT, "save_s": NUMBER, "stall_s": NUMBER, "step_s": NUMBER,
                "resumed_at_step": COUNT, "loss_difference": NUMBER, "rss_before_bytes": COUNT,
                "rss_saving_bytes": COUNT, "resume_s": NUMBER},
@@ -142,7 +144,9 @@ def _rest(line: dict) -> str:
         return line["problems"][0].replace("|", "/")
     f = line["figures"]
     if "predicted_for" in f:
-        return f"predicted for {f['predicted_for']}; peak of {f['peak_of']}"
+        idle = f.get("idle_share")
+        return (f"predicted for {f['predicted_for']}; peak of {f['peak_of']}"
+                + (f"; idle {idle:.1%}" if idle is not None else ""))
     if line["part"] in ("setup", "bench"):
         return "missing: " + ", ".join(f["missing"]) if f.get("missing") else ""
     flat = {k: v for k, v in f.items() if not isinstance(v, dict)} | f.get("errors", {})

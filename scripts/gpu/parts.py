@@ -10,8 +10,9 @@ from pathlib import Path
 
 from scripts.gpu.setup import ROOT, demo_data
 
-GPU_TESTS = ["tests/models/test_attention.py", "tests/runtime/test_measured.py",
-             "tests/e2e/test_no_sync.py", "tests/e2e/test_whole_waits.py"]
+GPU_TESTS = ["tests/models/test_attention.py", "tests/models/test_loss_head.py",
+             "tests/runtime/test_measured.py", "tests/e2e/test_no_sync.py",
+             "tests/e2e/test_whole_waits.py"]
 CHOICES = ("none", "selective", "full")
 # Widths of a 7B LLM with as many layers as leave room on 80 GB for nothing recomputed; a step
 # holds at least TOKENS.
@@ -89,6 +90,17 @@ def _train(choice: str, compiled: bool) -> Callable[[Place, str], list[str]]:
     return command
 
 
+def _whole(place: Place, part: str) -> list[str]:
+    tokens = TINY_TOKENS if place.tiny else TOKENS
+    return ["-m", "scripts.gpu.steps", "--result", str(place.result(part)), f"--tokens={tokens}",
+            f"--steps={6 if place.tiny else 14}", f"--whole={place.work / part}",
+            f"--trace={place.out / f'trace_{part}.json.gz'}", *["--tiny"] * place.tiny,
+            f"fsdp.loss_chunk_rows={64 if place.tiny else 2048}", "fsdp.memory_gb=0",
+            f"data.num_workers={1 if place.tiny else 8}",
+            f"run.dir={place.work / part / 'run'}", f"data.index_dir={place.work / part / 'index'}",
+            "checkpoint.every_steps=-1", "fsdp.activation_checkpointing=none"]
+
+
 def _resume(place: Place, part: str) -> list[str]:
     return ["-m", "scripts.gpu.resume", "--result", str(place.result(part)),
             f"--work={place.work / part}", f"--tokens={TINY_TOKENS if place.tiny else TOKENS}",
@@ -160,6 +172,7 @@ PARTS = {
                                _train(choice, False)) for choice in CHOICES},
     **{f"compiled-{choice}": Part(f"the same, blocks compiled, recomputing {choice}", 180,
                                   _train(choice, True)) for choice in CHOICES},
+    "whole": Part("steps of a model of transformers, Qwen3-VL", 120, _whole),
     "resume": Part("save, kill, resume", 150, _resume),
     "corpus": Part("orchmllm train on the demo corpus", 90, _corpus, _corpus_figures),
     "drop-in": Part("BalancedDataLoader and balance_encoders with Qwen2-VL of transformers", 90,

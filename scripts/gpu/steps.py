@@ -1,11 +1,12 @@
 """Trains some steps of drawn lengths on one rank and measures them, beside what is predicted.
 
     python -m scripts.gpu.steps --result FILE --tokens 16384 --steps 14 [--trace FILE.json.gz]
-        [--log FILE] section.key=value ...
+        [--log FILE] [--whole FOLDER [--tiny]] section.key=value ...
 
 The recipe is recipes/mllm_1gpu.yaml with the overrides; train.batch_size is chosen so that every
 step has --tokens LLM tokens. The file of figures grows with the run. --trace: of the last step.
---log: a line a step, as soon as it is done.
+--log: a line a step, as soon as it is done. --whole: instead recipes/qwen3_vl_8b.yaml with a model
+and rows that are written there (see whole.py), of small widths with --tiny.
 """
 
 from __future__ import annotations
@@ -23,18 +24,25 @@ from statistics import median
 import torch
 
 from orchmllm.config.recipe import Recipe, load_recipe
+from orchmllm.data.dataset import ConversationDataset
 from orchmllm.launch import device_of, process_group
+from orchmllm.tools.predict.examples import dataset_of
 from orchmllm.trainer import Trainer
+from scripts.gpu import trace, whole
 from scripts.gpu.drawn import DrawnDataset, layouts_of, one_rank, predicted, sized
 from scripts.gpu.setup import ROOT
 
 WARM_UP = 3  # steps, in which kernels are loaded and graphs are made
 
 
-def recipe_of(overrides: list[str], steps: int, trace: bool) -> Recipe:
-    return load_recipe(ROOT / "recipes" / "mllm_1gpu.yaml", [
-        "data.path=drawn", f"train.num_steps={steps}", "train.warmup_steps=2",
-        *[f"profile.steps={steps - 1}-{steps - 1}"] * trace, *overrides])
+def recipe_of(overrides: list[str], steps: int, traced: bool, folder: Path | None = None) -> Recipe:
+    name, data = "mllm_1gpu", ["data.path=drawn"]
+    if folder:
+        name, data = "qwen3_vl_8b", [f"model.config={folder / 'model'}",
+                                     f"data.path={folder / 'rows.jsonl'}"]
+    return load_recipe(ROOT / "recipes" / f"{name}.yaml", [
+        *data, f"train.num_steps={steps}", "train.warmup_steps=2",
+        *[f"profile.steps={steps - 1}-{steps - 1}"] * traced, *overrides])
 
 
 def reset_peak(device: torch.device) -> None:
@@ -51,7 +59,8 @@ def peak_of(device: torch.device) -> dict:
             "peak_of": "tensors"}
 
 
-def train(recipe: Recipe, dataset: DrawnDataset, args: argparse.Namespace, figures: dict) -> None:
+def train(recipe: Recipe, dataset: ConversationDataset, args: argparse.Namespace,
+          figures: dict) -> None:
     """Runs the steps; what they took is added to the figures."""
     world, rows = one_rank(), []
     device = device_of(world)
@@ -89,22 +98,26 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--steps", type=int, required=True)
     parser.add_argument("--trace", type=Path)
     parser.add_argument("--log", type=Path)
+    parser.add_argument("--whole", type=Path)
+    parser.add_argument("--tiny", action="store_true")
     parser.add_argument("overrides", nargs="*")
     args = parser.parse_args(argv)
-    recipe = recipe_of(args.overrides, args.steps, bool(args.trace))
-    dataset = DrawnDataset(recipe)
+    if args.whole:
+        whole.write(args.whole, args.tiny)
+    recipe = recipe_of(args.overrides, args.steps, bool(args.trace), args.whole)
+    dataset = dataset_of(recipe) if args.whole else DrawnDataset(recipe)
     recipe = sized(recipe, dataset, args.tokens)
     layouts = layouts_of(recipe, dataset)
     tokens = [int(layout.tokens_per_example.sum()) for layout in layouts]
     name = torch.cuda.get_device_name(0) if torch.cuda.is_available() else "CPU"
     figures = {"tokens_min": min(tokens), "tokens_mean": sum(tokens) / len(tokens), "trace": None,
-               **predicted(recipe, layouts[WARM_UP:], name)}
+               "idle_share": None, "longest": [], **predicted(recipe, layouts[WARM_UP:], name)}
     train(recipe, dataset, args, figures)
     if args.trace:
         (path,) = (recipe.run.folder / "profile").glob("*.json")
         with path.open("rb") as source, gzip.open(args.trace, "wb") as target:
             shutil.copyfileobj(source, target)
-        figures["trace"] = args.trace.name
+        figures |= {"trace": args.trace.name, **trace.read(args.trace)}
     args.result.write_text(json.dumps(figures), encoding="utf-8")
     print(json.dumps(figures))
     return 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import os
 import platform
@@ -19,7 +20,7 @@ import torch
 
 from orchmllm.config.recipe import load_recipe
 from scripts.gpu import __main__ as kit
-from scripts.gpu import carry, gradients, lines, setup
+from scripts.gpu import carry, gradients, lines, setup, trace
 from scripts.gpu.parts import GPU_TESTS, PARTS, Part, Place
 from tests.lib.commands import ROOT
 
@@ -220,12 +221,28 @@ def test_the_table_compares_runs_and_shows_the_last_line_of_a_part():
     steps = {"tokens_min": 16400, "tokens_mean": 17000.0, "steps": 10, "step_s": 0.5,
              "predicted_step_s": 0.4, "predicted_for": "h100-sxm", "first_step_s": 2.0,
              "peak_bytes": 5e10, "peak_of": "tensors", "predicted_peak_bytes": 4.8e10, "mfu": 0.35,
-             "predicted_mfu": 0.44, "tokens_per_s": 34000.0, "trace": None}
+             "predicted_mfu": 0.44, "tokens_per_s": 34000.0, "trace": None,
+             "idle_share": 0.02, "longest": ["9.0 ms, 3 x gemm"]}
     runs = [LINE | {"part": name, "figures": steps | {"tokens_per_s": speed}}
             for name, speed in (("train-none", 1.0), ("train-none", 34000.0),
                                 ("compiled-none", 40800.0))]
     assert not any(map(lines.problems_of, runs))
     text = lines.table(runs)
     assert ("| compiled-none | ok | 1 | 0.400 | 0.500 | 48.00 | 50.00 | 44.0 | 35.0 | 1.20x | "
-            "predicted for h100-sxm; peak of tensors |") in text
+            "predicted for h100-sxm; peak of tensors; idle 2.0% |") in text
     assert text.count("train-none") == 1 and "| 1.00x |" in text
+
+
+def test_a_trace_tells_when_the_gpu_had_nothing_to_do(tmp_path):
+    """Kernels of two streams overlap; what runs on the host does not count."""
+    def event(start: float, duration: float, name: str, category: str = "kernel") -> dict:
+        return {"cat": category, "ts": start, "dur": duration, "name": name}
+
+    events = [event(40.0, 20.0, "b"), event(0.0, 30.0, "a"), event(10.0, 10.0, "a"),
+              event(20.0, 15.0, "copy", "gpu_memcpy"), event(30.0, 90.0, "host", "cpu_op")]
+    for kept, found in ((events, {"idle_share": pytest.approx(5 / 60), "longest": [
+            "0.0 ms, 2 x a", "0.0 ms, 1 x b", "0.0 ms, 1 x copy"]}),
+                        (events[-1:], {"idle_share": None, "longest": []})):
+        with gzip.open(tmp_path / "t.json.gz", "wt") as file:
+            json.dump({"traceEvents": kept}, file)
+        assert trace.read(tmp_path / "t.json.gz") == found

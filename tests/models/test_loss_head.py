@@ -22,19 +22,19 @@ from orchmllm.models.loss import LossHead, answers_with_loss
 from orchmllm.sharding.memory import Loads, MemoryModel
 
 
-def gradients(dtype: torch.dtype, num_targets: int) -> list[Tensor]:
-    """Gradients of hidden (512, 32) and weight (16384, 32) from values that bfloat16 holds exactly,
-    of the summed loss / num_targets."""
+def gradients(dtype: torch.dtype, num_targets: int, device: str = "cpu") -> list[Tensor]:
+    """On the CPU, gradients of hidden (512, 32) and weight (16384, 32) from values that bfloat16
+    holds exactly, of the summed loss / num_targets."""
     generator = torch.Generator().manual_seed(0)
-    head = LossHead(32, 16384).to(dtype)
+    head = LossHead(32, 16384).to(device, dtype)
     values = torch.randn(16896, 32, generator=generator).mul(0.2).bfloat16()
     with torch.no_grad():
         head.weight.copy_(values[512:])
-    hidden = values[:512].to(dtype).requires_grad_()
+    hidden = values[:512].to(device, dtype).requires_grad_()
     labels = torch.randint(0, 16384, (512,), generator=generator)
     labels[::3] = IGNORE_INDEX
-    (head(hidden, labels, 128) / num_targets).backward()
-    return [hidden.grad, head.weight.grad]
+    (head(hidden, labels.to(device), 128) / num_targets).backward()
+    return [hidden.grad.cpu(), head.weight.grad.cpu()]
 
 
 @pytest.mark.parametrize("num_targets", [10_007, 1_003, 64])
@@ -45,6 +45,15 @@ def test_no_factor_is_common_to_the_gradients_in_bfloat16(num_targets):
         gain = float((got.double() * want).sum() / (want * want).sum())
         assert abs(gain - 1) < 2e-4
         assert got.dtype == torch.bfloat16
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_a_gpu_sums_in_float32():
+    """What rounds to bfloat16 are the logits' gradients and the results alone."""
+    for got, want in zip(gradients(torch.bfloat16, 1_003, "cuda"),
+                         gradients(torch.float64, 1_003), strict=True):
+        assert float((got.double() - want).norm() / want.norm()) < 3e-3
 
 
 @pytest.mark.parametrize("dtype, frozen", [("float32", False), ("bfloat16", True)])
