@@ -20,6 +20,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from orchmllm.batch import on_device
 
+Values = tuple[Tensor | None, ...]  # packed tensors by argument
 Place = Callable[[np.ndarray, torch.device], Tensor]
 
 
@@ -74,8 +75,7 @@ class Layout(ABC):
         """meta (n, columns) -> for each packed tensor (n,), its rows of each item."""
 
     @abstractmethod
-    def build(self, meta: np.ndarray, values: tuple[Tensor | None, ...], place: Place = on_device
-              ) -> tuple[Any, ...]:
+    def build(self, meta: np.ndarray, values: Values, place: Place = on_device) -> tuple[Any, ...]:
         """meta (n, columns) and the packed tensors of n items of any ranks -> the encoder's
         arguments. place: makes a tensor on a device of what meta says."""
 
@@ -128,8 +128,7 @@ class Rows(Layout):
     def lengths(self, meta: np.ndarray) -> tuple[np.ndarray, np.ndarray | None]:
         return (meta[:, 0] if self.length else np.ones(len(meta), np.int64)), None
 
-    def build(self, meta: np.ndarray, values: tuple[Tensor | None, ...], place: Place = on_device
-              ) -> tuple[Any, ...]:
+    def build(self, meta: np.ndarray, values: Values, place: Place = on_device) -> tuple[Any, ...]:
         return values
 
 
@@ -178,8 +177,7 @@ class Packed(Layout):
     def lengths(self, meta: np.ndarray) -> tuple[np.ndarray, np.ndarray | None]:
         return meta.prod(1), meta[:, 0] if self.frames else None
 
-    def build(self, meta: np.ndarray, values: tuple[Tensor | None, ...], place: Place = on_device
-              ) -> tuple[Any, ...]:
+    def build(self, meta: np.ndarray, values: Values, place: Place = on_device) -> tuple[Any, ...]:
         counts = place(meta.copy(), values[0].device)
         return values[0], counts if meta.shape[1] > 1 else counts[:, 0]
 
@@ -202,8 +200,7 @@ class Masked(Layout):
     def rows(self, meta: np.ndarray) -> list[np.ndarray]:
         return [meta[:, 0]]
 
-    def build(self, meta: np.ndarray, values: tuple[Tensor | None, ...], place: Place = on_device
-              ) -> tuple[Any, ...]:
+    def build(self, meta: np.ndarray, values: Values, place: Place = on_device) -> tuple[Any, ...]:
         padded = pad_sequence(values[0].split(meta[:, 0].tolist()), batch_first=True)  # (n, T, C)
         mask = np.arange(padded.shape[1]) < meta[:, :1]
         return (padded.transpose(1, 2).contiguous(),
@@ -246,8 +243,7 @@ class Tiles(Layout):
     def lengths(self, meta: np.ndarray) -> tuple[np.ndarray, np.ndarray | None]:
         return meta[:, 2], meta[:, 2]  # a tile is a frame: attention stays inside
 
-    def build(self, meta: np.ndarray, values: tuple[Tensor | None, ...], place: Place = on_device
-              ) -> tuple[Any, ...]:
+    def build(self, meta: np.ndarray, values: Values, place: Place = on_device) -> tuple[Any, ...]:
         return values[0], place(meta[:, :2].copy(), values[0].device)
 
 
@@ -275,8 +271,7 @@ class Cropped(Layout):
     def rows(self, meta: np.ndarray) -> list[np.ndarray]:
         return [(meta[:, :2] // meta[:, 2:]).prod(1)]
 
-    def build(self, meta: np.ndarray, values: tuple[Tensor | None, ...], place: Place = on_device
-              ) -> tuple[Any, ...]:
+    def build(self, meta: np.ndarray, values: Values, place: Place = on_device) -> tuple[Any, ...]:
         rows, sizes = values[0], meta[:, :2]
         height, width = (int(n) for n in sizes.max(0))
         out = rows.new_zeros((len(meta), rows.shape[1], height, width))
@@ -306,6 +301,5 @@ class Slots(Rows):
         return tuple(None if inputs.get(name) is None else inputs[name][filled][items][:, None]
                      for name in self.arguments)
 
-    def build(self, meta: np.ndarray, values: tuple[Tensor | None, ...], place: Place = on_device
-              ) -> tuple[Any, ...]:
+    def build(self, meta: np.ndarray, values: Values, place: Place = on_device) -> tuple[Any, ...]:
         return tuple(None if v is None else v[:, None] for v in values)  # one slot per example

@@ -28,7 +28,7 @@ from orchmllm.comm.pieces import Form, Media, Piece
 from orchmllm.encoders.answers import Answers
 from orchmllm.encoders.blank import BlankMedia
 from orchmllm.encoders.infer import infer_encoders
-from orchmllm.encoders.items import Items, Layout, Place, Tiles, table_of
+from orchmllm.encoders.items import Items, Layout, Place, Tiles, Values, table_of
 from orchmllm.encoders.mirrored import mirrored
 from orchmllm.encoders.pixels import Pixels, proven
 from orchmllm.encoders.results import Features, flatten
@@ -270,8 +270,7 @@ class _Numbered(Tiles):
         meta = np.append(table_of(self.sizes, inputs[self.sizes]), [[1]], axis=1)
         return Items(meta, (inputs[self.value][:, 0],))
 
-    def build(self, meta: np.ndarray, values: tuple[Tensor | None, ...], place: Place = on_device
-              ) -> tuple[Any, ...]:
+    def build(self, meta: np.ndarray, values: Values, place: Place = on_device) -> tuple[Any, ...]:
         """Images with one tile have to be the last ones."""
         uncut = int((meta[:, 2] == 1).sum())
         numbers = [1] * (len(meta) - uncut) + [max(2, uncut)] * (uncut > 0)
