@@ -30,7 +30,6 @@ from orchmllm.batch import (
     on_device,
 )
 from orchmllm.config.model import ModelConfig
-from orchmllm.encoders.infer import has_encoders
 from orchmllm.encoders.mirrored import Mirrored, compute_on_host
 from orchmllm.models import packing, towers
 from orchmllm.models.attention import attention_backend
@@ -48,17 +47,13 @@ class WholeModel(nn.Module):
     dtype: of forward and backward. The phases' times are in `clock`. encoders: an
     orchmllm.encoders.planned.PlannedEncoders of hf, for batches that were planned. loss_chunk_rows:
     see orchmllm.models.loss.LossHead. num_layers: of the text model, each of which has to keep the
-    examples of a row apart. Raises ValueError for a class that transformers built in another way
-    than those that were tested."""
+    examples of a row apart."""
 
     encoders: Any = None
     loss_chunk_rows = 0
 
     def __init__(self, hf: nn.Module, dtype: torch.dtype) -> None:
         super().__init__()
-        if not has_encoders(hf.model):
-            raise ValueError(f"{type(hf).__name__} of the transformers that is installed encodes "
-                             "media in another place than its inner model: install 5.23")
         self.hf, self.clock, self.dtype = hf, PhaseClock(), dtype
         self._text = text = hf.config.get_text_config(decoder=True)
         self._stock_attention = text._attn_implementation

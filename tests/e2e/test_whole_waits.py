@@ -12,7 +12,6 @@ from unittest.mock import patch
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 
 from orchmllm.batch import PackedExamples, on_device
 from orchmllm.encoders import planned
@@ -110,46 +109,41 @@ def relative(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) ->
     return (square / sum(float(g.square().sum()) for g in wanted.values())) ** 0.5
 
 
-def bfloat16_step(name: str, kind: str, device: str, store: str) -> tuple[float, list[str], dict]:
+def bfloat16_step(name: str, kind: str, device: str) -> tuple[float, list[str], dict]:
     """(Difference to stock transformers in float64 on the host, what was waited for, kernels) of a
-    step on a device, from the same rounded weights and media."""
-    dist.init_process_group("cpu:gloo,cuda:nccl" if device == "cuda" else "gloo", rank=0,
-                            world_size=1, store=dist.FileStore(store, 1))
-    try:
-        model = models.build(name).bfloat16().double()
-        inputs = [{k: v.bfloat16().double() if v.is_floating_point() else v for k, v in one.items()}
-                  for one in arguments(name, model)]
-        wanted = models.stock(model, inputs)[1]
-        whole = WholeModel(copy.deepcopy(model), torch.bfloat16)
-        batch = planned_batch(whole, inputs, [len(inputs)])
-        recompute(whole, dict.fromkeys(PHASES, kind))
-        whole.to(device)
-        for p in whole.parameters():
-            p.data = p.data.bfloat16()
-        with Watch(device) as watch:  # the first step chooses kernels, which waits
+    step on a device, from the same rounded weights and media, whose encoders are not planned."""
+    model = models.build(name).bfloat16().double()
+    inputs = [{k: v.bfloat16().double() if v.is_floating_point() else v for k, v in one.items()}
+              for one in arguments(name, model)]
+    wanted = models.stock(model, inputs)[1]
+    whole = WholeModel(copy.deepcopy(model), torch.bfloat16)
+    batch = whole.join([models.as_example(i, one) for i, one in enumerate(inputs)])
+    recompute(whole, dict.fromkeys(PHASES, kind))
+    whole.to(device)
+    for p in whole.parameters():
+        p.data = p.data.bfloat16()
+    with Watch(device) as watch:  # the first step chooses kernels, which waits
+        whole(batch.to(torch.device(device))).backward()
+    whole.zero_grad()
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        if device == "cuda":
+            torch.cuda.set_sync_debug_mode("warn")
+        try:
             whole(batch.to(torch.device(device))).backward()
-        whole.zero_grad()
-        with warnings.catch_warnings(record=True) as told:
-            warnings.simplefilter("always")
+        finally:
             if device == "cuda":
-                torch.cuda.set_sync_debug_mode("warn")
-            try:
-                whole(batch.to(torch.device(device))).backward()
-            finally:
-                if device == "cuda":
-                    torch.cuda.set_sync_debug_mode("default")
-        waits = [f"{w.filename}:{w.lineno}" for w in told if "synchroniz" in str(w.message)]
-        return relative(models.gradients(whole.hf), wanted), waits, watch.kernels
-    finally:
-        dist.destroy_process_group()
+                torch.cuda.set_sync_debug_mode("default")
+    waits = [f"{w.filename}:{w.lineno}" for w in told if "synchroniz" in str(w.message)]
+    return relative(models.gradients(whole.hf), wanted), waits, watch.kernels
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU: only CUDA counts its syncs")
 @pytest.mark.parametrize("name, kind", [("qwen2_5_vl", "none"), ("qwen3_vl", "full")])
-def test_a_step_on_a_gpu_is_close_to_stock_and_hardly_waits(tmp_path, name, kind):
+def test_a_step_on_a_gpu_is_close_to_stock_and_hardly_waits(name, kind):
     """Two blocks of vision and two of text; the log of a step waits once more."""
-    difference, waits, kernels = bfloat16_step(name, kind, "cuda", str(tmp_path / "store"))
+    difference, waits, kernels = bfloat16_step(name, kind, "cuda")
     print(name, kind, "difference", difference, "waits", waits, "kernels", dict(kernels))
     assert difference < 0.02
     assert kernels == {"forward": 8 if kind == "full" else 4, "backward": 4}

@@ -95,9 +95,8 @@ class Calls:
         """The options of each part, by the processor's own rules."""
         audio = {"sampling_rate": self.clips.geometry.sample_rate} if self.clips else {}
         return self._shapes._merge_kwargs(
-            self._shapes.valid_processor_kwargs, images_kwargs=self.options, audio_kwargs=audio,
-            tokenizer_init_kwargs=self.stock.tokenizer.init_kwargs, return_tensors=tensors,
-            **videos)
+            tokenizer_init_kwargs=self.stock.tokenizer.init_kwargs, images_kwargs=self.options,
+            audio_kwargs=audio, return_tensors=tensors, **videos)
 
     def written(self, media: Sequence[Content]) -> str:
         """The placeholders of media, or of their sizes."""
