@@ -15,6 +15,8 @@ VENV := .venv
 RUN := $(VENV)/bin/python
 READY := $(VENV)/ready
 ARGS ?=
+# Where this is set, each of the hundreds of processes that the tests start compiles what it imports.
+export PYTHONDONTWRITEBYTECODE :=
 # Processes of make test: ranks wait for each other and for the disk, so 2 cores keep 3
 # busy; 4 are no faster.
 WORKERS ?= 3

@@ -145,7 +145,7 @@ def main() -> None:
             bare, options = opened(kind), {}
             bare.indexes = [None]
             if kind == "whole":
-                for argument, find in bare.reader.arithmetic().items():
+                for argument, find in bare.reader.processor.arithmetic().items():
                     encoders.pixels[argument] = encoders.prove(*find())
                 options = {"raw": encoders.raw}
             patches = {int(bare.layout(k).rows.sum()) for k in range(args.rows)}

@@ -2,7 +2,9 @@
 results must not depend on how many it has."""
 
 import faulthandler
+import getpass
 import os
+import tempfile
 from importlib import metadata
 from pathlib import Path
 
@@ -14,6 +16,9 @@ settings.register_profile("any speed", deadline=None, suppress_health_check=[Hea
 settings.load_profile("any speed")
 os.environ["OMP_NUM_THREADS"] = "1"
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+# What is counted of models is kept between runs of the tests, but not where a user has it.
+os.environ["XDG_CACHE_HOME"] = os.path.join(
+    tempfile.gettempdir(), f"orchmllm-tests-{getpass.getuser()}")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

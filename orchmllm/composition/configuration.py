@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from transformers import AutoConfig, PreTrainedConfig
@@ -13,13 +14,16 @@ class ComposedConfig(PreTrainedConfig):
     """text_config, vision_config, audio_config: of the LLM and of the towers alone, of which one
     may be missing. image_token_id, audio_token_id: tokens that stand for a row of features.
     spatial_merge_size: m x m patches of an image become one row (1 of a tower that merges them
-    itself); audio_stack: positions of a clip that become one."""
+    itself); image_size: height and width in pixels of the images or tiles that a tower for images
+    of one size gets, which may have been trained with others; audio_stack: positions of a clip
+    that become one."""
 
     model_type = COMPOSED
     def __init__(
         self, text_config: Any = None, vision_config: Any = None, audio_config: Any = None, *,
         image_token_id: int | None = None, audio_token_id: int | None = None,
-        spatial_merge_size: int = 1, audio_stack: int = 2, **options: Any,
+        spatial_merge_size: int = 1, image_size: Sequence[int] | None = None, audio_stack: int = 2,
+        **options: Any,
     ) -> None:
         for name, part in (("text_config", text_config), ("vision_config", vision_config),
                            ("audio_config", audio_config)):
@@ -29,6 +33,7 @@ class ComposedConfig(PreTrainedConfig):
                 setattr(self, name, part)
         self.image_token_id, self.audio_token_id = image_token_id, audio_token_id
         self.spatial_merge_size, self.audio_stack = spatial_merge_size, audio_stack
+        self.image_size = image_size
         tied = getattr(getattr(self, "text_config", None), "tie_word_embeddings", False)
         super().__init__(**{"tie_word_embeddings": tied, **options})
 

@@ -151,6 +151,10 @@ class ComposedModel(ComposedPreTrainedModel):
             cls = _with_features(*kinds, *[_Windows] * hasattr(config, "audio_config"))
         return super().__new__(cls)
 
+    def __reduce__(self) -> tuple:
+        """For pickle, which would look for the class by its name."""
+        return ComposedModel.__new__, (ComposedModel, self.config), self.__dict__
+
     def __init__(self, config: ComposedConfig) -> None:
         """Raises ValueError for a tower whose images change each other."""
         super().__init__(config)

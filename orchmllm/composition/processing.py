@@ -45,6 +45,10 @@ class ComposedProcessor(ProcessorMixin):
         self.patch_size, self.spatial_merge_size = patch_size, spatial_merge_size
         self.audio_stack = audio_stack
 
+    def __reduce__(self) -> tuple:
+        """For pickle and copy, which would make one of other parts, or not find the class."""
+        return _of_parts, tuple(self._parts), self.__dict__
+
     @classmethod
     def get_attributes(cls) -> list[str]:
         return list(cls._parts)
@@ -85,6 +89,10 @@ class ComposedProcessor(ProcessorMixin):
     @property
     def model_input_names(self) -> list[str]:
         return [*super().model_input_names, "input_features_mask"]
+
+
+def _of_parts(*parts: str) -> ComposedProcessor:
+    return ComposedProcessor.__new__(ComposedProcessor, **dict.fromkeys(parts))
 
 
 @lru_cache

@@ -169,9 +169,9 @@ class DataConfig:
     max_failed_percent: float = key(5.0, "Share of such media that is an error, once 100 were "
                                     "read.", at_least=0, at_most=100)
     max_lost_percent: float = key(20.0, "A run does not start if more of a source is lost, by 64 "
-                                  "of its rows: rows that cannot be used, or text to be learnt "
-                                  "that data.max_example_tokens cuts or the chat template leaves "
-                                  "out.",
+                                  "of its rows: rows that cannot be used, text to be learnt that "
+                                  "data.max_example_tokens cuts or the chat template leaves out, "
+                                  "or media in keys that nothing reads.",
                                   at_least=0, at_most=100, aliases=("allow_left_out",))
     remote: RemoteConfig = section(RemoteConfig)
 

@@ -10,10 +10,10 @@ from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
-FOLDER = "~/.cache/orchmllm/counts"  # beside the default folder of length indexes
-# Of this package, by which counts differ.
-_CODE = ("counts/counted.py", "counts/masks.py", "encoders/blank.py", "models/counting.py")
+FOLDER = f"{os.environ.get('XDG_CACHE_HOME') or '~/.cache'}/orchmllm/counts"
+_CODE = ("composition", "counts", "encoders", "models")  # of this package, by which counts differ
 log = logging.getLogger("orchmllm.counts")
 
 
@@ -21,10 +21,13 @@ def kept(key: Any, count: Callable[[], Any]) -> Any:
     """count(), a value of JSON, or what it was for the same key, versions and code. key: a value of
     JSON. A file that is damaged, or was written for something else, is counted anew."""
     about = json.dumps([key, [version(name) for name in ("torch", "transformers")], _code()])
-    path = Path(FOLDER).expanduser() / f"{_digest(about)}.json"
     try:
-        text = path.read_text(encoding="utf-8")
-        found = json.loads(text)
+        path = Path(FOLDER).expanduser() / f"{_digest(about)}.json"
+    except RuntimeError as error:  # a user without a home
+        log.warning("%s: the model is counted at each start", error)
+        return count()
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
         if found["about"] == about and found["digest"] == _digest(json.dumps(found["value"])):
             return found["value"]
         log.warning("%s is damaged: its model is counted again", path)
@@ -33,7 +36,7 @@ def kept(key: Any, count: Callable[[], Any]) -> Any:
     except (OSError, ValueError, KeyError, TypeError) as error:
         log.warning("%s cannot be read (%r): its model is counted again", path, error)
     value = count()
-    part = path.with_suffix(f".{os.getpid()}.part")
+    part = path.with_suffix(f".{uuid4()}.part")  # machines that share a home may share numbers
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         part.write_text(json.dumps({"about": about, "digest": _digest(json.dumps(value)),
@@ -50,4 +53,5 @@ def _digest(text: str) -> str:
 
 def _code() -> str:
     root = Path(__file__).parents[1]
-    return _digest("".join((root / name).read_text(encoding="utf-8") for name in _CODE))
+    return _digest("".join(path.read_text(encoding="utf-8") for room in _CODE
+                           for path in sorted((root / room).glob("*.py"))))

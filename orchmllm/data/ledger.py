@@ -9,6 +9,7 @@ count, and what a medium is given by (a path, base64) is the medium.
 
 from __future__ import annotations
 
+import copy
 import json
 import re
 from collections import Counter
@@ -22,8 +23,8 @@ from orchmllm.data.formats.open import DataSource
 from orchmllm.data.formats.row_formats import OF_ALL
 from orchmllm.data.formats.scanned import File
 from orchmllm.data.lengths import LengthReader, MeasuredExample
-from orchmllm.data.media.kinds import MODALITY_OF
-from orchmllm.data.media.medium import MediaError, Medium, RowError
+from orchmllm.data.media.kinds import modality_of
+from orchmllm.data.media.medium import MediaError, Medium, RowError, given_by
 from orchmllm.data.text.spans import Span
 from orchmllm.plan.layout import TEXT
 
@@ -48,13 +49,6 @@ class Watched(dict):
     def __getitem__(self, key: str) -> object:
         self.seen.add(key)
         return super().__getitem__(key)
-
-    def __or__(self, other: Mapping) -> Watched:
-        made = Watched({})
-        made.update(self)
-        made.update(other)
-        made.seen = self.seen
-        return made
 
     def unread(self) -> set[str]:
         """Keys that hold something and are not read, of turns as "content of a turn"."""
@@ -124,13 +118,13 @@ class Ledger:
     def follow(self, source: DataSource, reader: LengthReader, row: Mapping, file: File,
                place: str, *, decode: bool = False) -> None:
         """Reads a row as a run does, and counts what becomes of it. decode: with its media. Raises
-        OSError where it cannot be read for now, which counts nothing."""
-        row, taken = Watched(row), []
+        OSError or StorageError where it cannot be read for now, which counts nothing."""
+        row, taken, whole = Watched(row), [], copy.copy(reader)
+        whole.max_example_tokens = 0
         try:
             turns = replace(source, root=replace(source.root, taken=taken)).parse(row, file)
             [kept] = reader.plan(lambda _: turns, [0])
-            [every] = reader.without_limit().plan(lambda _: turns, [0]) if (
-                reader.max_example_tokens) else [kept]
+            [every] = whole.plan(lambda _: turns, [0]) if reader.max_example_tokens else [kept]
             if every.problem is not None:
                 raise every.problem
             if decode and kept.problem is None:
@@ -169,15 +163,8 @@ class Ledger:
                kept: MeasuredExample | None = None, written: Counter = NONE) -> None:
         """Gives what a row holds its fates. taken: (what was taken for a medium, the medium or
         None); kept: None of a row that is refused; written: see _written."""
-        there = {_file(medium) for medium in media_of(turns)}
-        shown = {_file(medium) for medium in kept.media_at.values()} if kept else set()
-        for _, medium in taken:
-            file = medium and _file(medium)
-            self.media["refused" if kept is None else "read" if file in shown else
-                       "cut" if file in there else "unread"] += 1
-        names = [value for value, _ in taken if isinstance(value, str)]
-        leaves = _without(_leaves(row, {
-            id(value) for value, _ in taken if not isinstance(value, str)}), names)
+        contents, names = self._count_media(taken, turns, kept)
+        leaves = _without(_leaves(row, contents), names)
         texts = [(_squeezed(text), turn) for turn in turns for text in _texts(turn)]
         claimed, rest = _claims([text for text, _ in texts], [
             _squeezed(str(leaf.value)) if leaf.is_read and not _is_bytes(leaf) else ""
@@ -201,6 +188,23 @@ class Ledger:
                 self.chars["names"] += len(marks)
                 self.chars[fate] += len(left) - len(marks)
 
+    def _count_media(self, taken: Sequence, turns: Sequence[Turn], kept: MeasuredExample | None
+                     ) -> tuple[set[int], list[str]]:
+        """(Ids of the contents, names) by which a row gives media."""
+        there = {_file(medium) for medium in media_of(turns)}
+        shown = {_file(medium) for medium in kept.media_at.values()} if kept else set()
+        contents, names = set(), []
+        for value, medium in taken:
+            content, name = given_by(value)
+            has_content = isinstance(content, bytes | list | Medium)
+            has_name = isinstance(name, str) and name != ""
+            contents |= {id(content)} if has_content else set()
+            names += [name] * has_name
+            file = medium and _file(medium)
+            self.media["refused" if kept is None else "read" if file in shown else
+                       "cut" if file in there else "unread"] += has_content or has_name
+        return contents, names
+
     def _share(self, texts: Sequence[tuple[str, Turn]], claimed: Sequence[int], written: Counter
                ) -> None:
         """Of the texts of a conversation, those characters that are a row's. What a format adds (a
@@ -219,23 +223,22 @@ class Ledger:
         self.chars["left out"] += left
 
 
-def _leaves(value: object, taken: Collection[int], key: str = "", last: str = "",
-            is_read: bool = True, is_known: bool = True, in_medium: bool = False
-            ) -> Iterator[Leaf]:
-    """What a row holds but for what gives media that were taken. in_medium: it is of such a one."""
-    in_medium = in_medium or id(value) in taken
+def _leaves(value: object, contents: Collection[int], key: str = "", last: str = "",
+            is_read: bool = True, is_known: bool = True) -> Iterator[Leaf]:
+    """What a row holds but for what has an id of contents."""
+    if id(value) in contents:
+        return
     if key and is_read and is_json(value):
         value = from_json(value)
     if isinstance(value, Mapping):
         for name, inner in value.items():
             known = is_known and (not isinstance(value, Watched) or name in value.seen)
-            yield from _leaves(inner, taken, key or str(name), str(name),
-                               is_read if key else known, known, in_medium)
+            yield from _leaves(inner, contents, key or str(name), str(name),
+                               is_read if key else known, known)
     elif isinstance(value, list | tuple) and not isinstance(value, Medium):
         for inner in value:
-            yield from _leaves(inner, taken, key, last, is_read, is_known, in_medium)
-    elif not (value is None or isinstance(value, bool) or in_medium and (
-            isinstance(value, bytes | Medium) or last == "bytes" or _is_path(value))):
+            yield from _leaves(inner, contents, key, last, is_read, is_known)
+    elif value is not None and not isinstance(value, bool):
         yield Leaf(value, key, last, is_read, is_known)
 
 
@@ -328,5 +331,4 @@ def _is_bytes(leaf: Leaf) -> bool:
 def _is_path(value: object) -> bool:
     """Whether a text names a medium."""
     return isinstance(value, str) and not re.search(r"\s", value) and (
-        value.startswith("data:")
-        or "." in value and value.rpartition(".")[2].lower() in MODALITY_OF)
+        value.startswith("data:") or modality_of(value) is not None)

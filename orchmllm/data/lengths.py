@@ -8,7 +8,6 @@ same on every rank, with or without an index, and after somebody mends a file.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import NamedTuple
@@ -80,12 +79,6 @@ class LengthReader:
         """What decides, beside the rows, which lengths they have."""
         return [self.tokenizer.digest, asdict(self.vision), asdict(self.audio),
                 self.max_example_tokens]
-
-    def without_limit(self) -> LengthReader:
-        """One that cuts nothing."""
-        whole = copy.copy(self)
-        whole.max_example_tokens = 0
-        return whole
 
     def plan(self, read_row: Callable[[int], Conversation], rows: Sequence[int]
              ) -> list[MeasuredExample]:

@@ -29,7 +29,7 @@ from orchmllm.data.media.decode import OnError, decode_samples, fail, upright_im
 from orchmllm.data.media.headers import audio_header, image_header
 from orchmllm.data.media.kinds import VIDEO
 from orchmllm.data.media.medium import MediaError, Medium, RowError, Sampled
-from orchmllm.data.media.raw import AS_BYTES, NOTHING, Arithmetic, with_bytes
+from orchmllm.data.media.raw import AS_BYTES, NOTHING, with_bytes
 from orchmllm.data.media.shapes import Content, Size, blank, kind_of, sized
 from orchmllm.data.media.video import pictures
 from orchmllm.data.media.video_processor import items_of
@@ -134,10 +134,6 @@ class ProcessedReader(LengthReader):
             example.parts.update({s: row_of_medium(
                 row._replace(problem=problem), s, self.processor, on_error) for s in encoded})
         return example if text else replace(example, input_ids=None, labels=None)
-
-    def arithmetic(self) -> dict[str, Callable[[], Arithmetic]]:
-        """See Processor.arithmetic."""
-        return self.processor.arithmetic()
 
     def blank(self, modality: int) -> dict[str, Tensor]:
         """The tensors of a small black image or a silent clip, for a rank that encodes nothing

@@ -14,6 +14,7 @@ from orchmllm.data.formats.rows import RowStore
 from orchmllm.data.ledger import Ledger
 from orchmllm.data.lengths import LengthReader
 from orchmllm.data.media.medium import RowError
+from orchmllm.data.storage.clients import StorageError
 
 NUM_ROWS = 64  # of each source, before a run
 
@@ -37,6 +38,9 @@ def survey(sources: Sequence[DataSource], reader: LengthReader, data: DataConfig
                 ledger.refuse(error, place)
             except OSError:  # told of when it is read to be trained on
                 continue
+            except StorageError as error:  # which is raised on all ranks then, if it still fails
+                log(f"{source.name}: warning: no more rows are looked at: {place}: {error}")
+                break
         log(str(ledger))
         for line in _remarks(ledger, reader):
             log(f"{source.name}: {line}")
@@ -48,12 +52,12 @@ def survey(sources: Sequence[DataSource], reader: LengthReader, data: DataConfig
 def _check(ledger: Ledger, reader: LengthReader, source: DataSource, rows: Sequence,
            most: float) -> None:
     """Raises ValueError where more than `most` percent is lost. rows: (row, its file)."""
-    lost = [line for share, line in _lost(ledger, reader) if 100 * share > most]
+    found = [*_lost(ledger, reader)]
+    lost = [line for share, line in found if 100 * share > most]
     if ledger.rows and ledger.num_refused == ledger.rows:
-        raise ValueError(f"{source.name}: {lost[0] if lost else 'no row can be used'}"
-                         f"{source.proposal(rows, known=True)}")
+        raise ValueError(f"{source.name}: {found[0][1]}{source.proposal(rows, known=True)}")
     unread = ledger.media["unread"] / max(1, ledger.media.total())
-    if source.is_found and 100 * unread > most:
+    if source.others and 100 * unread > most:  # formats were looked for
         lost.append(f"{unread:.0%} of the media are in keys that nothing reads")
     if lost:
         raise ValueError(f"{source.name}: {'; '.join(lost)}{source.proposal(rows, known=True)}; "

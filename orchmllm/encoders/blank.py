@@ -58,7 +58,9 @@ class BlankMedia:
         config = self.tower.config
         if self.phase == "audio":
             return 1, config.max_source_positions
-        sides = np.broadcast_to(config.image_size, 2) // np.broadcast_to(config.patch_size, 2)
+        given = getattr(self.owner.config, "image_size", None)  # of a composed model
+        size = np.broadcast_to(given or config.image_size, 2)
+        sides = size // np.broadcast_to(config.patch_size, 2)
         return tuple(sides.tolist())
 
     def run(self, t: int, h: int, w: int, dtype: torch.dtype) -> tuple[Tensor, int]:

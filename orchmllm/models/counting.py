@@ -25,7 +25,7 @@ from orchmllm.plan.layout import NO_EXAMPLES
 TOKENS = (64, 128, 192, 320)  # of texts: whole chunks of linear attention
 SIDE = 12  # patches of an image: a multiple of what is usually merged
 POSITIONS = 960  # of a clip
-FAR = 6  # times as many rows and columns are more than a window has
+FAR = 6  # times as many rows and columns show windows, and FAR times as many again larger ones
 
 
 def count(folder: str, learns: Container[str], adapters: bool, dtype: str
@@ -110,12 +110,12 @@ def _encoder(whole: WholeModel, part: str) -> PartCounts:
                 features.sum().backward()
         return found, positions, features.shape[1]
 
-    def longest(*grid: int) -> int:
+    def windows(*grid: int) -> set[int]:
         with torch.no_grad():
             works = run(*grid)[0].stages.values()
-        return max((seen.length for work in works for seen in work.pairs), default=1)
+        return {seen.length for work in works for seen in work.pairs}
 
-    grids = _grids(part, media, longest)
+    grids = _grids(part, media, windows)
     runs, positions, widths = zip(*(run(*grid) for grid in grids), strict=True)
     blocks, around = [*range(len(stack))], {"front", "behind"}
     row, kept = np.zeros(3), 0.0
@@ -140,18 +140,26 @@ def _encoder(whole: WholeModel, part: str) -> PartCounts:
                       media.row_bytes, media.row_values)
 
 
-def _grids(part: str, media: BlankMedia, longest: Callable[..., int]) -> list[tuple[int, int, int]]:
-    """(tiles, rows, columns) of positions: of items that are cut into whole windows. longest: of
-    the sequences that attend in an item."""
+def _grids(part: str, media: BlankMedia, windows: Callable[..., set[int]]
+           ) -> list[tuple[int, int, int]]:
+    """(tiles, rows, columns) of positions: of items that are cut into whole windows. windows: how
+    long the sequences are that attend in an item with such a grid."""
     if media.tile is not None:
         return [(t, *media.tile) for t in (1, 2, 3, 5)]
     if part == "audio":
-        found = longest(1, 1, FAR * POSITIONS)
-        unit = math.lcm(found % (FAR * POSITIONS) or 1, POSITIONS)
+        unit = _unit(POSITIONS, lambda n: windows(1, 1, n))
         return [(1, 1, k * unit) for k in (1, 2, 3, 5)]
-    found = longest(1, FAR * SIDE, FAR * SIDE)
-    unit = math.lcm(math.isqrt(found) % (FAR * SIDE) or 1, SIDE)
+    unit = _unit(SIDE, lambda n: map(math.isqrt, windows(1, n, n)))
     return [(1, k * unit, n * unit) for k, n in ((1, 1), (1, 2), (2, 2), (1, 3))]
+
+
+def _unit(least: int, windows: Callable[[int], Iterable[int]]) -> int:
+    """A multiple of `least` and of the largest window. windows: sides of what attends in an item
+    with sides of so many positions, of which some blocks may see all."""
+    for far in (FAR * least, FAR**2 * least):
+        if found := [side for side in windows(far) if side < far]:
+            return math.lcm(max(found), least)
+    return least
 
 
 def _products(sizes: Sequence[int], runs: Sequence[Counted], stages: Iterable[Hashable]

@@ -57,7 +57,7 @@ def settings_of(job: Job, dataset, weights: int = 0) -> dict:
     if recipe.data.batching == "capped":
         content |= {"capped_lengths": lengths_digest(dataset),
                     "capped_batch_size": recipe.train.batch_size}
-    versions = {d.name: d.version for d in distributions() if d.name in PACKAGES}
+    versions = {name: d.version for name in PACKAGES for d in distributions(name=name)}
     model = asdict(recipe.model) | spec_of(recipe.model).identity(recipe.model)
     if recipe.model.lora.rank:  # the checkpoint does not hold them
         model["weights"] = f"{weights:012x}"

@@ -18,6 +18,7 @@ from orchmllm.config.data import ColumnsConfig
 from orchmllm.data.formats import arrow
 from orchmllm.data.media.headers import image_header
 from orchmllm.data.media.medium import MediaError, Medium, RowError
+from orchmllm.data.storage.clients import StorageError
 from orchmllm.plan.layout import VISION
 from tests.lib.formats import write_jsonl
 from tests.lib.sources import opened
@@ -116,8 +117,8 @@ def test_a_parquet_file_that_decompresses_to_much_more_is_refused(tokenizer, tmp
 
 
 def test_rows_of_parquet_are_found_in_any_order(tmp_path, monkeypatch):
-    """In small row groups, and in a large one, which is kept as Arrow on the disk; a row group that
-    is damaged costs its rows alone."""
+    """Those of a file that is read in no order are found in a copy, which no reader in order makes;
+    a row group that is damaged costs its rows alone, and a copy that cannot be made nothing."""
     import pyarrow as pa
     import pyarrow.parquet
 
@@ -127,15 +128,22 @@ def test_rows_of_parquet_are_found_in_any_order(tmp_path, monkeypatch):
     path = tmp_path / "a.parquet"
     pa.parquet.write_table(pa.Table.from_pylist(rows), path, row_group_size=40, compression="none")
     order = np.random.default_rng(0).permutation(100).tolist()
-    store = arrow.ParquetRows(path, 0, tmp_path / "cache")
-    assert [store.row(i) for i in order] == [wanted[i] for i in order] and len(store) == 100
-    assert not (tmp_path / "cache").exists() and store.place(70) == (path, 71)
-    monkeypatch.setattr(arrow, "LARGE_BYTES", 100)
-    monkeypatch.setattr(arrow, "MAX_EXPANSION", 10**6)
-    for _ in range(2):  # the second one finds the copy
-        large = arrow.ParquetRows(path, 0, tmp_path / "cache")
-        assert [large.row(i) for i in order] == [wanted[i] for i in order] and len(large) == 100
+    cache = tmp_path / "cache"
+    store = arrow.ParquetRows(path, 0, cache)
+    assert [store.row(i) for _ in range(3) for i in range(100)] == wanted * 3
+    assert not cache.exists() and store.place(70) == (path, 71) and len(store) == 100
+    assert [store.row(i) for i in order] == [wanted[i] for i in order]
+    assert len([*cache.glob("*.arrow")]) == 1
+    for _ in range(2):  # others find the copy
+        monkeypatch.setattr(arrow.ParquetRows, "_write", None)
+        other = arrow.ParquetRows(path, 0, cache)
+        assert [other.row(i) for i in order * 2] == [wanted[i] for i in order * 2]
     monkeypatch.undo()
+    slow = arrow.ParquetRows(path, 0, tmp_path / "full")
+    slow._limit = 3000
+    with pytest.warns(UserWarning, match="cannot be kept as Arrow in .*more than 3000 b") as told:
+        assert [slow.row(i) for i in order * 4] == [wanted[i] for i in order * 4]
+    assert len(told) == 1 and not [*(tmp_path / "full").glob("*.arrow")]
     data = bytearray(path.read_bytes())
     at = data.index(b"text 50")
     data[at - 118: at - 110] = bytes(8)  # in the header of the page
@@ -143,7 +151,24 @@ def test_rows_of_parquet_are_found_in_any_order(tmp_path, monkeypatch):
     bad = arrow.ParquetRows(tmp_path / "bad.parquet", 0, tmp_path / "cache")
     with pytest.raises(RowError, match="the parquet file is damaged"):
         bad.row(60)
-    assert [bad.row(i) for i in (95, 3)] == [wanted[i] for i in (95, 3)]
+    good = [i for i in order if not 40 <= i < 80]
+    with pytest.warns(UserWarning, match="cannot be kept as Arrow"):
+        assert [bad.row(i) for i in good * 2] == [wanted[i] for i in good * 2]
+
+
+def test_the_copy_of_another_file_under_the_same_name_is_not_read(tmp_path):
+    import pyarrow as pa
+    import pyarrow.parquet
+
+    stores = []
+    for text in ("one", "other"):
+        pa.parquet.write_table(pa.table({"a": [f"{text} {k}" for k in range(40)]}),
+                               tmp_path / "a.parquet")
+        stores.append(arrow.ParquetRows(tmp_path / "a.parquet", 0, tmp_path))
+        stores[-1]._in_vain = 41
+    assert stores[1].row(3) == {"a": "other 3"} and len([*tmp_path.glob("*.arrow")]) == 1
+    with pytest.warns(UserWarning), pytest.raises(StorageError, match="a.parquet has changed"):
+        stores[0].row(3)
 
 
 def test_a_stream_of_parquet_decodes_a_row_group_once(tmp_path, monkeypatch):

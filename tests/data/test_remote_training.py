@@ -195,9 +195,10 @@ def test_an_error_of_one_rank_is_raised_on_all(files, tokenizer, tmp_path):
                        remote=remote(tmp_path / "cache", web.url, attempts=2))
         with pytest.raises(RankFailure) as failure:
             run_ranks(losses, 2, run_recipe(tmp_path / "run", data, "tensors"))
-        said = {text for _, text, _ in failure.value.errors.values()}
+        said = {(kind, text) for kind, text, _ in failure.value.errors.values()}
         assert len(failure.value.errors) == 2 and len(said) == 1, failure.value
-        assert f"{web.url}/2.webp cannot be read: 2 attempts" in said.pop()
+        [(kind, text)] = said
+        assert kind == "RemoteError" and f"{web.url}/2.webp cannot be read: 2 attempts" in text
 
 
 def test_a_bad_url_is_named_before_ranks_start(files, tokenizer, tmp_path):

@@ -11,19 +11,20 @@ import pytest
 
 from orchmllm.runtime.checkpoint import problem_of
 from orchmllm.runtime.metrics import read_rows
-from tests.lib.commands import python, train_args
-from tests.lib.launched import run_local
+from tests.lib.commands import train_args
+from tests.lib.launched import Command, run_local
 
 pytestmark = pytest.mark.dist
 
 
 def run(tmp_path: Path, fault: str, num_ranks: int) -> tuple[str, int]:
     """(stderr, exit code) of the run."""
-    out = python("-m", "tests.lib.faulty_train", tmp_path, fault, num_ranks)
+    command = Command("tests.lib.faulty_train", str(tmp_path), fault, str(num_ranks))
+    _, stderr = command.communicate()
     left = [p for p in psutil.process_iter(["cmdline"])
             if str(tmp_path) in " ".join(p.info["cmdline"] or [])]
     assert not left, f"still running: {left}"
-    return out.stderr, out.returncode
+    return stderr, command.returncode
 
 
 def forked(tmp_path: Path, fault: str, num_ranks: int, capsys) -> tuple[str, int]:

@@ -12,7 +12,7 @@ from orchmllm.config.balance import BalanceConfig
 from orchmllm.config.job import resolve
 from orchmllm.config.recipe import FsdpConfig
 from orchmllm.models.flops import plan_spec
-from orchmllm.plan.assign import PhasePolicy
+from orchmllm.plan.assign import PHASES, PhasePolicy
 from orchmllm.plan.balance import POLICIES
 from orchmllm.plan.layout import BatchLayout
 from orchmllm.plan.microbatches import plan_microbatches
@@ -109,6 +109,13 @@ def check(cases: dict[str, Case], num_ranks: int, references, bar: float = 1e-9)
         assert error <= bar, f"{name} on {num_ranks} ranks: {where} differs by {error:.1e}"
 
 
+def of_layers(num_layers: int, case: Case) -> Case:
+    """The case with a model of so many layers in each part."""
+    model = case.recipe.model
+    model = replace(model, **{p: replace(getattr(model, p), num_layers=num_layers) for p in PHASES})
+    return replace(case, recipe=replace(case.recipe, model=model))
+
+
 def policies_with(dispatch: str) -> set[str]:
     return {f"{policy}/{dispatch}" for policy in POLICIES}
 
@@ -118,17 +125,19 @@ ON_TWO = {"off", "off/accumulate3", "off/auto", "accumulate3", "checkpointed", "
           "frozen LLM", "no targets at all"}
 
 
-@pytest.mark.parametrize("num_ranks, left_out", [  # each policy with either dispatch, fast
-    (1, policies_with("tensors") | policies_with("load") - {"greedy/load"} | SLOW_FROZEN),
-    (2, policies_with("load") | SLOW_FROZEN),
-    (4, policies_with("tensors") | ON_TWO | SLOW_FROZEN | {"LLM alone"}),
-    pytest.param(2, {**PLAIN, **SPECIAL}.keys() - SLOW_FROZEN, marks=pytest.mark.slow),
-    *(pytest.param(n, set(), marks=pytest.mark.slow) for n in (3, 4))],
+# Each policy with either dispatch, fast; layers after layers there on two ranks.
+@pytest.mark.parametrize("num_ranks, layers, left_out", [
+    (1, 1, policies_with("tensors") | policies_with("load") - {"greedy/load"} | SLOW_FROZEN),
+    (2, 2, policies_with("load") | SLOW_FROZEN),
+    (4, 1, policies_with("tensors") | ON_TWO | SLOW_FROZEN | {"LLM alone"}),
+    pytest.param(2, 2, {**PLAIN, **SPECIAL}.keys() - SLOW_FROZEN, marks=pytest.mark.slow),
+    *(pytest.param(n, 2, set(), marks=pytest.mark.slow) for n in (3, 4))],
     ids=["1", "2", "4", "2, frozen", "3, all", "4, all"])
-def test_gradients_equal_the_plain_loop(num_ranks, left_out, references):
+def test_gradients_equal_the_plain_loop(num_ranks, layers, left_out, references):
     cases = {**PLAIN, **SPECIAL}
     assert cases.keys() >= left_out
-    check({name: c for name, c in cases.items() if name not in left_out}, num_ranks, references)
+    check({name: of_layers(layers, case) for name, case in cases.items()
+           if name not in left_out}, num_ranks, references)
 
 
 @pytest.mark.slow

@@ -13,7 +13,7 @@ from orchmllm.config.balance import BalanceConfig
 from orchmllm.config.recipe import FsdpConfig
 from tests.lib.gradients import BATCH, Case, all_gradients, reference_gradients, worst_difference
 from tests.lib.ranks import run_ranks
-from tests.lib.synthetic import SyntheticDataset, recipe
+from tests.lib.synthetic import SHALLOW, SyntheticDataset, recipe
 
 pytestmark = pytest.mark.dist
 NUM_RANKS = 3
@@ -41,7 +41,7 @@ def test_no_hang_and_right_gradients(missing):
         for enabled in (False, True):
             checkpointing = ("none", "full")[(k + enabled) % 2]  # every pair of two options
             cases[f"{pattern}/balance={enabled}/checkpointing={checkpointing}"] = Case(
-                recipe(balance=BalanceConfig(enabled=enabled, ranks_per_node=2),
+                recipe(model=SHALLOW, balance=BalanceConfig(enabled=enabled, ranks_per_node=2),
                        fsdp=FsdpConfig(param_dtype="float64",
                                        activation_checkpointing=checkpointing)),
                 dataset=dataset)

@@ -91,7 +91,8 @@ def test_an_output_that_takes_nothing_ends_nothing(tmp_path, demo_corpus, stdout
     """A disk that is full, and an output that was closed before the start."""
     done = subprocess.run(
         ["sh", "-c", f'exec "$@" {stdout}', "sh", sys.executable,
-         *train_args(demo_corpus, tmp_path / "run", "train.num_steps=2")], cwd=ROOT,
+         *train_args(demo_corpus, tmp_path / "run", "train.num_steps=2",
+                     "launch.nproc_per_node=1")], cwd=ROOT,
         stderr=subprocess.PIPE, text=True)
     assert (done.returncode, done.stderr) == (0, warned)
     assert (tmp_path / "run" / "checkpoints" / "latest").read_text() == "step_00000002"

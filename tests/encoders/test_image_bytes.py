@@ -53,7 +53,7 @@ def test_an_encoder_gets_bit_by_bit_what_the_processor_makes(tmp_path, name):
     otherwise, nothing is proven."""
     sizes = [[(224, 224)], [(40, 60), (33, 90), (120, 40)]]
     encoders, rows = opened(tmp_path, name, sizes)
-    for argument, find in rows.reader.arithmetic().items():
+    for argument, find in rows.reader.processor.arithmetic().items():
         table, copies, samples = find()
         encoders.pixels[argument] = encoders.prove(table, copies, samples)
         assert encoders.raw[argument] == copies
@@ -72,7 +72,7 @@ def test_an_encoder_gets_bit_by_bit_what_the_processor_makes(tmp_path, name):
             assert all(a is b is None or torch.equal(a, b)
                        for a, b in zip(others, made[1:], strict=True))
     for channel, byte in ((0, 0), (1, 131), (2, 255)):
-        table, copies, samples = next(iter(rows.reader.arithmetic().values()))()
+        table, copies, samples = next(iter(rows.reader.processor.arithmetic().values()))()
         bits = table.clone().view(torch.int32)
         bits[channel, byte] ^= 1
         with pytest.raises(ValueError, match="more than to rescale and to normalise"):
@@ -82,7 +82,7 @@ def test_an_encoder_gets_bit_by_bit_what_the_processor_makes(tmp_path, name):
 def test_an_image_of_256_patches_is_as_many_bytes_as_it_has_values(tmp_path):
     """Between a worker and its rank, and between ranks; 1,204,224 as the processor makes it."""
     encoders, rows = opened(tmp_path, "qwen2_5_vl", [[(224, 224)]])
-    argument, find = next(iter(rows.reader.arithmetic().items()))
+    argument, find = next(iter(rows.reader.processor.arithmetic().items()))
     table, copies, samples = find()
     encoders.pixels[argument] = encoders.prove(table, copies, samples)
     values = 256 * 14**2 * 3
@@ -105,7 +105,7 @@ def test_an_image_of_256_patches_is_as_many_bytes_as_it_has_values(tmp_path):
 def test_an_image_that_the_encoder_would_not_see_travels_as_float32(tmp_path):
     """A slot of zeros holds no image for this family, and black would be one."""
     encoders, rows = opened(tmp_path, "idefics3", [[(40, 60)]])
-    table, copies, samples = next(iter(rows.reader.arithmetic().values()))()
+    table, copies, samples = next(iter(rows.reader.processor.arithmetic().values()))()
     with pytest.raises(ValueError, match="takes other parts of an image"):
         encoders.prove(table, copies, samples)
 

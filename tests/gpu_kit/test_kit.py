@@ -154,7 +154,7 @@ def test_a_kit_that_is_killed_keeps_its_lines(tmp_path, number):
         assert process.poll() is None
         time.sleep(0.05)
     process.send_signal(number)
-    assert process.wait(30) == (128 + number if number == signal.SIGTERM else -number)
+    assert process.wait(300) == (128 + number if number == signal.SIGTERM else -number)
     assert told(tmp_path, "setup")[0]["status"] == "ok" and not told(tmp_path, "doctor")
     assert "| setup | ok |" in (tmp_path / "summary.md").read_text()
     while number == signal.SIGTERM and any(map(runs, started)):  # pytest's limit ends it

@@ -36,6 +36,7 @@ def _pair(kind: str) -> tuple:
 
 def _dinov2() -> tuple:
     sides = {k: v for k, v in _SIDES.items() if k != "intermediate_size"}
+    sides["image_size"] = 56  # trained with larger images than it gets, as the published one was
     config = transformers.Dinov2Config(**sides, mlp_ratio=2)
     return transformers.Dinov2Model(config), transformers.BitImageProcessorPil(
         size={"shortest_edge": 28}, crop_size={"height": 28, "width": 28})

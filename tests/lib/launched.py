@@ -1,6 +1,6 @@
-"""Ranks of a command without torch's elastic launcher: they come from the tests' fork server, which
-has torch imported, and find the variables, the store and the file for their error that the
-launcher's agent would give them."""
+"""Commands as forks of the tests' fork server, which has torch imported: whole ones, and ranks
+without torch's elastic launcher, which find the variables, the store and the file for their error
+that the launcher's agent would give them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ import runpy
 import sys
 import tempfile
 from collections.abc import Callable
-from multiprocessing.connection import wait
+from concurrent.futures import ThreadPoolExecutor
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
 
 import torch
@@ -21,6 +22,14 @@ from tests.lib.commands import ROOT
 from tests.lib.ranks import _context
 
 
+def _run_module(module: str, args: list[str]) -> None:
+    multiprocessing.set_start_method("fork", force=True)
+    torch.set_num_threads(1)
+    os.chdir(ROOT)
+    sys.argv = [module, *args]
+    runpy.run_module(module, run_name="__main__", alter_sys=True)
+
+
 def _rank_main(module: str, args: list[str], env: dict[str, str], folder: str,
                before: Callable[[], object] | None) -> None:
     rank = env["RANK"]
@@ -28,14 +37,52 @@ def _rank_main(module: str, args: list[str], env: dict[str, str], folder: str,
         file = os.open(f"{folder}/{name}{rank}", os.O_WRONLY | os.O_CREAT)
         os.dup2(file, fd)
         os.close(file)
-    multiprocessing.set_start_method("fork", force=True)
-    torch.set_num_threads(1)
     os.environ.update(env, TORCHELASTIC_ERROR_FILE=f"{folder}/error{rank}")
-    os.chdir(ROOT)
-    sys.argv = [module, *args]
     if before is not None:
         before()
-    runpy.run_module(module, run_name="__main__", alter_sys=True)
+    _run_module(module, args)
+
+
+def _command_main(module: str, args: list[str], *outputs: Connection) -> None:
+    for fd, output in enumerate(outputs, 1):
+        os.dup2(output.fileno(), fd)
+        output.close()
+    _run_module(module, args)
+
+
+class Command:
+    """`python -m MODULE ARGS` from the repository's folder, with what tests use of
+    subprocess.Popen."""
+
+    def __init__(self, module: str, *args: str) -> None:
+        (out, stdout), (err, stderr) = _context.Pipe(duplex=False), _context.Pipe(duplex=False)
+        self._process = _context.Process(target=_command_main,
+                                         args=(module, list(args), stdout, stderr))
+        self._process.start()
+        self.pid = self._process.pid
+        stdout.close()
+        stderr.close()
+        self.stdout, self.stderr = (open(os.dup(end.fileno()), encoding="utf-8")
+                                    for end in (out, err))
+
+    def poll(self) -> int | None:
+        return self._process.exitcode
+
+    returncode = property(poll)
+
+    def send_signal(self, number: int) -> None:
+        os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        self._process.kill()
+
+    def communicate(self, timeout: float | None = None) -> tuple[str, str]:
+        """Kills it if it does not end in time."""
+        with ThreadPoolExecutor(2) as pool:
+            out, err = (pool.submit(stream.read) for stream in (self.stdout, self.stderr))
+            self._process.join(timeout)
+            self.kill()
+            return out.result(), err.result()
 
 
 def run_local(module: str, args: list[str], num_ranks: int, *,

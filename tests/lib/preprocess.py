@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import re
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -18,7 +15,7 @@ from orchmllm.data.loading.preprocess_handshake import Servers
 from orchmllm.data.loading.workers import Workers
 from orchmllm.data.stream import open_dataset
 from orchmllm.plan.layout import TEXT
-from tests.lib.commands import ROOT
+from tests.lib.launched import Command
 
 SECRET = "0123456789abcdef" * 2
 SMALL = """
@@ -37,10 +34,8 @@ class Process:
     """A real server. address: host:port that it said."""
 
     def __init__(self, recipe: Path, *args: str) -> None:
-        self.popen = subprocess.Popen(
-            [sys.executable, "-m", "orchmllm", "preprocess", str(recipe), "--listen",
-             "127.0.0.1:0", "--workers", "0", *args], cwd=ROOT, stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE, text=True, env=os.environ | {"PYTHONPATH": str(ROOT)})
+        self.popen = Command("orchmllm", "preprocess", str(recipe), "--listen", "127.0.0.1:0",
+                             "--workers", "0", *args)
         said = []
         for line in self.popen.stdout:
             said.append(line)

@@ -67,6 +67,16 @@ def write_model(family: str, folder: Path, dtype: torch.dtype = torch.float32) -
     return model
 
 
+def write_medium(kind: str, folder: Path, name: str, rng: np.random.Generator) -> dict[str, str]:
+    """An image, or a clip of up to a second, as a part of a conversation."""
+    name += ".png" if kind == "image" else ".wav"
+    if kind == "image":
+        write_image(folder / name, rng)
+    else:
+        write_clip(folder / name, rng.uniform(0.1, 1.0), rng)
+    return {"type": kind, kind: name}
+
+
 def write_image(path: Path, rng: np.random.Generator) -> None:
     """Noise of 20 to 89 pixels a side."""
     size = (*rng.integers(20, 90, 2).tolist(), 3)
@@ -93,12 +103,16 @@ def write_rows(folder: Path, count: int = 24, family: str = "") -> Path:
                     seconds = rng.uniform(0.1, 3.0 if most == 1 else 1.0)
                     write_clip(folder / name, seconds, rng, rate=int(rng.choice([16000, 22050])))
                 parts += [{"type": kind, kind: name}, {"type": "text", "text": f" picture {k}"}]
-            parts.append({"type": "text", "text": "What is " + "it? " * int(rng.integers(1, 9))})
-            answer = "the red row " * int(rng.integers(1, 6))
-            file.write(json.dumps({"messages": [
-                {"role": "user", "content": parts}, {"role": "assistant", "content": answer}]})
-                + "\n")
+            file.write(asked(parts, rng))
     return path
+
+
+def asked(parts: list[dict], rng: np.random.Generator) -> str:
+    """A line of data.jsonl: media with a question and its answer, both of any length."""
+    question = {"type": "text", "text": "What is " + "it? " * int(rng.integers(1, 9))}
+    return json.dumps({"messages": [
+        {"role": "user", "content": [*parts, question]},
+        {"role": "assistant", "content": "the red row " * int(rng.integers(1, 6))}]}) + "\n"
 
 
 def write_clip(path: Path, seconds: float, rng: np.random.Generator, rate: int = 16000) -> None:

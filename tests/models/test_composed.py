@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 import shutil
 from pathlib import Path
 
@@ -11,7 +12,10 @@ import pytest
 import torch
 import transformers
 from PIL import Image
+from torch.utils.flop_counter import FlopCounterMode
 
+from orchmllm.config.model import ModelConfig
+from orchmllm.models.flops import Lengths, phase_work
 from orchmllm.tools.compose.command import main
 from orchmllm.tools.compose.write import compose
 from tests.lib import composed
@@ -69,12 +73,14 @@ def features(model, given: dict) -> dict[int, list[torch.Tensor]]:
     name if "whisper" in name else pytest.param(name, marks=pytest.mark.slow)
     for name in composed.COMPOSED])
 def test_the_model_is_its_parts_called_by_hand(name, tmp_path):
-    """And generates by itself, with its cache, what it makes of whole sequences."""
+    """After pickle, with which it goes to other processes. And generates by itself, with its cache,
+    what it makes of whole sequences."""
     tower, hears, *_ = composed.COMPOSED[name]
     composed.write_composed(name, tmp_path / "model")
     model = transformers.AutoModelForMultimodalLM.from_pretrained(
         tmp_path / "model", dtype=torch.float64, experts_implementation="eager")
     processor = transformers.AutoProcessor.from_pretrained(tmp_path / "model", backend="pil")
+    model, processor = pickle.loads(pickle.dumps((model, processor)))
     inputs = given(processor, hears, bool(tower))
     ids, config = inputs["input_ids"][0], model.config
     media = features(model, inputs)
@@ -152,3 +158,24 @@ def test_what_cannot_be_composed_is_one_line(tmp_path, capsys):
     shutil.rmtree(parts.audio)
     assert f"{parts.audio}: its Config cannot be read" in told()
     compose(parts._replace(audio=None), tmp_path / "out")
+
+
+@pytest.mark.slow
+def test_a_tower_is_counted_at_the_size_of_image_that_it_gets(tmp_path):
+    """Which is that of its image processor; a tower that takes only its own is refused with it."""
+    composed.write_composed("dinov2_qwen2", tmp_path / "model")
+    model = transformers.AutoModelForMultimodalLM.from_pretrained(
+        tmp_path / "model", attn_implementation="eager")
+    with FlopCounterMode(display=False) as counter:
+        model.model.get_image_features(torch.zeros(2, 3, 28, 28))
+    lengths = Lengths(*np.array([[16, 16], [16, 16], [4, 4]]))
+    work = phase_work("vision", ModelConfig(pretrained=str(tmp_path / "model")), lengths)
+    assert work.forward.sum() == pytest.approx(counter.get_total_flops(), rel=1e-9)
+
+    parts = composed.write_parts("clip_tiled_qwen3_moe", tmp_path)
+    transformers.CLIPImageProcessorPil(
+        size={"shortest_edge": 35}, crop_size={"height": 35, "width": 35}
+    ).save_pretrained(parts.vision)
+    with pytest.raises(ValueError, match="images of 35 x 35 pixels, which its tower refuses"):
+        compose(parts, tmp_path / "out")
+    assert not (tmp_path / "out").exists()

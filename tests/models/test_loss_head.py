@@ -101,20 +101,18 @@ class Live(TorchDispatchMode):
                 weakref.finalize(storage, self.sizes.pop, key)
 
 
-@pytest.mark.parametrize("size, dtype", [(64, torch.float32), (3584, torch.float32),
-                                         (3584, torch.bfloat16)])
-def test_the_loss_of_a_large_vocabulary_takes_a_tenth_in_chunks(size, dtype):
-    """8,192 targets, and the head of a model of transformers, which answers with the loss. Compared
-    is what the loss takes beside the gradients of the head's weight and of its input, which any
-    loss leaves to the optimizer and to the model, and beside the sum in float32 of which that of a
-    weight in bfloat16 is rounded."""
+@pytest.mark.parametrize("size, dtype, share", [
+    (64, torch.float32, 0.1), (3584, torch.float32, 0.17),
+    pytest.param(3584, torch.bfloat16, 0.23, marks=pytest.mark.slow)])
+def test_the_loss_of_a_large_vocabulary_takes_a_tenth_in_chunks(size, dtype, share):
+    """8,192 targets, and the head of a model of transformers, which answers with the loss. The
+    gradients of its weight and of its input are counted, which any loss makes: at width 3,584 they
+    are most of it, in bfloat16 with the sum in float32 of which they are rounded."""
     rows, vocab, peaks = 8192, 152_064, []
     with FakeTensorMode():
         head = torch.nn.Linear(size, vocab, bias=False, dtype=dtype)
         hidden = torch.empty(1, rows, size, dtype=dtype, requires_grad=True)
         targets = torch.zeros(rows, dtype=torch.int64)
-        left = head.weight.nbytes + hidden.nbytes
-        left += 4 * head.weight.numel() * (dtype == torch.bfloat16)
         for chunk in (rows, 256):
             head.weight.grad = hidden.grad = None
             with Live() as live:
@@ -125,9 +123,7 @@ def test_the_loss_of_a_large_vocabulary_takes_a_tenth_in_chunks(size, dtype):
                         loss = head(hidden).squeeze()
                 (loss / rows).backward()
             peaks.append(live.peak)
-    logits = 3 * 4 * rows * vocab  # in float32, with their log-softmax and gradient: 14.9 GB
-    print(f"width {size}, {dtype}: whole {peaks[0] / 1e9:.2f} GB; chunks of 256 "
-          f"{peaks[1] / 1e9:.2f} GB, of which {left / 1e9:.2f} GB are gradients and their sum: "
-          f"{peaks[1] / logits:.1%} of the logits' {logits / 1e9:.1f} GB, "
-          f"{(peaks[1] - left) / logits:.1%} without them")
-    assert peaks[0] >= logits and peaks[1] - left <= 0.1 * logits
+    print(f"width {size}, {dtype}: whole {peaks[0] / 1e9:.2f} GB, chunks of 256 "
+          f"{peaks[1] / 1e9:.2f} GB")
+    assert peaks[0] == pytest.approx(3 * 4 * rows * vocab, rel=0.02)  # 14.9 GB
+    assert peaks[1] <= share * peaks[0]

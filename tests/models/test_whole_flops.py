@@ -18,6 +18,7 @@ from orchmllm.config.recipe import Recipe
 from orchmllm.models.families import model_class, read_config
 from orchmllm.models.flops import Lengths, phase_lengths, phase_work, plan_spec, step_flops
 from orchmllm.models.hf import WholeModel
+from orchmllm.models.whole_flops import Attention, part_counts
 from orchmllm.plan.assign import PHASES
 from orchmllm.plan.geometry import text_lengths
 from orchmllm.plan.layout import ENCODERS, TEXT, BatchLayout
@@ -136,6 +137,16 @@ def test_flop_of_linear_attention_are_those_that_torch_counts(name, tmp_path, mo
     got = step_flops(ModelConfig(config=str(tmp_path)), BatchLayout.concat(
         [text.lengths for text in texts]))
     assert got["llm"] == pytest.approx(counter.get_total_flops(), rel=1e-9)
+
+
+@pytest.mark.parametrize("side", [80, pytest.param(30, marks=pytest.mark.slow)])
+def test_windows_are_found_beside_blocks_that_see_all(side, tmp_path):
+    """Of more patches a side than images are first counted with."""
+    config = models.build("qwen2_5_vl").config
+    config.vision_config.window_size = side * config.vision_config.patch_size
+    config.save_pretrained(tmp_path)
+    counts = part_counts(ModelConfig(config=str(tmp_path)))["vision"]
+    assert counts.attention.keys() == {Attention("square", side), Attention("frame")}
 
 
 def test_what_is_balanced_costs_what_its_windows_do(tmp_path):

@@ -3,7 +3,6 @@ test_planned_phases."""
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,7 +19,7 @@ from orchmllm.plan.assign import PHASES
 from orchmllm.sharding.hf import load_whole
 from tests.lib import composed
 from tests.lib.ranks import run_ranks
-from tests.lib.whole_folders import write_clip, write_image
+from tests.lib.whole_folders import asked, write_medium
 from tests.sharding.test_planned_phases import compared, frozen_compared, recipe
 
 pytestmark = [pytest.mark.dist, pytest.mark.whole]
@@ -36,20 +35,9 @@ def write_rows(folder: Path, name: str) -> None:
     rng = np.random.default_rng(0)
     with open(folder / "data.jsonl", "w", encoding="utf-8") as file:
         for i, count in enumerate(COUNTS):
-            parts = []
-            for k in range(count):
-                kind = kinds[k % len(kinds)]
-                file_name = f"{i}_{k}.{'png' if kind == 'image' else 'wav'}"
-                if kind == "image":
-                    write_image(folder / file_name, rng)
-                else:
-                    write_clip(folder / file_name, rng.uniform(0.1, 1.0), rng)
-                parts.append({"type": kind, kind: file_name})
-            parts.append({"type": "text", "text": "What is " + "it? " * int(rng.integers(1, 9))})
-            file.write(json.dumps({"messages": [
-                {"role": "user", "content": parts},
-                {"role": "assistant", "content": "the red row " * int(rng.integers(1, 6))}]})
-                + "\n")
+            parts = [write_medium(kinds[k % len(kinds)], folder, f"{i}_{k}", rng)
+                     for k in range(count)]
+            file.write(asked(parts, rng))
 
 
 @pytest.mark.slow

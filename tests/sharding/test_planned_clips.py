@@ -3,7 +3,6 @@ test_planned_phases."""
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,7 +14,7 @@ from PIL import Image
 from orchmllm.config.balance import PhaseConfig
 from tests.lib.processors import CLIPS
 from tests.lib.ranks import run_ranks
-from tests.lib.whole_folders import write_clip, write_model
+from tests.lib.whole_folders import asked, write_clip, write_model
 from tests.sharding.test_planned_phases import compared, frozen_compared, recipe
 
 pytestmark = [pytest.mark.dist, pytest.mark.whole]
@@ -41,11 +40,7 @@ def write_rows(folder: Path, name: str) -> None:
                 size = (*rng.integers(20, 120, 2).tolist(), 3)
                 Image.fromarray(rng.integers(0, 256, size, np.uint8)).save(folder / f"{i}.png")
                 parts.insert(1, {"type": "image", "image": f"{i}.png"})
-            parts.append({"type": "text", "text": "What is " + "it? " * int(rng.integers(1, 9))})
-            file.write(json.dumps({"messages": [
-                {"role": "user", "content": parts},
-                {"role": "assistant", "content": "the red row " * int(rng.integers(1, 6))}]})
-                + "\n")
+            file.write(asked(parts, rng))
 
 
 @pytest.mark.slow

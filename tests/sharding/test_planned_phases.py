@@ -4,7 +4,6 @@ process, example by example."""
 
 from __future__ import annotations
 
-import json
 import threading
 from dataclasses import replace
 from itertools import combinations
@@ -35,7 +34,7 @@ from tests.lib import whole_models as models
 from tests.lib.processors import FAMILIES
 from tests.lib.ranks import RankFailure, run_ranks
 from tests.lib.recipes import frozen
-from tests.lib.whole_folders import write_model
+from tests.lib.whole_folders import asked, write_model
 
 pytestmark = [pytest.mark.dist, pytest.mark.whole]
 # Images of each example. Of the steps of 8 examples the second has one image, so that ranks encode
@@ -54,11 +53,7 @@ def write_rows(folder: Path) -> None:
                 Image.fromarray(rng.integers(0, 256, size, np.uint8)).save(folder / f"{i}_{k}.png")
                 parts += [{"type": "image", "image": f"{i}_{k}.png"},
                           {"type": "text", "text": f" picture {k}"}]
-            parts.append({"type": "text", "text": "What is " + "it? " * int(rng.integers(1, 9))})
-            file.write(json.dumps({"messages": [
-                {"role": "user", "content": parts},
-                {"role": "assistant", "content": "the red row " * int(rng.integers(1, 6))}]})
-                + "\n")
+            file.write(asked(parts, rng))
 
 
 def recipe(folder: Path, **train_keys) -> Recipe:
@@ -261,7 +256,7 @@ def test_an_encoder_that_makes_other_rows_on_one_rank_ends_all(tmp_path):
     write_model("qwen3_vl", tmp_path, torch.float64)
     write_rows(tmp_path)
     with pytest.raises(RankFailure) as found:
-        run_ranks(one_row_less, 3, recipe(tmp_path), timeout_s=120.0)
+        run_ranks(one_row_less, 3, recipe(tmp_path))
     assert found.value.errors.keys() == {0, 1, 2}
     kind, told, _ = found.value.errors[1]
     assert kind == "RuntimeError" and "rows of features of its media, where" in told

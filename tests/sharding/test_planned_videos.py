@@ -3,7 +3,6 @@ and every gradient is that of stock transformers in one process, example by exam
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,7 +16,7 @@ from orchmllm.models.hf import WholeModel
 from orchmllm.tools.data.build_index import build_index
 from tests.lib.ranks import run_ranks
 from tests.lib.videos import write_video
-from tests.lib.whole_folders import write_model
+from tests.lib.whole_folders import asked, write_model
 from tests.sharding.test_planned_phases import compared, recipe
 
 pytestmark = pytest.mark.whole
@@ -38,11 +37,7 @@ def write_rows(folder: Path) -> None:
                 Image.fromarray(rng.integers(0, 256, size, np.uint8)).save(folder / name)
                 parts += [{"type": "video", "video": "v.mp4", "nframes": count} if count
                           else {"type": "image", "image": name}, {"type": "text", "text": "and"}]
-            parts.append({"type": "text", "text": "What is " + "it? " * int(rng.integers(1, 9))})
-            file.write(json.dumps({"messages": [
-                {"role": "user", "content": parts},
-                {"role": "assistant", "content": "the red row " * int(rng.integers(1, 6))}]})
-                + "\n")
+            file.write(asked(parts, rng))
 
 
 @pytest.mark.slow

@@ -22,7 +22,7 @@ from tests.lib import whole_models as models
 from tests.lib.processors import FAMILIES, video_token
 from tests.lib.ranks import run_ranks
 from tests.lib.videos import write_video
-from tests.lib.whole_folders import write_clip, write_image, write_model
+from tests.lib.whole_folders import write_medium, write_model
 
 pytestmark = [pytest.mark.dist, pytest.mark.whole]
 SECOND = "and what is that?"
@@ -43,13 +43,8 @@ def write_rows(folder: Path, family: str) -> None:
                 parts = [{"type": "video", "video": "v.mp4", "nframes": 5},
                          {"type": "text", "text": "and"}] if video_token(family) else []
             for k in range(media + 1):
-                kind = kinds[k % len(kinds)]
-                name = f"{i}_{k}.{'png' if kind == 'image' else 'wav'}"
-                if kind == "image":
-                    write_image(folder / name, rng)
-                else:
-                    write_clip(folder / name, rng.uniform(0.1, 1.0), rng)
-                shown = [{"type": kind, kind: name}, {"type": "text", "text": f" picture {k}"}]
+                shown = [write_medium(kinds[k % len(kinds)], folder, f"{i}_{k}", rng),
+                         {"type": "text", "text": f" picture {k}"}]
                 (more if k == media else parts).extend(shown)
             parts.append({"type": "text", "text": "What is " + "it? " * int(rng.integers(1, 9))})
             file.write(json.dumps({"messages": [

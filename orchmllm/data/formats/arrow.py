@@ -3,11 +3,14 @@ hub by the `datasets` library. Images and audio stay encoded, and no code of a d
 
 from __future__ import annotations
 
+import fcntl
 import json
+import math
 import threading
+import warnings
 from abc import abstractmethod
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -23,9 +26,8 @@ from orchmllm.data.storage.clients import StorageError
 from orchmllm.data.storage.remote import RemoteFile
 
 ROWS_AT_ONCE = 16  # of a parquet file that are decoded together
-# Of a row group, decoded: a larger one is kept as Arrow on the disk, where a row is found at once.
-LARGE_BYTES = 64 << 20
-MAX_EXPANSION = 400  # bytes decoded per byte of a parquet file
+# Bytes decoded per byte of a parquet file, of those that hold more than SMALL_BYTES.
+MAX_EXPANSION, SMALL_BYTES = 400, 64 << 20
 
 
 class ArrowRows(RowStore):
@@ -80,7 +82,8 @@ class ArrowRows(RowStore):
 
 
 class IpcRows(ArrowRows):
-    """Arrow's own files, mapped into memory."""
+    """Arrow's own files, mapped into memory; batches that are compressed are read when they are
+    needed, but for those of a stream."""
 
     def open(self, cache_dir: Path) -> list[int]:
         import pyarrow as pa
@@ -88,57 +91,86 @@ class IpcRows(ArrowRows):
         mapped = pa.memory_map(str(self.data.__fspath__()))
         try:
             reader = pa.ipc.open_file(mapped)
-            self._batches = [reader.get_batch(k) for k in range(reader.num_record_batches)]
+            self._read, count = reader.get_batch, reader.num_record_batches
         except pa.ArrowInvalid:  # a stream, as `datasets` writes
             mapped.seek(0)
-            self._batches = list(pa.ipc.open_stream(mapped))
-        return [len(batch) for batch in self._batches]
+            batches = list(pa.ipc.open_stream(mapped))
+            self._read, count = batches.__getitem__, len(batches)
+        return [len(self._read(k)) for k in range(count)]
 
     def batches(self, group: int) -> Iterator:
-        return iter(self._batches[group: group + 1])
+        yield self._read(group)
 
 
 class ParquetRows(ArrowRows):
-    """Row groups, decoded up to the row that is asked for."""
+    """Row groups, decoded up to the row that is asked for. Once as many rows as the file has were
+    decoded in vain, as rows are asked for in no order, the file is kept as Arrow below cache_dir,
+    where each row is found at once."""
 
     def open(self, cache_dir: Path) -> list[int]:
-        import pyarrow.parquet
-
-        meta = pyarrow.parquet.read_metadata(self.data.__fspath__())
+        with self._file() as file:
+            meta = file.metadata
         groups = [meta.row_group(k) for k in range(meta.num_row_groups)]
-        decoded = [group.total_byte_size for group in groups]
-        if sum(decoded) > max(LARGE_BYTES, MAX_EXPANSION * self.data.stamp[0]):
-            raise ValueError(f"{self.data.stamp[0]} bytes hold {sum(decoded)}: more than the limit "
-                             f"of {MAX_EXPANSION} times as many")
-        self.copy = None
-        if max(decoded, default=0) > LARGE_BYTES:
-            self.copy = self._copied(cache_dir)
-            return np.diff(self.copy._start).tolist()
+        decoded = sum(group.total_byte_size for group in groups)
+        self._limit = max(SMALL_BYTES, MAX_EXPANSION * self.data.stamp[0])
+        if decoded > self._limit:
+            raise ValueError(f"{self.data.stamp[0]} bytes hold {decoded}: more than the limit of "
+                             f"{MAX_EXPANSION} times as many")
+        self._copy, self._in_vain = None, 0
+        # Of the file as it is now: others may have seen another one under its name.
+        self._path = cache_dir / f"rows-{digest(list(sizes(self.files)))}.arrow"
         return [group.num_rows for group in groups]
 
-    def _copied(self, cache_dir: Path) -> IpcRows:
-        """The file as Arrow, below cache_dir."""
-        import pyarrow as pa
+    def _slice(self, i: int):
+        if self._copy is None and self._in_vain > len(self):
+            self._copy = self._copied()
+        if self._copy is not None:
+            return self._copy._slice(i)
+        self._in_vain -= self._in_vain > 0
+        return super()._slice(i)
 
-        path = cache_dir / f"rows-{digest(list(sizes(self.files)))}.arrow"
-        if not path.is_file():
-            with self._file() as file, written(path) as out, pa.ipc.new_file(
-                    out, file.schema_arrow) as writer:
-                for batch in file.iter_batches(ROWS_AT_ONCE):
-                    writer.write_batch(batch)
-        return IpcRows(path, 0, cache_dir)
+    def batches(self, group: int) -> Iterator:
+        with self._file() as file:
+            for batch in file.iter_batches(ROWS_AT_ONCE, row_groups=[group], use_threads=False):
+                self._in_vain += len(batch)
+                yield batch
 
     def _file(self):
         import pyarrow.parquet
 
         return pyarrow.parquet.ParquetFile(self.data.__fspath__(), pre_buffer=False)
 
-    def batches(self, group: int) -> Iterator:
-        if self.copy is not None:
-            yield from self.copy.batches(group)
-            return
-        with self._file() as file:
-            yield from file.iter_batches(ROWS_AT_ONCE, row_groups=[group], use_threads=False)
+    def _copied(self) -> IpcRows | None:
+        """The file as Arrow, which one process of all writes; None, with a warning, where it cannot
+        be kept, as rows are found without it."""
+        path = self._path
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with path.with_suffix(".lock").open("w") as lock:
+                with suppress(OSError):  # without locks each process does the work
+                    fcntl.flock(lock, fcntl.LOCK_EX)
+                try:
+                    if not path.is_file():
+                        self._write(path)
+                finally:
+                    with suppress(OSError):  # also for a process that was forked meanwhile
+                        fcntl.flock(lock, fcntl.LOCK_UN)
+            return IpcRows(path, 0, path.parent)
+        except Exception as error:  # a full disk, a row group that is damaged
+            warnings.warn(f"{self.files[0]} cannot be kept as Arrow in {path.parent}, so each row "
+                          f"that is asked for decodes those before it: {error}", stacklevel=2)
+            self._in_vain = -math.inf
+            return None
+
+    def _write(self, path: Path) -> None:
+        import pyarrow as pa
+
+        with self._file() as file, written(path) as out, pa.ipc.new_file(
+                out, file.schema_arrow) as writer:
+            for batch in file.iter_batches(ROWS_AT_ONCE, use_threads=False):
+                writer.write_batch(batch)
+                if out.tell() > self._limit:
+                    raise ValueError(f"it would have more than {self._limit} bytes")
 
 
 class StreamRows(RowStore):

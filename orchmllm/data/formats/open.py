@@ -58,11 +58,6 @@ class DataSource:
                 f"({self.config.path})")
 
     @property
-    def is_found(self) -> bool:
-        """Whether its rows, and not the recipe, say how they are read."""
-        return self.config.row_format == "auto" and not changed(self.config.columns)
-
-    @property
     def settings(self) -> list:
         """What decides, beside the files, which rows there are and what they become."""
         config = self.config
@@ -304,8 +299,6 @@ def _detected(store: RowStore, config: SourceConfig, root: MediaRoot) -> str:
     fits = [next((name for name, known in FORMATS.items() if known.fits(row)), None)
             for row in rows]
     votes = Counter(filter(None, fits))
-    if votes.keys() == {"llava", "sharegpt"}:  # LLaVA's mix holds rows without media
-        return "llava"
     if votes:  # a row of another layout is read by its own
         return votes.most_common(1)[0][0]
     keys = set().union(*rows)

@@ -6,15 +6,15 @@ import json
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from itertools import chain, permutations, product, takewhile
 
 from orchmllm.data.formats.conversation import ROLES, Conversation, media_of
 from orchmllm.data.formats.row_formats import FORMATS, RowFormat, choose
 from orchmllm.data.media.headers import audio_header, image_header
-from orchmllm.data.media.kinds import MODALITY_OF, VIDEO
+from orchmllm.data.media.kinds import VIDEO, modality_of
 from orchmllm.data.media.medium import MediaError, Medium, RowError
 from orchmllm.data.media.root import MediaRoot, is_base64
+from orchmllm.data.storage.clients import StorageError
 from orchmllm.plan.layout import AUDIO, VISION
 
 NUM_ROWS = 12  # on which lines are tried
@@ -33,14 +33,15 @@ def proposal(rows: Sequence[Mapping], root: MediaRoot, read: Read, now: RowForma
         if isinstance(value, list) and len(value) > 1 and all(isinstance(v, dict) for v in value):
             rows, around = value, {"rows": name}
     rows = rows[:NUM_ROWS]
-    best, line = _used(rows, read, now) if now else (0, 0), ""
-    named = len(_media(rows, read, now)) if now else 0  # of which some may not be readable
+    *best, named = _used(rows, read, now) if now else (0, 0, 0)
+    line = ""
     for columns in chain(() if around else FORMATS, _guesses(rows, root)):
         try:
             row_format = FORMATS[columns] if isinstance(columns, str) else RowFormat(columns)
         except ValueError:
             continue
-        if (found := _used(rows, read, row_format)) > best and found[1] >= named:
+        *found, _ = _used(rows, read, row_format)
+        if found > best and found[1] >= named:
             said = ", ".join(f"{field}: {json.dumps(spec, ensure_ascii=False)}" for field, spec in (
                 {} if isinstance(columns, str) else around | columns).items())
             best, line = found, f"columns: {{{said}}}" if said else f'row_format: "{columns}"'
@@ -48,27 +49,19 @@ def proposal(rows: Sequence[Mapping], root: MediaRoot, read: Read, now: RowForma
             f"{best[1]} images, clips and frames" if line else "")
 
 
-def _used(rows: Sequence[Mapping], read: Read, row_format: RowFormat) -> tuple[int, int]:
-    """(Rows that a format reads, media in them)."""
-    count = num_media = 0
+def _used(rows: Sequence[Mapping], read: Read, row_format: RowFormat) -> tuple[int, int, int]:
+    """(Rows that can be used with a format, media in them, media of all rows that it reads)."""
+    count = num_media = named = 0
     for row in rows:
         try:
             media = media_of(read(row, row_format))
+            named += len(media)
             for medium in media:
                 (audio_header if medium.modality == AUDIO else image_header)(medium)
-        except (RowError, MediaError, OSError):
+        except (RowError, MediaError, OSError, StorageError):
             continue
         count, num_media = count + 1, num_media + len(media)
-    return count, num_media
-
-
-def _media(rows: Sequence[Mapping], read: Read, row_format: RowFormat) -> list[Medium]:
-    """Of the rows that a format reads, readable or not."""
-    found: list[Medium] = []
-    for row in rows:
-        with suppress(RowError):
-            found += media_of(read(row, row_format))
-    return found
+    return count, num_media, named
 
 
 def _guesses(rows: Sequence[Mapping], root: MediaRoot) -> Iterator[dict[str, str]]:
@@ -168,8 +161,8 @@ def _media_columns(values: Mapping[str, list], rows: Sequence[Mapping], root: Me
     files: list[str] | None = None
 
     def likely(name: str) -> tuple[bool, bool]:  # the content of a medium, then names of files
-        first = values[name][0]
-        return isinstance(first, str | int) and not is_base64(str(first)), not _is_name(first)
+        one = values[name][0]
+        return isinstance(one, str | int) and not is_base64(str(one)), modality_of(one) is None
 
     for name in sorted(values, key=likely):
         found = values[name]
@@ -182,14 +175,11 @@ def _media_columns(values: Mapping[str, list], rows: Sequence[Mapping], root: Me
             yield from _by_name(name, str(first), files, rows, root)
 
 
-def _is_name(value: object) -> bool:
-    return isinstance(value, str) and value.rpartition(".")[2].lower() in MODALITY_OF
-
-
 def _content(value: object, root: MediaRoot) -> int | None:
     """The modality of what is a medium by itself."""
-    if _is_name(value) and os.path.isfile(os.path.join(root.path, value)):
-        return MODALITY_OF[value.rpartition(".")[2].lower()]
+    named = modality_of(value)
+    if named is not None and os.path.isfile(os.path.join(root.path, value)):
+        return named
     if not (isinstance(value, bytes | Medium | Mapping)
             or isinstance(value, str) and (value.startswith("data:") or is_base64(value))):
         return None
@@ -208,7 +198,7 @@ def _files(root: MediaRoot) -> list[str]:
     for folder, _, names in os.walk(root.path):
         below = os.path.relpath(folder, root.path)
         found += [os.path.normpath(os.path.join(below, name)) for name in names
-                  if name.rpartition(".")[2].lower() in MODALITY_OF]
+                  if modality_of(name) is not None]
         if len(found) > MOST_FILES:
             break
     return found
@@ -227,7 +217,7 @@ def _by_name(column: str, value: str, files: Sequence[str], rows: Sequence[Mappi
         for spec in (name, _with_others(name, rows[0], column)):
             spec = column if spec == "{" + column + "}" else spec
             if all(_is_there(spec, row, root) for row in rows):
-                yield FIELD[MODALITY_OF[file.rpartition(".")[2].lower()]], spec
+                yield FIELD[modality_of(file)], spec
                 return
 
 

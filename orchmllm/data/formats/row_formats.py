@@ -17,7 +17,7 @@ from orchmllm.data.formats.conversation import (
     Turn,
     chat,
 )
-from orchmllm.data.media.kinds import MODALITY_OF
+from orchmllm.data.media.kinds import modality_of
 from orchmllm.data.media.medium import RowError
 from orchmllm.data.media.parts import DURATION, END, KEYS, START
 from orchmllm.data.media.root import MediaRoot
@@ -257,10 +257,9 @@ class RowFormat:
         """Whether a row is written so, which `row_format: auto` asks. A file whose suffix tells
         that it is of another kind is not the column's medium."""
         return self.auto and self.columns.fits(row, media=self.media) and all(
-            MODALITY_OF.get(value.rpartition(".")[2].lower()) != other
+            modality_of(self.columns.specs[field].find(row)[1]) != other
             for field, other in (("images", AUDIO), ("audios", VISION))
-            if field in self.columns.specs
-            and isinstance(value := self.columns.specs[field].find(row)[1], str))
+            if field in self.columns.specs)
 
     def with_columns(self, columns: Mapping[str, str]) -> RowFormat:
         """With columns of the recipe in place of its own. Raises ValueError."""

@@ -17,7 +17,7 @@ from orchmllm.data.formats.columns import nothing_in, parse_spec
 from orchmllm.data.formats.rows import JsonRows, RowStore
 from orchmllm.data.formats.scanned import File, cached, digest, scanned
 from orchmllm.data.formats.scans import scan_lines
-from orchmllm.data.media.kinds import MODALITY_OF
+from orchmllm.data.media.kinds import modality_of
 from orchmllm.data.media.medium import RowError
 
 
@@ -83,8 +83,8 @@ class TableRows(JsonRows):
 
 def _is_value(cell: str) -> bool:
     """Whether a cell of a first line is no name of a column."""
-    return cell.isdecimal() or len(cell) > 60 or "://" in cell or (
-        cell.rpartition(".")[2].lower() in MODALITY_OF and "." in cell)
+    return (cell.isdecimal() or len(cell) > 60 or "://" in cell
+            or modality_of(cell) is not None)
 
 
 def _separator(path: File) -> str:

@@ -129,7 +129,7 @@ def feed_of(model: Any, dataset: Any, spec: PlanSpec, gather: RowGather, log: Ca
     """(The feed of a model, in which images are bytes until they are encoded where that is exact on
     all ranks; `spec` with the bytes that move then). Says of what it is not exact. Collective;
     gather: of all ranks."""
-    for name, find in dataset.reader.arithmetic().items():
+    for name, find in dataset.reader.processor.arithmetic().items():
         why, pixels = "another rank cannot make them of bytes", None
         try:
             pixels = model.encoders.prove(*find())

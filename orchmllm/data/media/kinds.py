@@ -94,6 +94,12 @@ MODALITY_OF = {suffix: k.modality for k in (*CONTAINERS.values(), *KINDS.values(
     for suffix in suffixes}
 
 
+def modality_of(name: object) -> int | None:
+    """What a file holds that is called so; None where its suffix does not tell."""
+    _, dot, suffix = name.rpartition(".") if isinstance(name, str) else ("", "", "")
+    return MODALITY_OF.get(suffix.lower()) if dot else None
+
+
 def refusal(head: bytes) -> str:
     """Why a file that begins with `head` (32 bytes do) is not read, and the cure; empty where its
     kind is not one of REFUSED."""

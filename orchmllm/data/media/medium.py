@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import BinaryIO, NamedTuple
 
-from orchmllm.data.media.kinds import MODALITY_OF, container, listed, refusal
+from orchmllm.data.media.kinds import container, listed, modality_of, refusal
 from orchmllm.data.storage.clients import StorageError
 from orchmllm.data.storage.remote import RemoteFile
 from orchmllm.plan.layout import TEXT, VISION
@@ -133,13 +133,17 @@ class Medium(NamedTuple):
         return None if is_part else self.path
 
 
+def given_by(value: object) -> tuple[object, object]:
+    """(Content, name) of what a row gives for a medium; None for one that it does not give."""
+    if isinstance(value, Mapping):
+        return value.get("bytes"), value.get("path", value.get("url"))
+    return (value, None) if isinstance(value, bytes | Medium) else (None, value)
+
+
 def is_image(value: object) -> bool:
     """Whether a video's entry is an image, a frame, by its name. A GIF is a video."""
-    if isinstance(value, Mapping):
-        value = value.get("path", value.get("url"))
-    name = value.name if isinstance(value, Medium) else value
-    suffix = name.rpartition(".")[2].lower() if isinstance(name, str) else ""
-    return MODALITY_OF.get(suffix) == VISION and suffix != "gif"
+    name = value.name if isinstance(value, Medium) else given_by(value)[1]
+    return modality_of(name) == VISION and not name.lower().endswith(".gif")
 
 
 class _Slice(io.RawIOBase):

@@ -20,6 +20,7 @@ from orchmllm.data.media.medium import (
     Part,
     RowError,
     VideoSampling,
+    given_by,
     printable,
     told,
 )
@@ -157,13 +158,10 @@ class MediaRoot:
         kind = "image" if modality == VISION else "audio"
         if isinstance(value, Medium):
             return value._replace(modality=modality)
-        if isinstance(value, Mapping):
-            data, value = value.get("bytes"), value.get("path", value.get("url"))
-            if data is not None:
-                name = value if isinstance(value, str) and value else f"embedded {kind}"
-                return Medium(modality, printable(name), data=_as_bytes(data, kind))
-        if isinstance(value, bytes):
-            return Medium(modality, f"embedded {kind}", data=value)
+        data, value = given_by(value)
+        if data is not None:
+            name = value if isinstance(value, str) and value else f"embedded {kind}"
+            return Medium(modality, printable(name), data=_as_bytes(data, kind))
         if not isinstance(value, str) or not value:
             raise RowError(f"a medium is {value!r:.80}: must be a non-empty string (a path below "
                            f"the media root), or bytes (in {kind!r})")

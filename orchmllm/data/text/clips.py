@@ -29,22 +29,18 @@ class Clips:
         longest_s = getattr(processor, "max_audio_len", extractor.chunk_length)
         self._most_samples = longest_s // extractor.chunk_length * extractor.n_samples
         self._token = processor.audio_token
-        self._starts: dict[int, int] = {}  # of an omni model: token of features -> that before them
+        # Of a model that looks for the tokens around media: token of features -> that before them.
+        self.starts: dict[int, int] = {}
         if hasattr(config, "audio_start_token_id") and hasattr(processor, "image_processor"):
-            self._starts = {config.image_token_id: config.vision_start_token_id,
-                            config.audio_token_id: config.audio_start_token_id}
-
-    @property
-    def brackets(self) -> bool:
-        """Whether the model looks for the tokens around its media."""
-        return bool(self._starts)
+            self.starts = {config.image_token_id: config.vision_start_token_id,
+                           config.audio_token_id: config.audio_start_token_id}
 
     @property
     def identity(self) -> list:
         """What decides, beside the settings of the processor, what becomes of a clip."""
         import soxr
 
-        return [self._windows, self._most_samples, sorted(self._starts.items()), soxr.__version__]
+        return [self._windows, self._most_samples, sorted(self.starts.items()), soxr.__version__]
 
     def grids(self, out: dict[str, Any], clips: Sequence[np.ndarray], texts: Sequence[str]
               ) -> list[tuple[int, int, int]]:
@@ -75,11 +71,11 @@ class Clips:
         """Of an omni model, which computes positions from the tokens that begin media: ids, learnt
         without the token that begins a medium which was left out. first (n,): places of the first
         features of each medium. Raises RowError where these tokens are not just before media."""
-        starts = [*self._starts.values()]
+        starts = [*self.starts.values()]
         if ids[-1] in starts:
             ids, learnt = ids[:-1], learnt[:-1]
         begin = np.flatnonzero(np.isin(ids, starts))
-        wanted = [self._starts[token] for token in ids[first].tolist()]
+        wanted = [self.starts[token] for token in ids[first].tolist()]
         if begin.tolist() != (first - 1).tolist() or ids[begin].tolist() != wanted:
             raise RowError("the tokens that begin images and clips are not just before these, "
                            "where the model looks for them: mend the chat template, and leave them "

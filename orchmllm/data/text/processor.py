@@ -96,7 +96,7 @@ class Processor:
         self._types = torch.zeros(size, dtype=torch.int64)
         for kind, token in self.token_ids.items():
             self._types[token] = TYPES[kind]
-        is_omni = calls.clips is not None and calls.clips.brackets
+        is_omni = calls.clips is not None and bool(calls.clips.starts)
         self._sequences = Sequences(self.token_ids, calls.features, size, calls.has_grids,
                                     calls.clips if is_omni else None)
 

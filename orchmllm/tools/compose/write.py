@@ -74,7 +74,8 @@ def compose(parts: Parts, out: Path) -> ComposedConfig:
                              for kind, token in tokens.items()}
     if parts.vision:
         given["vision_config"] = vision = _part_config(parts.vision, "vision_config")
-        named["image_processor"], given["spatial_merge_size"] = _images(parts, vision)
+        named["image_processor"], given["image_size"], given["spatial_merge_size"] = _images(
+            parts, vision)
         named["patch_size"] = int(np.max(vision.patch_size))
         named["spatial_merge_size"] = given["spatial_merge_size"]
     if parts.audio:
@@ -87,6 +88,12 @@ def compose(parts: Parts, out: Path) -> ComposedConfig:
         raise ValueError(f"these parts cannot be trained exactly: {why}")
     with torch.device("meta"):
         model = ComposedForConditionalGeneration(config)
+    if size := config.image_size:
+        try:
+            model.model.get_image_features(torch.empty(1, 3, *size, device="meta"))
+        except ValueError as error:
+            raise ValueError(f"{parts.vision}: its image processor makes images of {size[0]} x "
+                             f"{size[1]} pixels, which its tower refuses: {error}") from error
     links = _links(model, parts, out)
     template = parts.template or _template_of(tokenizer, parts.llm, tokens)
     processor = ComposedProcessor(
@@ -162,14 +169,14 @@ def _text_config(folder: Path) -> PreTrainedConfig:
     return config
 
 
-def _images(parts: Parts, vision: PreTrainedConfig) -> tuple[Any, int]:
-    """(The image processor, patches of a side that a connector merges): 2, or 3 where the patches
-    of a side are odd, or 1. Raises ValueError."""
+def _images(parts: Parts, vision: PreTrainedConfig) -> tuple[Any, list[int] | None, int]:
+    """(The image processor, the size that it makes, None for any, patches of a side that a
+    connector merges): 2, or 3 where the patches of a side are odd, or 1. Raises ValueError."""
     images = _read(AutoImageProcessor, parts.vision, backend="pil")
     if takes_grids(vision):
         if parts.tiles:
             raise ValueError(f"{parts.vision} takes images of any size: leave --tiles out")
-        return images, 1
+        return images, None, 1
     made = images(Image.new("RGB", (640, 480)), return_tensors="np")["pixel_values"]
     if made.shape[:2] != (1, 3):
         raise ValueError(f"{parts.vision}: its image processor makes {made.shape} of an image, "
@@ -184,7 +191,8 @@ def _images(parts: Parts, vision: PreTrainedConfig) -> tuple[Any, int]:
                 name: getattr(images, name) for name in (
                     "image_mean", "image_std", "rescale_factor", "resample", "do_normalize",
                     "do_rescale")})
-    return images, next(m for m in (2, 3, 1) if not any(side % m for side in sides))
+    size = list(made.shape[2:])
+    return images, size, next(m for m in (2, 3, 1) if not any(side % m for side in sides))
 
 
 def _template_of(tokenizer: PreTrainedTokenizerBase, folder: Path, tokens: Mapping[str, str]

@@ -39,7 +39,6 @@ class Server:
         self.dataset, self._secret = dataset, secret
         self._identity = identity_of(dataset)
         self._alone = threading.Lock()  # without workers: a dataset is used by one thread
-        self._failed: Exception | None = None
         self.num_examples = 0
         self._socket = socket.create_server(
             address, family=socket.AF_INET6 if ":" in address[0] else socket.AF_INET)
@@ -54,12 +53,12 @@ class Server:
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, lambda number, _: ended.append(number))
         self._socket.settimeout(LOOK_S)
-        while not ended and self._failed is None:
+        while not ended and all(worker.is_alive() for worker in self._workers.processes):
             self._accept()
         self._socket.close()
         self._workers.close()
         why = (f"ended by {signal.Signals(ended[0]).name}" if ended
-               else f"a worker failed: {self._failed}")
+               else "a worker failed: a data worker exited unexpectedly (killed, or out of memory)")
         print(f"preprocess: {why}; {self.num_examples} examples served", flush=True)
         return 128 + ended[0] if ended else 1
 
@@ -104,8 +103,6 @@ class Server:
             with nullcontext() if self._workers.num_workers else self._alone:
                 results = self._workers.request("load", calls)()
         except Exception as error:  # one request is not answered; the client goes to another server
-            if not all(worker.is_alive() for worker in self._workers.processes):
-                self._failed = error
             return {"error": f"{type(error).__name__}: {error}"}, []
         self.num_examples += len(calls)
         return to_answer(results)
