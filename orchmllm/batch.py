@@ -17,6 +17,7 @@ from orchmllm.plan.layout import TEXT, BatchLayout
 from orchmllm.plan.step import RankPlan, StepPlan
 
 IGNORE_INDEX = -100
+TYPES = ("mm_token_type_ids", "token_type_ids")  # arguments that say which tokens are media
 UNKNOWN = -1  # a number that a rank does not know
 UNCOUNTED = (UNKNOWN, UNKNOWN)
 PACKED, PADDED = 1, 2  # what a collated batch costs: the sum of its lengths, or n times the longest
@@ -143,8 +144,9 @@ class PackedExamples:
     """A rank's whole examples of one microbatch, for a model of transformers.
 
     inputs: arguments of its forward by name: input_ids (1, R), position_ids and the media, one
-    example after the other. kept (k,) int64: positions of the row whose next token is learnt,
-    ascending; targets (k,) int64: those tokens. seqlens: lengths of the examples in the row.
+    example after the other; those that are `read` stay on the host. kept (k,) int64: positions of
+    the row whose next token is learnt, ascending; targets (k,) int64: those tokens. seqlens:
+    lengths of the examples in the row.
     phases: encoder phase -> an orchmllm.encoders.planned.EncodedItems, what this rank encodes of
     it, for a model whose encoders are planned; without an entry the media are in `inputs`, or no
     rank has any.
@@ -156,10 +158,20 @@ class PackedExamples:
     seqlens: SequenceLengths
     phases: dict[str, Any] = field(default_factory=dict)
 
+    @property
+    def read(self) -> dict[str, Tensor]:
+        """Inputs whose values a forward reads: token ids, and what says how media divide. Not the
+        positions and kinds of tokens, which go to blocks and masks."""
+        return {name: value for name, value in self.inputs.items()
+                if not (value.is_floating_point() or name in ("position_ids", *TYPES))}
+
     def to(self, device: torch.device) -> PackedExamples:
         """The same on the training device."""
+        read = self.read
+        there = replace(self, inputs={n: v for n, v in self.inputs.items() if n not in read}).moved(
+            partial(on_device, device=device))
         return replace(
-            self.moved(partial(on_device, device=device)),
+            there, inputs=there.inputs | read,
             seqlens=SequenceLengths.from_lengths(np.array(self.seqlens.lengths), device))
 
     def exchanged(self, group: Any) -> PackedExamples:

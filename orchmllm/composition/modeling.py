@@ -32,7 +32,6 @@ from transformers.modeling_outputs import (
     BaseModelOutputWithPooling,
     CausalLMOutputWithPast,
 )
-from transformers.modeling_utils import slice_logits_to_keep
 
 from orchmllm.composition.configuration import ComposedConfig, audio_rows
 from orchmllm.composition.weights import load_linked
@@ -256,7 +255,8 @@ class ComposedForConditionalGeneration(ComposedPreTrainedModel, GenerationMixin)
             input_features=input_features, input_features_mask=input_features_mask,
             attention_mask=attention_mask, position_ids=position_ids,
             past_key_values=past_key_values, inputs_embeds=inputs_embeds, **options)
-        logits = self.lm_head(slice_logits_to_keep(out.last_hidden_state, logits_to_keep))
+        kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+        logits = self.lm_head(out.last_hidden_state[:, kept])
         loss = None
         if labels is not None:
             loss = self.loss_function(logits=logits, labels=labels,

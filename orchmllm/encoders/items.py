@@ -20,6 +20,9 @@ from torch.nn.utils.rnn import pad_sequence
 
 from orchmllm.batch import on_device
 
+Values = tuple[Tensor | None, ...]  # packed tensors by argument
+Place = Callable[[np.ndarray, torch.device], Tensor]
+
 
 @dataclass(frozen=True)
 class Items:
@@ -72,9 +75,9 @@ class Layout(ABC):
         """meta (n, columns) -> for each packed tensor (n,), its rows of each item."""
 
     @abstractmethod
-    def build(self, meta: np.ndarray, values: tuple[Tensor | None, ...]) -> tuple[Any, ...]:
+    def build(self, meta: np.ndarray, values: Values, place: Place = on_device) -> tuple[Any, ...]:
         """meta (n, columns) and the packed tensors of n items of any ranks -> the encoder's
-        arguments."""
+        arguments. place: makes a tensor on a device of what meta says."""
 
     @property
     def arguments(self) -> tuple[str, ...]:
@@ -125,7 +128,7 @@ class Rows(Layout):
     def lengths(self, meta: np.ndarray) -> tuple[np.ndarray, np.ndarray | None]:
         return (meta[:, 0] if self.length else np.ones(len(meta), np.int64)), None
 
-    def build(self, meta: np.ndarray, values: tuple[Tensor | None, ...]) -> tuple[Any, ...]:
+    def build(self, meta: np.ndarray, values: Values, place: Place = on_device) -> tuple[Any, ...]:
         return values
 
 
@@ -174,8 +177,8 @@ class Packed(Layout):
     def lengths(self, meta: np.ndarray) -> tuple[np.ndarray, np.ndarray | None]:
         return meta.prod(1), meta[:, 0] if self.frames else None
 
-    def build(self, meta: np.ndarray, values: tuple[Tensor | None, ...]) -> tuple[Any, ...]:
-        counts = on_device(meta.copy(), values[0].device)
+    def build(self, meta: np.ndarray, values: Values, place: Place = on_device) -> tuple[Any, ...]:
+        counts = place(meta.copy(), values[0].device)
         return values[0], counts if meta.shape[1] > 1 else counts[:, 0]
 
 
@@ -197,11 +200,11 @@ class Masked(Layout):
     def rows(self, meta: np.ndarray) -> list[np.ndarray]:
         return [meta[:, 0]]
 
-    def build(self, meta: np.ndarray, values: tuple[Tensor | None, ...]) -> tuple[Any, ...]:
+    def build(self, meta: np.ndarray, values: Values, place: Place = on_device) -> tuple[Any, ...]:
         padded = pad_sequence(values[0].split(meta[:, 0].tolist()), batch_first=True)  # (n, T, C)
         mask = np.arange(padded.shape[1]) < meta[:, :1]
         return (padded.transpose(1, 2).contiguous(),
-                on_device(mask.astype(np.int64), padded.device))
+                place(mask.astype(np.int64), padded.device))
 
 
 @dataclass(frozen=True)
@@ -240,8 +243,8 @@ class Tiles(Layout):
     def lengths(self, meta: np.ndarray) -> tuple[np.ndarray, np.ndarray | None]:
         return meta[:, 2], meta[:, 2]  # a tile is a frame: attention stays inside
 
-    def build(self, meta: np.ndarray, values: tuple[Tensor | None, ...]) -> tuple[Any, ...]:
-        return values[0], on_device(meta[:, :2].copy(), values[0].device)
+    def build(self, meta: np.ndarray, values: Values, place: Place = on_device) -> tuple[Any, ...]:
+        return values[0], place(meta[:, :2].copy(), values[0].device)
 
 
 @dataclass(frozen=True)
@@ -268,7 +271,7 @@ class Cropped(Layout):
     def rows(self, meta: np.ndarray) -> list[np.ndarray]:
         return [(meta[:, :2] // meta[:, 2:]).prod(1)]
 
-    def build(self, meta: np.ndarray, values: tuple[Tensor | None, ...]) -> tuple[Any, ...]:
+    def build(self, meta: np.ndarray, values: Values, place: Place = on_device) -> tuple[Any, ...]:
         rows, sizes = values[0], meta[:, :2]
         height, width = (int(n) for n in sizes.max(0))
         out = rows.new_zeros((len(meta), rows.shape[1], height, width))
@@ -277,7 +280,7 @@ class Cropped(Layout):
             h, w = h // p, w // p
             part = part.unflatten(0, (h, w)).permute(2, 0, 3, 1, 4)
             image[:, : h * p, : w * p] = part.reshape(-1, h * p, w * p)
-        return out, on_device(sizes.copy(), rows.device)
+        return out, place(sizes.copy(), rows.device)
 
 
 @dataclass(frozen=True)
@@ -298,5 +301,5 @@ class Slots(Rows):
         return tuple(None if inputs.get(name) is None else inputs[name][filled][items][:, None]
                      for name in self.arguments)
 
-    def build(self, meta: np.ndarray, values: tuple[Tensor | None, ...]) -> tuple[Any, ...]:
+    def build(self, meta: np.ndarray, values: Values, place: Place = on_device) -> tuple[Any, ...]:
         return tuple(None if v is None else v[:, None] for v in values)  # one slot per example

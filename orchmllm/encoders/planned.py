@@ -28,7 +28,8 @@ from orchmllm.comm.pieces import Form, Media, Piece
 from orchmllm.encoders.answers import Answers
 from orchmllm.encoders.blank import BlankMedia
 from orchmllm.encoders.infer import infer_encoders
-from orchmllm.encoders.items import Items, Layout, Tiles, table_of
+from orchmllm.encoders.items import Items, Layout, Place, Tiles, Values, table_of
+from orchmllm.encoders.mirrored import mirrored
 from orchmllm.encoders.pixels import Pixels, proven
 from orchmllm.encoders.results import Features, flatten
 from orchmllm.encoders.sharing import run_encoder
@@ -224,7 +225,7 @@ class PlannedEncoders:
         values = [None if column[0] is None else joined(
             [*self._restored(names if k == 0 else [""] * len(names), column, dtype)], 0)
             for k, column in enumerate(columns)]  # pixels are the first
-        return encoder.layout.build(items.meta, tuple(values))
+        return encoder.layout.build(items.meta, tuple(values), mirrored)
 
     def _restored(self, names: Sequence[str], column: Sequence[Tensor], dtype: torch.dtype
                   ) -> Iterator[Tensor]:
@@ -269,11 +270,11 @@ class _Numbered(Tiles):
         meta = np.append(table_of(self.sizes, inputs[self.sizes]), [[1]], axis=1)
         return Items(meta, (inputs[self.value][:, 0],))
 
-    def build(self, meta: np.ndarray, values: tuple[Tensor | None, ...]) -> tuple[Any, ...]:
+    def build(self, meta: np.ndarray, values: Values, place: Place = on_device) -> tuple[Any, ...]:
         """Images with one tile have to be the last ones."""
         uncut = int((meta[:, 2] == 1).sum())
         numbers = [1] * (len(meta) - uncut) + [max(2, uncut)] * (uncut > 0)
-        return *super().build(meta, values), on_device(np.array(numbers), values[0].device)
+        return *super().build(meta, values, place), place(np.array(numbers), values[0].device)
 
 
 def _numbered(layout: Layout, call: Callable) -> Layout:

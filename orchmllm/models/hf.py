@@ -20,15 +20,18 @@ from torch import Tensor, nn
 
 from orchmllm.batch import (
     IGNORE_INDEX,
+    TYPES,
     UNKNOWN,
     Microbatch,
     PackedExamples,
     ProcessedExample,
     SequenceLengths,
     joined,
+    on_device,
 )
 from orchmllm.config.model import ModelConfig
-from orchmllm.models import packing
+from orchmllm.encoders.mirrored import Mirrored, compute_on_host
+from orchmllm.models import packing, towers
 from orchmllm.models.attention import attention_backend
 from orchmllm.models.families import model_class, part_of, read_config
 from orchmllm.models.generate import generated
@@ -36,7 +39,6 @@ from orchmllm.models.loss import answers_with_loss
 from orchmllm.models.phase_clock import PhaseClock
 from orchmllm.plan.layout import NO_EXAMPLES
 
-TYPES = ("mm_token_type_ids", "token_type_ids")  # arguments that say which tokens are media
 SLOTTED = ("idefics3", "smolvlm")  # the media of a sequence are one row of pixel_values
 
 
@@ -56,6 +58,8 @@ class WholeModel(nn.Module):
         self._text = text = hf.config.get_text_config(decoder=True)
         self._stock_attention = text._attn_implementation
         text._attn_implementation = packing.NAME
+        towers.use_packed_attention(self.blocks())
+        compute_on_host(hf)
         self.num_layers = text.num_hidden_layers
         accepted = inspect.signature(hf.forward).parameters
         self._keeps = "logits_to_keep" in accepted
@@ -116,6 +120,8 @@ class WholeModel(nn.Module):
         inputs: dict[str, Any] = {
             name: value.to(self.dtype) if value.is_floating_point() else value
             for name, value in batch.inputs.items()}
+        put = Mirrored if asked is None else on_device
+        inputs |= {name: put(value, batch.kept.device) for name, value in batch.read.items()}
         answering = nullcontext() if not batch.phases else self.encoders.answering(
             batch.phases, inputs, self.clock, self.dtype)
         if asked is not None:
@@ -210,8 +216,14 @@ def meta_model(folder: str) -> WholeModel:
 
 def describe_attention(model: ModelConfig, device_type: str, dtype: torch.dtype) -> str:
     """One line for the log: what computes attention, and why."""
-    text = meta_model(model.folder).hf.config.get_text_config(decoder=True)
-    size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    whole = meta_model(model.folder)
+    text = whole.hf.config.get_text_config(decoder=True)
+    sizes = {part: next(m.head_dim for m in stack[0].modules() if hasattr(m, "head_dim"))
+             for part, stack in whole.blocks().items() if part != "llm"}
+    sizes["llm"] = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    kernels = {part: attention_backend(device_type, dtype, size).description
+               for part, size in sizes.items()}
     return ("attention: llm, where it is causal: "
-            f"{attention_backend(device_type, dtype, size).description}, with windows or images: "
-            "scaled_dot_product_attention per example; encoders: as transformers chooses")
+            f"{kernels.pop('llm')}, with windows or images: scaled_dot_product_attention per "
+            "example" + "".join(f"; {part}, where its media are packed: {kernel}, else "
+                                "scaled_dot_product_attention" for part, kernel in kernels.items()))

@@ -122,16 +122,18 @@ def attention_of_row(
     if dropout or given or getattr(module, "sinks", None) is not None:
         raise RuntimeError(f"{type(module).__name__} computes attention with "
                            f"{', '.join(given) or 'dropout or sinks'}, which packing does not know")
-    if masks.of_examples is None and scaling is not None and scaling != query.shape[-1] ** -0.5:
-        query = query * (scaling * query.shape[-1] ** 0.5)
     if masks.of_examples is None and is_compiling():
-        return _causal(query, key, value, masks.seqlens), None
+        return attend(query, key, value, masks.seqlens, scaling, causal=True), None
     return _counted(module, query, key, value, masks, scaling), None
 
 
-def _causal(query: Tensor, key: Tensor, value: Tensor, seqlens: SequenceLengths) -> Tensor:
+def attend(query: Tensor, key: Tensor, value: Tensor, seqlens: SequenceLengths,
+           scaling: float | None, *, causal: bool) -> Tensor:
+    """packed_attention of query (1, H, R, D) to key and value (1, Hkv, R, D): (1, R, H, D)."""
+    if scaling is not None and scaling != query.shape[-1] ** -0.5:
+        query = query * (scaling * query.shape[-1] ** 0.5)
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
-    return packed_attention(q, k, v, seqlens, causal=True)[None]
+    return packed_attention(q, k, v, seqlens, causal=causal)[None]
 
 
 @torch.compiler.disable
@@ -141,7 +143,7 @@ def _counted(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, masks
     if (row := _running.get()) is not None:  # not where a block is computed again
         row.num_calls += 1
     if masks.of_examples is None:
-        return _causal(query, key, value, masks.seqlens)
+        return attend(query, key, value, masks.seqlens, scaling, causal=True)
     lengths, out = masks.seqlens.lengths, []
     for q, k, v, mask in zip(query.split(lengths, 2), key.split(lengths, 2),
                              value.split(lengths, 2), masks.of_examples, strict=True):

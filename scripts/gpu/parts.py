@@ -11,8 +11,8 @@ from pathlib import Path
 from scripts.gpu.setup import ROOT, demo_data
 
 GPU_TESTS = ["tests/models/test_attention.py", "tests/models/test_loss_head.py",
-             "tests/runtime/test_measured.py",
-             "tests/e2e/test_no_sync.py"]
+             "tests/runtime/test_measured.py", "tests/e2e/test_no_sync.py",
+             "tests/e2e/test_whole_waits.py"]
 CHOICES = ("none", "selective", "full")
 # Widths of a 7B LLM with as many layers as leave room on 80 GB for nothing recomputed; a step
 # holds at least TOKENS.

@@ -12,15 +12,12 @@ import torch
 
 from orchmllm.batch import Microbatch, ProcessedExample
 from orchmllm.comm.exchange import RowGather
-from orchmllm.comm.pieces import Media
 from orchmllm.config.model import ModelConfig
 from orchmllm.config.recipe import DataConfig
 from orchmllm.encoders.planned import PlannedEncoders
 from orchmllm.hf.whole_model import open_dataset
 from orchmllm.models.hf import WholeModel
 from orchmllm.orchestrator import Orchestrator
-from orchmllm.plan.assign import BalancePolicy, PlanSpec
-from orchmllm.plan.cost import CostModel
 from orchmllm.plan.geometry import SegmentLengths, text_lengths
 from orchmllm.plan.layout import TEXT, VISION, BatchLayout
 from orchmllm.plan.step import plan_step
@@ -28,11 +25,7 @@ from tests.lib import whole_models as models
 from tests.lib.encoder_models import IMAGE, VIDEO
 from tests.lib.ranks import run_ranks
 from tests.lib.whole_folders import write_model, write_rows
-from tests.lib.whole_models import Item
-
-SPEC = PlanSpec(
-    costs=dict.fromkeys(("vision", "audio", "llm"), CostModel(1, 0)), row_bytes={}, feature_bytes=1,
-    ranks_per_node=1, balance=BalancePolicy(dispatch="load"), fills=True)
+from tests.lib.whole_models import SPEC, Item, planned_row
 
 
 def example(i: int, inputs: dict) -> ProcessedExample:
@@ -66,16 +59,6 @@ def example(i: int, inputs: dict) -> ProcessedExample:
         BatchLayout.from_segments(i, targets, segments), parts, arguments)
 
 
-def packed(whole: WholeModel, examples: list[ProcessedExample], layout: BatchLayout):
-    plan = plan_step(layout, SPEC)
-    micro = Microbatch(plan, plan.for_rank(0), positions=np.arange(len(examples)))
-    media = {"vision": Media.here([
-        whole.encoders.described("vision", examples[e].parts[s])
-        for e, s in micro.rank_plan.media["vision"].tolist()])}
-    text = [replace(one, parts={}) for one in examples]
-    return whole.join([text[e] for e in micro.rank_plan.examples], media, micro)
-
-
 @pytest.fixture(scope="module")
 def made():
     """A model, arguments of stock forward and the examples: video, nothing, an image, and both."""
@@ -91,7 +74,7 @@ def test_video_before_images_and_a_medium_of_several_segments(made):
     """The calls of the model get the rows of their own media, in reading order."""
     stock, whole, inputs, examples = made
     whole.zero_grad()
-    batch = packed(whole, examples, BatchLayout.concat([e.lengths for e in examples], [4]))
+    batch = planned_row(whole, examples, BatchLayout.concat([e.lengths for e in examples], [4]))
     items = batch.phases["vision"]
     assert items.order is not None and len(items.num_tokens) > 4  # a video has several segments
     loss = whole(batch)
@@ -113,7 +96,7 @@ def test_images_that_are_cut_and_not_each_get_their_own_rows(tmp_path):
     examples = [rows.load(i, segments=np.flatnonzero(layout.modality != TEXT).tolist())
                 for i, layout in enumerate(layouts)]
     layout = BatchLayout.concat(layouts, [6])
-    batch = packed(whole, examples, layout)
+    batch = planned_row(whole, examples, layout)
     tiles = [len(e.parts[s]["pixel_values"][0]) for e in examples for s in sorted(e.parts)]
     assert tiles != sorted(tiles, key=lambda n: n == 1)  # one that is not cut stands before others
     loss = whole(batch)
@@ -132,7 +115,7 @@ def with_one_lost(world, whole: WholeModel, examples: list[ProcessedExample]) ->
     orchestrator = Orchestrator(SPEC, RowGather(1))
     plan = plan_step(layout, SPEC)
     micro = Microbatch(plan, plan.for_rank(0), positions=np.arange(4))
-    micro.content = packed(whole, examples, layout)
+    micro.content = planned_row(whole, examples, layout)
     every = orchestrator.dispatch(micro, 1)
     micro.ignored = np.array([2])  # as all ranks have agreed
     lost = np.repeat(micro.rank_plan.examples == 2, micro.content.seqlens.lengths)
@@ -156,7 +139,7 @@ def test_an_encoder_that_makes_other_rows_than_planned_is_an_error(made):
     tokens[at] += [-2, 2]
     with pytest.raises(RuntimeError, match=r"'vision' made \[.*\] rows of features of its media, "
                                            r"where \[.*\] were planned"):
-        whole(packed(whole, examples, replace(layout, num_tokens=tokens)))
+        whole(planned_row(whole, examples, replace(layout, num_tokens=tokens)))
     assert "get_image_features" not in vars(whole.hf.model)  # the model calls its encoders again
-    text = packed(whole, examples[1:2], BatchLayout.concat([examples[1].lengths], [1]))
+    text = planned_row(whole, examples[1:2], BatchLayout.concat([examples[1].lengths], [1]))
     assert text.phases == {} and float(whole(text)) > 0

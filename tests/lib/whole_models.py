@@ -14,17 +14,25 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from orchmllm.batch import IGNORE_INDEX, ProcessedExample
+from orchmllm.batch import IGNORE_INDEX, Microbatch, PackedExamples, ProcessedExample
+from orchmllm.comm.pieces import Media
 from orchmllm.data.segments import KINDS, is_content
 from orchmllm.models.families import FAMILIES as ADMITTED  # noqa: F401
 from orchmllm.models.families import model_class, read_config
+from orchmllm.models.hf import WholeModel
+from orchmllm.plan.assign import BalancePolicy, PlanSpec
+from orchmllm.plan.cost import CostModel
 from orchmllm.plan.geometry import SegmentLengths, text_lengths
 from orchmllm.plan.layout import AUDIO as AUDIO_SEGMENT
 from orchmllm.plan.layout import TEXT as TEXT_SEGMENT
 from orchmllm.plan.layout import VISION, BatchLayout
+from orchmllm.plan.step import plan_step
 from tests.lib.encoder_models import AUDIO, FAMILIES, IMAGE, WINDOW, Family, Item, batch
 
 TEXT = ("input_ids", "attention_mask", "labels", "mm_token_type_ids", "token_type_ids")
+SPEC = PlanSpec(
+    costs=dict.fromkeys(("vision", "audio", "llm"), CostModel(1, 0)), row_bytes={}, feature_bytes=1,
+    ranks_per_node=1, balance=BalancePolicy(dispatch="load"), fills=True)
 EXACT = 1e-10  # of the largest gradient; float64
 # Stock code that computes a part in float32.
 LOOSE = dict.fromkeys(
@@ -119,6 +127,20 @@ def parts_of(example: ProcessedExample, segments: Sequence[int]) -> ProcessedExa
         arguments |= dict.fromkeys(media, kind.content)
     return replace(example, media={n: v for n, v in example.media.items() if not is_content(n)},
                    parts={s: cut[s] for s in segments}, arguments=arguments)
+
+
+def planned_row(whole: WholeModel, examples: Sequence[ProcessedExample], layout: BatchLayout
+                ) -> PackedExamples:
+    """The batch of the first rank of `layout`, whose encoders are planned. examples: of all ranks,
+    with the parts of their media."""
+    plan = plan_step(layout, SPEC)
+    micro = Microbatch(plan, plan.for_rank(0), positions=np.arange(len(examples)))
+    media = {phase: Media.here([
+        whole.encoders.described(phase, examples[e].parts[s])
+        for e, s in micro.rank_plan.media[phase].tolist()])
+        for phase, moves in plan.encode.items() if len(moves.order)}
+    return whole.join([replace(examples[e], parts={}) for e in micro.rank_plan.examples], media,
+                      micro)
 
 
 def shifted(inputs: dict[str, Any]) -> Tensor:

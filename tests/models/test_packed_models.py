@@ -14,7 +14,7 @@ from orchmllm.batch import SequenceLengths
 from orchmllm.config.model import ModelConfig
 from orchmllm.config.recipe import DataConfig
 from orchmllm.hf.whole_model import open_dataset
-from orchmllm.models import packing
+from orchmllm.models import packing, towers
 from orchmllm.models.families import refusals
 from orchmllm.models.hf import WholeModel
 from orchmllm.sharding.hf import freeze
@@ -180,6 +180,20 @@ def test_attention_that_cannot_be_packed_is_an_error(keys, told):
             mask = packing.mask_of_row(1, 3, 3)
     with pytest.raises(RuntimeError, match=told):
         packing.attention_of_row(torch.nn.Linear(1, 1), x, x, x, mask, **keys)
+
+
+@pytest.mark.parametrize("keys, told", [
+    ({"cu_seq_lens_k": None}, "does not say where its media end"),
+    ({"cu_seq_lens_q": None}, "does not say where its media end"),
+    ({"is_causal": None}, "in one direction"), ({"dropout": 0.1}, "with dropout"),
+    ({"attention_mask": torch.ones(1, 1, 3, 3)}, "a mask")])
+def test_a_tower_whose_media_would_see_each_other_is_an_error(keys, told):
+    x, borders = torch.zeros(1, 2, 3, 4), torch.tensor([0, 1, 3], dtype=torch.int32)
+    given = {"attention_mask": None, "is_causal": False, "cu_seq_lens_q": borders,
+             "cu_seq_lens_k": borders}
+    towers.attention_of_tower(torch.nn.Identity(), x, x, x, **given)
+    with pytest.raises(RuntimeError, match=told):
+        towers.attention_of_tower(torch.nn.Identity(), x, x, x, **given | keys)
 
 
 def test_a_row_without_targets_gives_every_parameter_of_the_text_a_gradient():

@@ -1,0 +1,85 @@
+"""A CUDA device without CUDA: fake tensors whose device is `cuda`, in a build of torch for CPUs, so
+that every branch for CUDA runs and no value can be read. It changes a process before torch is
+there, so that what uses it runs in one of its own."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from orchmllm.models import attention
+
+SOURCE = Path(__file__).with_name("noop_cuda.cpp")
+# torch asks once, early, what devices there are.
+START = ("import ctypes, sys; ctypes.CDLL(sys.argv[1], ctypes.RTLD_GLOBAL); "
+         "from tests.lib.fake_cuda import answer; answer(*sys.argv[2:])")
+
+
+def run_with_guard(folder: Path, module: str, function: str, *args: Any) -> Any:
+    """What a function of a test module returns in a process with a device guard, built into the
+    folder, where it can use `fake_cuda`. Arguments and result are JSON."""
+    ran = subprocess.run([sys.executable, "-c", START, str(_library(folder)), module, function,
+                          json.dumps(args)], capture_output=True, text=True, timeout=280)
+    assert ran.returncode == 0, ran.stderr[-4000:]
+    return json.loads(ran.stdout.splitlines()[-1])
+
+
+def answer(module: str, function: str, args: str) -> None:
+    print(json.dumps(getattr(import_module(module), function)(*json.loads(args))))
+
+
+def _library(folder: Path) -> Path:
+    """Skips the test where it cannot be built, or where there is a real device."""
+    if torch.backends.cuda.is_built():
+        pytest.skip("this build of torch has CUDA itself")
+    if not (compiler := shutil.which("g++")):
+        pytest.skip("no g++ to build a stand-in for CUDA")
+    out, root = folder / "noop_cuda.so", Path(torch.__file__).parent
+    built = subprocess.run(
+        [compiler, "-O0", "-shared", "-fPIC", "-std=c++20", f"-I{root}/include", str(SOURCE),
+         f"-L{root}/lib", "-lc10", "-ltorch_cpu", f"-Wl,-rpath,{root}/lib", "-o", str(out)],
+        capture_output=True, text=True, timeout=300)
+    assert built.returncode == 0, built.stderr[-2000:]
+    return out
+
+
+class _Stream(torch.cpu.Stream):
+    device, stream_id, device_index, cuda_stream = torch.device("cuda", 0), 0, 0, 0
+
+
+@contextmanager
+def fake_cuda(num_ranks: int) -> Iterator[torch.device]:
+    """The device, on the first rank of a fake default group of num_ranks, which stays; tensors made
+    inside have no memory."""
+    if not dist.is_initialized():
+        dist.init_process_group("cpu:fake,cuda:fake", store=FakeStore(), rank=0,
+                                world_size=num_ranks)
+    asked = {
+        "is_initialized": lambda: True, "_lazy_init": lambda: None, "current_device": lambda: 0,
+        "device_count": lambda: 1, "current_stream": lambda *a: _Stream(),
+        "get_device_capability": lambda *a: (9, 0)}
+    with ExitStack() as stack:
+        for name, answer in asked.items():
+            stack.enter_context(patch.object(torch.cuda, name, answer))
+        # A pinned copy is another tensor of the host.
+        stack.enter_context(patch.object(torch.Tensor, "pin_memory", lambda x: x.clone()))
+        stack.enter_context(patch.object(torch.Tensor, "is_pinned", lambda x: False))
+        # The thread that tries a kernel out knows no fake tensors.
+        stack.enter_context(patch.object(attention, "_try_out", lambda *given: None))
+        attention.attention_backend.cache_clear()
+        stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+        yield torch.device("cuda", 0)
