@@ -2,10 +2,11 @@
 travels with the working tree: wheels for its Python, the core if this Python is of its version, the
 demo corpus and the commit's name.
 
-    python scripts/gpu/carry.py [--python 3.12] [--out gpu_carried] [--max-mib 30]
+    python scripts/gpu/carry.py [--python 3.12] [--out gpu_carried] [--max-mib 50]
 
-torch, numpy, transformers and what they need are not carried: such a machine has them. Nothing is
-installed: scripts/gpu/setup.py unpacks there what is missing.
+torch and numpy are not carried: such a machine has them. Nothing is installed: scripts/gpu/setup.py
+unpacks there what is missing, and transformers where it is not of the version that whole models
+need.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from scripts.gpu.setup import CARRIED, EXAMPLES, build, carried_core, core  # no
 
 # pip resolves what these need. jsonschema, hypothesis and pytest: for the tests.
 WANTED = ("pydantic", "soundfile", "soxr", "pillow", "packaging", "setuptools", "pybind11",
-          "pytest", "pytest-timeout", "hypothesis", "jsonschema", "psutil")
+          "pytest", "pytest-timeout", "hypothesis", "jsonschema", "psutil", "transformers")
 THERE = ("numpy",)  # comes with transformers, and is large
 PLATFORMS = ("manylinux_2_28", "manylinux_2_27", "manylinux_2_17", "manylinux2014")
 
@@ -80,7 +81,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--python", default="3.12", help="version of the Python there (3.12)")
     parser.add_argument("--machine", default="x86_64", help="its processor (x86_64)")
     parser.add_argument("--out", type=Path, default=CARRIED)
-    parser.add_argument("--max-mib", type=float, default=30.0)
+    parser.add_argument("--max-mib", type=float, default=50.0)
     args = parser.parse_args(argv)
     names = wheels(args.python, args.machine, args.out / "wheels")
     carry_core(args.python, args.machine, args.out)

@@ -191,8 +191,10 @@ def main(argv: list[str]) -> int:
         return 1
     tell(unpacked=unpack(list(TO_BUILD), args.carried / "wheels"))
     tell(built=build(args.carried))
+    from orchmllm.models.families import TESTED
+
     needed = [*_needs("orchmllm"), "pytest", "pytest-timeout", "hypothesis", "jsonschema",
-              "psutil"]
+              "psutil", f"transformers=={TESTED[0]}*"]
     tell(unpacked=found["unpacked"] + unpack(needed, args.carried / "wheels"))
     tell(missing=lacking(needed))
     for text in found["missing"]:
