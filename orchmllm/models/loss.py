@@ -12,6 +12,10 @@ from torch import Tensor, nn
 from orchmllm.batch import IGNORE_INDEX
 from orchmllm.config.fsdp import COPIED_ROWS
 
+# On tensors without memory torch 2.11 takes `out_dtype` of this operator for a factor.
+_META = torch.library.Library("aten", "IMPL", "Meta")
+_META.impl("addmm.dtype_out", lambda *args, out, **kwargs: out)
+
 
 class _ChunkedLoss(torch.autograd.Function):
     """Summed cross entropy of hidden (R, D) through weight (V, D), a chunk of rows at a time.

@@ -17,7 +17,7 @@ from PIL import Image
 from scripts.gpu.setup import ROOT
 from tests.lib.processors import write_processor
 
-ROWS = 96
+ROWS = 768
 TINY = {"text_config": {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4,
                         "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 512},
         "vision_config": {"hidden_size": 64, "intermediate_size": 128, "num_heads": 4,
