@@ -12,10 +12,6 @@ from torch import Tensor, nn
 from orchmllm.batch import IGNORE_INDEX
 from orchmllm.config.fsdp import COPIED_ROWS
 
-# On tensors without memory torch 2.11 takes `out_dtype` of this operator for a factor.
-_META = torch.library.Library("aten", "IMPL", "Meta")
-_META.impl("addmm.dtype_out", lambda *args, out, **kwargs: out)
-
 
 class _ChunkedLoss(torch.autograd.Function):
     """Summed cross entropy of hidden (R, D) through weight (V, D), a chunk of rows at a time.
@@ -79,6 +75,9 @@ def _add_product(total: Tensor, grad: Tensor, h: Tensor) -> None:
     at a time beside it."""
     if total.dtype == h.dtype:
         total.addmm_(grad.T, h)
+        return
+    if total.is_meta:  # the product alone: torch 2.11 cannot add it there
+        torch.mm(grad.T, h, out_dtype=total.dtype)
         return
     if total.device.type != "cpu":
         torch.addmm(total, grad.T, h, out_dtype=total.dtype, out=total)
