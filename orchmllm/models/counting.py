@@ -229,9 +229,9 @@ def _kind(is_tiled: bool, lengths: Lengths, work: Work, found: np.ndarray
     items. Raises ValueError for other ones."""
     longest = max(seen.length for seen in work.pairs)
     side = math.isqrt(longest)
-    kinds = [Attention("tile")] if is_tiled else [Attention("frame"), Attention(
-        "square", side) if side * side == longest and lengths.grid[0, 1] > 1 else Attention(
-            "run", longest)]
+    kinds = [Attention("tile", int(lengths.positions[0]))] if is_tiled else [
+        Attention("frame"), Attention("square", side) if side * side == longest
+        and lengths.grid[0, 1] > 1 else Attention("run", longest)]
     for kind in kinds:
         each = found / pairs(kind, lengths)[:, None]
         if np.allclose(each, each[0], rtol=EXACT, atol=0):

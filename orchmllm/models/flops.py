@@ -101,6 +101,12 @@ def phase_work(phase: str, model: ModelConfig, lengths: Lengths,
     return spec_of(model).work(phase, model, lengths, checkpointing)
 
 
+def pair_flop(phase: str, model: ModelConfig) -> float:
+    """FLOP of the forward pass for a position that attends to one, in all layers."""
+    one = np.ones(1, np.int64)
+    return float(phase_work(phase, model, Lengths(one, one, one)).forward[1, 0])
+
+
 def work_of_parts(phase: str, model: ModelConfig, lengths: Lengths, checkpointing: str) -> Work:
     """See phase_work."""
     if phase == "llm":

@@ -27,8 +27,8 @@ ARRAYS = ("item", "row", "position", "moved")  # of PartCounts
 class Attention(NamedTuple):
     """Which positions of an item attend to each other. kind: `all`; those of a `frame` of a grid;
     those of a `square` of `size` x `size` positions of it, or of a `run` of `size`; `causal`, each
-    with those before it, `size` with its own at most (0: all); those of a `tile`, all of which are
-    alike, so that a position has as many in each item."""
+    with those before it, `size` with its own at most (0: all); those of a `tile` of `size`, all of
+    which are alike, so that a position has as many in each item."""
 
     kind: str
     size: int = 0
@@ -54,8 +54,7 @@ class PartCounts:
 
     FLOP, (3,) float64 each: of the forward pass, of the backward pass, and what activation
     checkpointing repeats. item, row, position: of products, of an item beside those of its rows
-    (frames of sound, or the LLM's targets) and of its positions. attention: of a pair of positions,
-    `tile`: of a position.
+    (frames of sound, or the LLM's targets) and of its positions. attention: of a pair of positions.
     Bytes: moved, (2, 3), see orchmllm.models.moved.moved_by; blocks, in their order; kept_row,
     kept_position: what is kept around them; row_bytes: of a patch or a frame that moves. Numbers:
     width, in a position of the blocks; outputs, in a token
@@ -112,11 +111,11 @@ def _known(folder: str, learns: tuple[str, ...], adapters: bool, dtype: str
 
 
 def pairs(attention: Attention, lengths: Lengths) -> np.ndarray:
-    """(n,) pairs of positions that attend to each other; of `tile`, the positions."""
+    """(n,) pairs of positions that attend to each other."""
     n, size = lengths.positions.astype(float), attention.size
     match attention.kind:
         case "tile":
-            return n
+            return n * np.minimum(n, size)
         case "causal":
             seen = np.minimum(n, size or np.inf)
             return seen * (2 * n - seen + 1) / 2

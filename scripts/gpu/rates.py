@@ -27,6 +27,7 @@ from orchmllm.sharding.units import units
 from orchmllm.tools.predict.collectives import unit_traffic
 from orchmllm.tools.predict.hardware import cluster
 from orchmllm.tools.predict.step_time import head_bytes, update_seconds, work_of
+from scripts.gpu import trace
 from scripts.gpu.drawn import DrawnDataset, layouts_of, predicted, sized
 from scripts.gpu.parts import BLOCKS_7B, TOKENS
 from scripts.gpu.steps import WARM_UP, recipe_of
@@ -48,7 +49,7 @@ def kind_of(stack: list[str]) -> str:
 
 
 def seconds_of(path: Path) -> Counter[str]:
-    """Kind -> seconds of its kernels; `idle`: in which none runs, from the first to the last."""
+    """Kind -> seconds of its kernels."""
     with gzip.open(path, "rt", encoding="utf-8") as file:
         events = json.load(file)["traceEvents"]
 
@@ -63,10 +64,8 @@ def seconds_of(path: Path) -> Counter[str]:
         threads.setdefault(e["tid"], []).append(e)
     starts = {tid: [e["ts"] for e in found] for tid, found in threads.items()}
     parents = {tid: _parents(found) for tid, found in threads.items()}
-    out, end = Counter(), 0.0
-    for kernel in of("kernel", "gpu_memcpy", "gpu_memset"):
-        out["idle"] += max(kernel["ts"] - (end or kernel["ts"]), 0.0) / 1e6
-        end = max(end, kernel["ts"] + kernel["dur"])
+    out = Counter()
+    for kernel in of(*trace.ON_A_GPU):
         stack, launch = [], launched.get(kernel["args"].get("correlation"))
         if launch and launch["tid"] in threads:
             tid = launch["tid"]
@@ -104,7 +103,9 @@ def main() -> None:
     job, hardware = cluster(args.gpu, per_node=1).job(recipe, 1)
     memory = MemoryModel.of(job)
     work = work_of(plan_step(layouts[-1], plan_spec(job)), recipe.model)
-    products, attention = sum(work.forward[p] + work.backward[p] for p in PHASES)[:, 0]
+    flop = {p: (work.forward[p] + work.backward[p])[:, 0] for p in PHASES}
+    products, attention = sum(flop.values())
+    assumed = sum(flop[p] / hardware.rates(p, "bfloat16", work.attended[p])[:, 0] for p in PHASES)
     others = sum(float(moved_by(recipe.model, memory.fsdp.forward_dtype)[p].sum(0) @ [
         1, work.rows[p][0], work.positions[p][0]]) for p in PHASES)
     copies = sum(u.copies * sum(unit_traffic(u, memory, hardware, 1).copies)
@@ -124,7 +125,8 @@ def main() -> None:
     moved = [kind for kind, (_, rate) in of.items() if rate == bandwidth]
     share = sum(of[kind][0] for kind in moved) / sum(spent[kind] for kind in moved) / bandwidth
     print(f"all that is no product: {share:.3f} of the bandwidth; no kernel runs for "
-          f"{1e3 * spent['idle']:.1f} ms of this step, which was recorded")
+          f"{trace.read(args.trace)['idle_share']:.1%} of this step, which was recorded")
+    print(f"attention of these lengths is assumed to reach {attention / assumed[1] / peak:.3f}")
     said = predicted(recipe, layouts[WARM_UP:-1], args.gpu.upper())
     print(f"predicted, mean of steps {WARM_UP} to {STEPS - 2}: {said['predicted_step_s']:.3f} s, "
           f"MFU {100 * said['predicted_mfu']:.1f}%")

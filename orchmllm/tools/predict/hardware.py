@@ -21,7 +21,8 @@ MEASURED = ("products", "attention", "layer", "fixed")  # of each phase
 @dataclass(frozen=True)
 class Hardware:
     """A GPU of a cluster: its data sheet, network_bandwidth between nodes in bytes/s per GPU and
-    direction, and efficiencies: of products and attention, of the network, and memory_efficiency of
+    direction, and efficiencies: of products, of attention of items without end, which is halved
+    where a position attends to attention_half of them, of the network, and memory_efficiency of
     the memory's bandwidth by kernels that are no products. measured: phase -> shares of the peak of
     products and of attention with all other kernels in them, in place of the assumed ones, and the
     seconds that each `layer` and the rest (`fixed`) take whatever their rows. *_hop_s: latency of
@@ -32,9 +33,10 @@ class Hardware:
     sheet: Gpu = GPUS["h100-sxm"]
     ranks_per_node: int = 8
     network_bandwidth: float = 50e9
-    # Products, attention and memory: as the trace of a step on an H200 says (docs/scale.md).
+    # As an H200 says (docs/scale.md): attention by itself, the others by the trace of a step.
     product_efficiency: float = 0.77
-    attention_efficiency: float = 0.15
+    attention_efficiency: float = 0.28
+    attention_half: float = 420
     network_efficiency: float = 0.70
     memory_efficiency: float = 0.60
     host_memory_bandwidth: float = 20e9
@@ -57,11 +59,14 @@ class Hardware:
         known = self.measured.get(phase)
         return known["fixed"] + layers * known["layer"] if known else 0.0
 
-    def rates(self, phase: str, dtype: str) -> np.ndarray:
-        """(2, 1) FLOP/s that a phase's products and its attention reach."""
-        known = self.measured.get(phase)
-        return self.peak(dtype) * np.array([[known["products"]], [known["attention"]]] if known else
-                                           [[self.product_efficiency], [self.attention_efficiency]])
+    def rates(self, phase: str, dtype: str, attended: np.ndarray) -> np.ndarray:
+        """(2, d) FLOP/s that a phase's products and its attention reach. attended: (d,) positions
+        to which one attends, on average."""
+        shares = self.product_efficiency, self.attention_efficiency * attended / (
+            attended + self.attention_half)
+        if known := self.measured.get(phase):
+            shares = known["products"], known["attention"]
+        return self.peak(dtype) * np.stack([np.broadcast_to(s, attended.shape) for s in shares])
 
     @property
     def memory_rate(self) -> float:

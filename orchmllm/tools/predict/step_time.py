@@ -21,6 +21,7 @@ from orchmllm.models.flops import (
     Lengths,
     item_rank,
     padded_lengths,
+    pair_flop,
     phase_lengths,
     phase_work,
 )
@@ -80,14 +81,16 @@ class StepTime:
 @dataclass(frozen=True)
 class PlanWork:
     """FLOP of the ranks in one microbatch. forward, backward, again: phase -> (2, d), products and
-    attention, `again` what full checkpointing repeats; rows, positions: phase -> (d,); logits: (d,)
-    rows of them; layers: of each phase; moves: of rows between ranks."""
+    attention, `again` what full checkpointing repeats; rows, positions: phase -> (d,); attended:
+    phase -> (d,) positions to which one attends, on average; logits: (d,) rows of them; layers: of
+    each phase; moves: of rows between ranks."""
 
     forward: Mapping[str, np.ndarray]
     backward: Mapping[str, np.ndarray]
     again: Mapping[str, np.ndarray]
     rows: Mapping[str, np.ndarray]
     positions: Mapping[str, np.ndarray]
+    attended: Mapping[str, np.ndarray]
     logits: np.ndarray
     layers: Mapping[str, int]
     useful: float
@@ -101,7 +104,7 @@ def work_of(plan: StepPlan, model: ModelConfig, pad: frozenset[str] = frozenset(
     """What the ranks do in a planned microbatch. pad: phases whose batches are padded. all_gather:
     rows travel by it."""
     parts: dict[str, dict[str, np.ndarray]] = {"forward": {}, "backward": {}, "recompute": {}}
-    useful, rows, positions, d = 0.0, {}, {}, plan.layout.num_ranks
+    useful, rows, positions, attended, d = 0.0, {}, {}, {}, plan.layout.num_ranks
     for phase in PHASES:
         rank, real = item_rank(plan, phase), phase_lengths(plan.layout, phase)
         lengths: Lengths = padded_lengths(plan, phase) if phase in pad else real
@@ -110,12 +113,14 @@ def work_of(plan: StepPlan, model: ModelConfig, pad: frozenset[str] = frozenset(
             into[phase] = np.stack([np.bincount(rank, x, d) for x in getattr(work, name)])
         rows[phase] = np.bincount(rank, lengths.rows, d)
         positions[phase] = np.bincount(rank, lengths.positions, d)
+        alone = pair_flop(phase, model) * positions[phase]  # if each attended to itself alone
+        attended[phase] = np.maximum(parts["forward"][phase][1], 1) / np.maximum(alone, 1)
         useful += float(phase_work(phase, model, real).useful.sum())
     rank, llm = item_rank(plan, "llm"), phase_lengths(plan.layout, "llm")
     tokens = np.bincount(rank, llm.tokens, d)
     return PlanWork(
         parts["forward"], parts["backward"], parts["recompute"], rows, positions,
-        logits=np.bincount(rank, getattr(llm, spec_of(model).logits), d), useful=useful,
+        attended, logits=np.bincount(rank, getattr(llm, spec_of(model).logits), d), useful=useful,
         layers={p: getattr(model, p).num_layers for p in PHASES}, tokens=float(tokens.sum()),
         num_ranks=d, moves=tuple(moves_of(plan, all_gather, [
             phase for phase in ENCODERS if model.features_learn(phase)])))
@@ -132,7 +137,7 @@ def rank_seconds(work: PlanWork, phase: str, memory: MemoryModel, hardware: Hard
     """(2, d) seconds of computing, forward and backward, where nothing is recomputed."""
     dtype = memory.fsdp.forward_dtype
     flop = np.stack([work.forward[phase], work.backward[phase]])  # (2, 2, d)
-    out = (flop / hardware.rates(phase, dtype)).sum(axis=1)
+    out = (flop / hardware.rates(phase, dtype, work.attended[phase])).sum(axis=1)
     if phase in hardware.measured:  # with all other kernels in the shares
         return out + hardware.fixed_s(phase, work.layers[phase]) * np.array([[1 / 3], [2 / 3]])
     if (moved := moved_by(memory.model, dtype).get(phase)) is None:
@@ -150,7 +155,7 @@ def repeated_seconds(work: PlanWork, phase: str, hardware: Hardware, choice: str
     """(d,) seconds of what the layers of a phase compute again. choice: see
     orchmllm.config.fsdp.layer_counts."""
     products, attention = work.again[phase] / work.layers[phase] / hardware.rates(
-        phase, memory.fsdp.forward_dtype)
+        phase, memory.fsdp.forward_dtype, work.attended[phase])
     moving = work.positions[phase] / hardware.memory_rate
     if phase in hardware.measured:  # with all other kernels in the shares
         products = products - moving * memory.moved(phase)
@@ -169,7 +174,8 @@ def slowest_compute(work: PlanWork, phase: str, memory: MemoryModel, choice: str
     total = forward + backward
     slowest, head = int(total.argmax()), (0.0, 0.0)
     if phase == "llm":
-        llm, rate = memory.model.llm, hardware.rates(phase, memory.fsdp.forward_dtype)[0, 0]
+        llm, rate = memory.model.llm, hardware.rates(
+            phase, memory.fsdp.forward_dtype, work.attended[phase])[0, 0]
         passes = np.array([1, 1 if llm.frozen or memory.model.lora.rank else 2])
         seconds = passes * 2.0 * llm.hidden_size * llm.vocab_size * work.logits[slowest] / rate
         if phase not in hardware.measured:

@@ -143,8 +143,9 @@ def _predicted_lines(r: dict) -> list[str]:
 def _assumed_lines(r: dict) -> list[str]:
     """What the prediction rests on, and what it leaves out."""
     h = r["hardware"]
-    shares = [f"  Assumed shares of the {r['dtype']} peak: products {h['product_efficiency']:g}, "
-              f"attention {h['attention_efficiency']:g};",
+    shares = [f"  Assumed shares of the {r['dtype']} peak: products {h['product_efficiency']:g},",
+              f"  attention {h['attention_efficiency']:g} n / (n + {h['attention_half']:g}) "
+              "where a position attends to n;",
               f"  of the bandwidth: memory {h['memory_efficiency']:g}, network "
               f"{h['network_efficiency']:g}."]
     if h["measured"]:

@@ -126,7 +126,7 @@ def test_the_dry_run_reads_what_it_writes(report, tmp_path):
     hardware = cluster(measured=path)
     assert hardware.name == "h100-sxm as slow as a CPU" and set(hardware.measured) == set(PHASES)
     for phase in PHASES:
-        assert (hardware.rates(phase, "float32") > 0).all()
+        assert (hardware.rates(phase, "float32", np.ones(1)) > 0).all()
     layout = sample_layout("10b", num_ranks=1, batch_size=4, seed=0)
     work = work_of(plan_step(layout, small_spec(MODELS["10b"])), MODELS["10b"])
     memory = MemoryModel(MODELS["10b"], FsdpConfig(), 1)  # in float32

@@ -189,7 +189,8 @@ def test_predicted_time_adds_up_by_hand():
     """One rank, no traffic: FLOPs over peak times efficiency."""
     layout = sample_layout("10b", num_ranks=1, batch_size=4, seed=0)
     work = work_of(plan_step(layout, small_spec(MODELS["10b"])), MODELS["10b"])
-    hardware = Hardware(product_efficiency=0.5, attention_efficiency=0.5, memory_efficiency=1e20)
+    hardware = Hardware(product_efficiency=0.5, attention_efficiency=0.5, attention_half=0,
+                        memory_efficiency=1e20)
     memory = MemoryModel(MODELS["10b"], replace(tiny().fsdp, compute_dtype="bfloat16"), 1)
     step = timed(work, memory, dict.fromkeys(PHASES, "none"), hardware)
     assert step.mfu == pytest.approx(0.5)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import numpy as np
 import pytest
 import torch
@@ -11,14 +13,21 @@ from orchmllm.config.fsdp import COPIED_ROWS
 from orchmllm.counts.counted import Counted
 from orchmllm.models import loss
 from orchmllm.models.counting_parts import count_head
+from orchmllm.models.flops import phase_lengths
 from orchmllm.models.moved import moved_by
+from orchmllm.models.whole_flops import Attention, Lengths, pairs
+from orchmllm.plan.assign import PHASES
+from orchmllm.plan.step import plan_step
 from orchmllm.tools.predict import step_time
+from orchmllm.tools.predict.hardware import cluster
 from orchmllm.tools.predict.phase_runner import shortened
+from orchmllm.tools.predict.workload import MODELS, sample_layout
 from scripts.count_kernels import count_block
-from scripts.gpu import steps
+from scripts.gpu import attention, steps
 from scripts.gpu.drawn import DrawnDataset, layouts_of, predicted, sized
 from scripts.gpu.parts import BLOCKS_7B, TOKENS
-from tests.lib.recipes import read
+from scripts.gpu.setup import ROOT
+from tests.lib.recipes import read, small_spec
 
 TABLE, PLACES, FEW = torch.ones(100, 8), torch.zeros(5, 8, dtype=torch.int64), torch.ones(5, 8)
 INDEX, ROWS = PLACES.nbytes, FEW.nbytes
@@ -48,6 +57,29 @@ def test_a_layer_more_moves_what_its_kernels_do(phase):
     for got, kernels in zip((two - one)[:, 2], count_block(model, phase, rows), strict=True):
         wanted = sum(kernels.moved[name] for name in kernels.others()) / rows
         assert got == pytest.approx(wanted, rel=0.02)
+
+
+def test_attention_is_as_fast_as_an_h200_computes_it_at_each_length():
+    lines = (ROOT / "benchmarks/attention_h200.jsonl").read_text().splitlines()
+    rows, h200 = [json.loads(line) for line in lines], cluster("h200")
+    found = attention.fit(rows, h200.sheet.bfloat16)
+    assert found == pytest.approx((h200.attention_efficiency, h200.attention_half), rel=0.02)
+    rows = [r for r in rows if r["length"] >= 1024]
+    attended, reached = attention.shares(rows, h200.sheet.bfloat16)
+    assert attended.max() > 16_000 and reached.max() / reached.min() > 1.7
+    got = h200.rates("llm", "bfloat16", attended)[1] / h200.sheet.bfloat16
+    assert got == pytest.approx(reached, rel=0.12)
+
+
+def test_a_position_attends_to_half_of_a_text_and_all_of_a_medium():
+    layout = sample_layout("10b", num_ranks=1, batch_size=12, seed=0)
+    work = step_time.work_of(plan_step(layout, small_spec(MODELS["10b"])), MODELS["10b"])
+    for phase in PHASES:
+        n = phase_lengths(layout, phase).positions.astype(float)
+        seen = (n + 1) / 2 if phase == "llm" else n
+        assert work.attended[phase] == pytest.approx([(n * seen).sum() / n.sum()])
+    n = np.array([1, 4, 12])
+    assert list(pairs(Attention("tile", 4), Lengths(n, n, n))) == [1, 16, 48]
 
 
 def test_the_step_of_an_h200_is_predicted_within_a_tenth(monkeypatch):
