@@ -94,7 +94,7 @@ class Mirrored(Tensor):
 
 
 def mirrored(values: np.ndarray, device: torch.device | str) -> Mirrored:
-    """Of values of the host."""
+    """values: of the host, of any shape, which nobody may change."""
     return Mirrored(_on_host(torch.from_numpy, values), device)
 
 

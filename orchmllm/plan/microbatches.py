@@ -164,7 +164,7 @@ def divisions(
         return
     if limited:  # divisions that look for no cap may be below it, too
         free = spec.without_room.capped(dict.fromkeys(spec.hard_caps, 0))
-        found += [(bound, Division(one.micro, replace(one.spec, room=spec.room).capped(
+        found += [(bound, one._replace(spec=replace(one.spec, room=spec.room).capped(
             {phase: min(cap, one.spec.hard_caps.get(phase, cap))  # theirs is the usual one
              for phase, cap in spec.hard_caps.items()})))
             for bound, one in divided(layout, free, count, large)]

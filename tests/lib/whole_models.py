@@ -213,6 +213,8 @@ class WholeDataset:
     def reader(self) -> WholeDataset:
         return self
 
+    processor = reader
+
     def arithmetic(self) -> dict:
         return {}  # its tensors are made without a processor
 
