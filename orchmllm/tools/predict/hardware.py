@@ -77,9 +77,8 @@ class Hardware:
 def cluster(gpu: str = "h100-sxm", *, gbit: float = 400, per_node: int = 8,
             efficiency: float = 0.0, measured: Path | None = None) -> Hardware:
     """The hardware of the dry run's options. gbit: of the network, per GPU and direction.
-    efficiency: share of the peak that products reach (attention as much more or less than assumed
-    as these), 0: as assumed.
-    measured: a file that `scripts/bench_gpu.py --out` wrote. Raises ValueError, naming the option,
+    efficiency: share of the peak that products reach, by which that of attention changes in
+    proportion; 0: the assumed shares. measured: a file that `scripts/bench_gpu.py --out` wrote. Raises ValueError, naming the option,
     for what cannot be."""
     for right, option in ((0 < gbit < float("inf"), f"--network {gbit:g}: must be above 0"),
                           (per_node >= 1, f"--gpus-per-node {per_node}: must be at least 1"),

@@ -31,8 +31,8 @@ def cluster_options(parser: argparse.ArgumentParser) -> None:
         ("--network", 400.0, "Gbit/s of each GPU between nodes"),
         ("--gpus-per-node", 8, "of the cluster")))
     add_options(parser.add_mutually_exclusive_group(), (
-        ("--efficiency", 0.0, "share of the peak that products reach, which changes that of "
-         "attention alike; 0: 0.77"),
+        ("--efficiency", 0.0, "share of the peak that products reach; attention's changes in "
+         "proportion; 0: 0.77"),
         ("--measured", Path, "shares measured by scripts/bench_gpu.py --out FILE")))
     lengths = parser.add_mutually_exclusive_group()
     lengths.add_argument("--mix", choices=MIXES, default="",

@@ -18,7 +18,7 @@ from orchmllm.models.mllm import MultimodalModel
 from orchmllm.papers.ablations import ablate, ablation_text, variants
 from orchmllm.plan.assign import PHASES, PhasePolicy
 from orchmllm.plan.layout import ENCODERS, BatchLayout
-from orchmllm.plan.step import plan_step
+from orchmllm.plan.step import imbalance, plan_step
 from orchmllm.sharding.fsdp import shard
 from orchmllm.sharding.memory import MemoryModel
 from orchmllm.sharding.units import units
@@ -96,8 +96,10 @@ def test_ratios_of_84b_are_those_of_an_independent_simulation():
     for step in range(3):
         layout = of_mix(recipe).draw(2560, 30, step)
         for name, (balance, padded) in schemes.items():
-            work = work_of(plan_step(replace(layout), replace(spec, balance=balance)),
-                           recipe.model, padded)
+            plan = plan_step(replace(layout), replace(spec, balance=balance))
+            if name == "balanced":  # in what plans balance, which is FLOP
+                assert all(imbalance(plan.planned_cost(p)) < 1.03 for p in PHASES)
+            work = work_of(plan, recipe.model, padded)
             seconds[name] += sum(float(rank_seconds(work, p, memory, Hardware()).sum(0).max())
                                  for p in PHASES)
     for name, reference in (("none", 1.58), ("LLM only", 1.17)):
