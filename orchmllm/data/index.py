@@ -50,9 +50,14 @@ class LengthIndex:
     def sizes(self, row: int) -> list[tuple[int, int]]:
         """Sizes of the media of a row, where a processor of transformers made the lengths."""
         start, end = self._media[self.start[row: row + 2]].tolist()
-        sizes = np.fromfile(self.folder / "sizes.i64", np.int64, 2 * (end - start),
-                            offset=16 * start)
-        return list(map(tuple, sizes.reshape(-1, 2).tolist()))
+        return list(map(tuple, self._sizes[start:end].tolist()))
+
+    @cached_property
+    def _sizes(self) -> np.ndarray:
+        """(k, 2), see `sizes`; a file of nothing cannot be mapped."""
+        path = self.folder / "sizes.i64"
+        sizes = np.memmap(path, np.int64, "r") if path.stat().st_size else np.empty(0, np.int64)
+        return np.asarray(sizes).reshape(-1, 2)
 
     @cached_property
     def _media(self) -> np.ndarray:

@@ -280,7 +280,8 @@ def _parted(example: ProcessedExample, segments: Collection[int], raw: Collectio
     for kind in KINDS.values():
         media = [s for s, name in example.arguments.items()
                  if name == kind.content and (name != VIDEOS or s in segments)]
-        cut |= zip(media, kind.parts(example.media, example.lengths.grid[media]), strict=True)
+        if media:
+            cut |= zip(media, kind.parts(example.media, example.lengths.grid[media]), strict=True)
     return replace(example, parts={s: with_bytes(cut[s], raw, patch) for s in segments}, media={
         n: v for n, v in example.media.items() if not is_content(n)})
 

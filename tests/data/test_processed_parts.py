@@ -3,12 +3,17 @@ example, and what is not asked for is not read."""
 
 from __future__ import annotations
 
+import tracemalloc
+
 import numpy as np
 import pytest
 import torch
 
+from orchmllm.data.media.shapes import Size
 from orchmllm.data.segments import parts
+from orchmllm.data.text.processor import Processor
 from tests.data.test_processed import drawn, opened, write_rows
+from tests.lib.processors import write_processor
 
 OF_IMAGES = (
     "aya_vision", "gemma3", "gemma3_pan_and_scan", "glm4v", "idefics3", "internvl", "llava",
@@ -54,3 +59,17 @@ def test_a_medium_s_tensors_are_bit_equal_to_its_part_of_the_whole_example(tmp_p
             assert part.input_ids is None and part.labels is None
             assert list(part.parts) == [segment] and same(part.parts[segment], tensors)
             path.unlink()
+
+
+def test_lengths_of_a_large_image_take_no_memory_for_its_patches(tmp_path):
+    """Which would have 6 values for each pixel."""
+    processor = Processor(write_processor("qwen2_5_vl", tmp_path), {
+        "size": {"shortest_edge": 1 << 12, "longest_edge": 1 << 24}})
+    image = Size(2800, 1400)
+    tracemalloc.start()
+    try:
+        [[(t, h, w)]] = processor.calls.expanded((image,)).grids
+        assert (t, h * processor.patch, w * processor.patch) == (1, *image[:2])
+        assert tracemalloc.get_traced_memory()[1] < 1 << 20
+    finally:
+        tracemalloc.stop()

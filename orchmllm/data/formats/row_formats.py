@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Mapping
+from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple
 
@@ -231,7 +232,7 @@ class RowFormat:
         """What such a row has, for errors."""
         return f"{self.columns}{' (with a medium)' * self.media}"
 
-    @property
+    @cached_property
     def skips(self) -> set[str]:
         """Keys that need not be refused: those that are read, questions where there are answers,
         and choices where there are turns."""

@@ -37,6 +37,8 @@ def table_of(arithmetic: Callable[[np.ndarray], Any]) -> Tensor:
 def as_bytes(values: Tensor) -> Tensor:
     """Pixels that were not rescaled, (..., pixels), as uint8. Raises ValueError for values that are
     no bytes."""
+    if values.dtype == torch.uint8:
+        return values
     made = values.numpy()  # numpy converts a value in a sixth of torch's time
     with np.errstate(invalid="ignore"):
         data = made.astype(np.uint8, copy=False)

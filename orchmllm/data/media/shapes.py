@@ -4,9 +4,9 @@ samples, or only those of some: which shapes their results have is decided by th
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from types import FunctionType
+from types import FunctionType, SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -62,10 +62,17 @@ def _resized(image: np.ndarray, size: tuple[int, int], **options) -> np.ndarray:
     return np.broadcast_to(np.zeros((), np.uint8), (len(image), *size))
 
 
+def _with_other(step: FunctionType, **names: object) -> FunctionType:
+    """A step of a processor in which these names of its module stand for something else."""
+    out = FunctionType(step.__code__, {**step.__globals__, **names}, step.__name__,
+                       step.__defaults__, step.__closure__)
+    out.__kwdefaults__ = step.__kwdefaults__
+    return out
+
+
 def _with_other_resizing(resized: Callable) -> FunctionType:
     """PilBackend's step, which chooses the size, with another function that resizes."""
-    return FunctionType(PilBackend.resize.__code__, {**vars(backends), "np_resize": resized},
-                        "resize", PilBackend.resize.__defaults__)
+    return _with_other(PilBackend.resize, np_resize=resized)
 
 
 class Shapes(PilBackend):
@@ -124,6 +131,22 @@ def _is_made_up(image: object) -> bool:
     return isinstance(image, np.ndarray) and not any(image.strides)
 
 
+def _concatenated(arrays: Sequence[np.ndarray], axis: int = 0) -> np.ndarray:
+    """np.concatenate, which gives an array without memory where all are such arrays of one value:
+    for a large image its copy takes longer than all other steps together."""
+    if all(_is_made_up(array) and array.size for array in arrays):
+        alike = {(array.dtype, array.flat[0], *np.delete(array.shape, axis)) for array in arrays}
+        if len(alike) == 1:
+            shape = list(arrays[0].shape)
+            shape[axis] = sum(array.shape[axis] for array in arrays)
+            one = np.full(1, arrays[0].flat[0])  # torch warns of an array that is not writable
+            return np.lib.stride_tricks.as_strided(one, shape, [0] * len(shape))
+    return np.concatenate(arrays, axis=axis)
+
+
+_NUMPY = SimpleNamespace(**vars(np) | {"concatenate": _concatenated})
+
+
 def _resized_or_made_up(image: np.ndarray | _Picture, size: tuple[int, int], **options: Any
                         ) -> np.ndarray:
     if _is_made_up(image):
@@ -173,7 +196,8 @@ def adapted(image_processor: PilBackend, steps: type[Shapes]) -> PilBackend:
     family, whose decisions stay its own, and PilBackend."""
     out, family = copy.copy(image_processor), type(image_processor)
     out.met = {}
-    out.__class__ = type(family.__name__, (family, steps), {})
+    joins = _with_other(family._preprocess, np=_NUMPY)
+    out.__class__ = type(family.__name__, (family, steps), {"_preprocess": joins})
     return out
 
 

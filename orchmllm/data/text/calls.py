@@ -124,7 +124,10 @@ class Calls:
             laid = dict(zip(("images", "text", "videos", "audio"), processor.prepare_inputs_layout(
                 text=[self.written(media)], **given), strict=False))
             processor.validate_inputs(text=laid["text"], **{name: laid[name] for name in given})
-            settings = self._merged("pt", **videos) if videos else self._settings
+            settings = self._settings
+            if videos:
+                settings = {**self._merged("pt", **videos), "images_kwargs":
+                            settings["images_kwargs"]}
             for kind, name, run in ((VISION, "images", processor._process_images),
                                     (VIDEO, "videos", processor._process_videos),
                                     (AUDIO, "audio", processor._process_audio)):
