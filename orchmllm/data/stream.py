@@ -22,6 +22,7 @@ from orchmllm.config.recipe import DataConfig, SourceConfig
 from orchmllm.data.dataset import ConversationDataset
 from orchmllm.data.formats.open import DataSource, open_tokenizer, sources_of
 from orchmllm.data.formats.rows import LaterRows, StoreUnit, StreamRow
+from orchmllm.data.formats.scanned import sizes as file_sizes
 from orchmllm.data.lengths import LengthReader
 from orchmllm.data.reader import RowReader
 from orchmllm.data.sampler import Mixture
@@ -34,7 +35,7 @@ UNCOUNTED = 1 << 40  # in place of the rows of a shard that nobody has read to i
 
 
 class LogicalShard:
-    """Epochs of its units in seeded order. units: StoreUnit or IterableUnit. key: what its
+    """Epochs of its units in seeded order. units: StoreUnit or OrderedUnit. key: what its
     randomness is derived from. window: rows that are shuffled together."""
 
     def __init__(self, units: Sequence, key: Sequence[int], window: int = WINDOW) -> None:
@@ -111,7 +112,7 @@ class Deal:
         sizes = [shard.num_rows for shard in shards]
         self.is_counted = None not in sizes
         if not self.is_counted:
-            sizes = [sum(f.num_bytes() for unit in shard.units for f in unit.files)
+            sizes = [sum(size for unit in shard.units for _, size, _ in file_sizes(unit.files))
                      for shard in shards]
             sizes = [max(1, 1_000_000 * size // max(1, *sizes)) for size in sizes]
         self.sizes = np.array(sizes, np.int64)
@@ -203,9 +204,8 @@ class StreamDataset(ConversationDataset):
         return range(0), range(0)
 
     def _num_rows(self, source: DataSource) -> int:
-        """-1 where counting them would fetch all shards."""
-        lazy = any(isinstance(store, LaterRows) for store in source.store.parts())
-        return -1 if lazy else len(source)
+        """-1 where counting them would read all shards."""
+        return len(source) if all(s.is_counted for s in source.store.parts()) else -1
 
     def fingerprint(self) -> dict:
         """With what the shards of each source are dealt by, which is rows, or bytes."""

@@ -81,13 +81,13 @@ def test_an_unknown_layout_is_refused_in_a_line_with_its_keys(tmp_path, tokenize
 
 @pytest.mark.parametrize("name, text", [
     ("none.jsonl", "no such file or folder"), ("a.csv", "the last line has no end"),
-    ("a.tar.gz", "gzip is not read; decompress it"), ("a.jsonl.zst", "decompress it .unzstd"),
+    ("a.tar.gz", "set data.streaming, or decompress it"), ("a.csv.gz", "gzip is not read; decompress it"),
     ("clip.mp4", ".mp4 is not read"), ("bad.parquet", "not parquet that can be read"),
     ("bad.arrow", "not arrow that can be read"), ("bad.tar", "not an uncompressed tar"),
     ("cut.json", "element 2 .*not JSON"), ("empty", "nothing to read; looked for"),
     ("two", "no row that can be read"), ("s-{0..2}.tar", "s-0.tar is missing")])
 def test_places_that_cannot_be_read(name, text, tmp_path, tokenizer):
-    for file in ("a.csv", "a.tar.gz", "a.jsonl.zst", "clip.mp4", "bad.parquet", "bad.arrow",
+    for file in ("a.csv", "a.tar.gz", "a.csv.gz", "clip.mp4", "bad.parquet", "bad.arrow",
                  "bad.tar"):
         (tmp_path / file).write_bytes(b"junk" * 200)
     (tmp_path / "cut.json").write_text('[{"conversations": []}, {"conv')

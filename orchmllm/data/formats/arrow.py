@@ -11,14 +11,14 @@ import warnings
 from abc import abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from pathlib import Path
 
 import numpy as np
 
 from orchmllm.config.recipe import SourceConfig
-from orchmllm.data.formats.rows import JoinedRows, RowStore, StreamRow
+from orchmllm.data.formats.rows import JoinedRows, OrderedUnit, RowStore, StreamRow
 from orchmllm.data.formats.scanned import File, digest, scanned, sizes
 from orchmllm.data.media.medium import RowError
 from orchmllm.data.storage.cache import written
@@ -192,29 +192,20 @@ class StreamRows(RowStore):
     def place(self, i: int) -> tuple[File, int]:
         return self.label, i + 1
 
-    def units(self, num: int) -> list:
+    def pieces(self, parts: int) -> list:
         """Its shards (files)."""
         count = self.dataset.num_shards
-        return [IterableUnit(self.dataset.shard(num_shards=count, index=k), self.label)
-                for k in range(count)]
+        return [OrderedUnit(partial(_rows_of, self.dataset.shard(num_shards=count, index=k),
+                                    self.label)) for k in range(count)]
 
 
-@dataclass
-class IterableUnit:
-    """A shard of a `datasets.IterableDataset`, read as raw Arrow. num_rows: None until somebody
-    reached its end."""
-
-    dataset: object
-    label: Path
-    num_rows: int | None = None
-    files = ()
-
-    def rows(self, start: int) -> Iterator[StreamRow]:
-        number = start
-        for table in self.dataset.skip(start).with_format("arrow"):
-            for k in range(len(table)):
-                number, row = number + 1, table.slice(k, 1)
-                yield StreamRow(self.label, number, lambda row=row: clean(row.to_pylist()[0]))
+def _rows_of(dataset, label: Path, start: int) -> Iterator[StreamRow]:
+    """Of a `datasets.IterableDataset`, read as raw Arrow, from the row `start` on."""
+    number = start
+    for table in dataset.skip(start).with_format("arrow"):
+        for k in range(len(table)):
+            number, row = number + 1, table.slice(k, 1)
+            yield StreamRow(label, number, lambda row=row: clean(row.to_pylist()[0]))
 
 
 class HubRows(RowStore):

@@ -13,6 +13,7 @@ from pathlib import Path
 from orchmllm.config.recipe import SourceConfig
 from orchmllm.data.formats import arrow, energon
 from orchmllm.data.formats.columns import Columns, changed
+from orchmllm.data.formats.compressed import CURES, CompressedRows
 from orchmllm.data.formats.rows import JoinedRows, JsonRows, LaterRows, RowStore
 from orchmllm.data.formats.scanned import File
 from orchmllm.data.formats.tables import PickedRows, TableRows, TranscriptRows
@@ -22,7 +23,8 @@ from orchmllm.data.storage.remote import RemoteFile, Storage, is_url
 
 JSON_SUFFIXES, ARROW_SUFFIXES = (".jsonl", ".json", ".ndjson"), (".parquet", ".arrow")
 TABLE_SUFFIXES = (".csv", ".tsv")
-READABLE = (*JSON_SUFFIXES, *TABLE_SUFFIXES, *ARROW_SUFFIXES, ".tar")
+COMPRESSED = tuple(kind + packed for kind in (*JSON_SUFFIXES, ".tar") for packed in CURES)
+READABLE = (*JSON_SUFFIXES, *TABLE_SUFFIXES, *ARROW_SUFFIXES, ".tar", *COMPRESSED)
 NOT_DATA = {"tokenizer.json", "tokenizer_config.json", "dataset_infos.json", "dataset_info.json",
             "config.json"}
 SPLIT = re.compile("(?<![a-z])(train(ing)?|val(id(ation)?)?|dev|test(ing)?|eval)(?![a-z])", re.I)
@@ -135,8 +137,13 @@ def _find_in_folder(path: Path, config: SourceConfig, cache_dir: Path) -> Found:
     raise ValueError(
         f"{config.path}: nothing to read; looked for a saved `datasets` folder (state.json), "
         "*_meta.json (AIR-Bench), *.trans.txt (LibriSpeech), "
-        "data.jsonl, *.parquet, *.arrow, *.tar, *.csv, *.tsv, *.json and *.jsonl (decompress .gz "
-        "and .zst)")
+        "data.jsonl, *.parquet, *.arrow, *.tar, *.csv, *.tsv, *.json, *.jsonl, *.jsonl.gz and "
+        "*.tar.gz (or .zst)")
+
+
+def _kind(file: File) -> str:
+    """The suffix of a file, with the one before it where that is of a compressed file."""
+    return next((kind for kind in COMPRESSED if file.name.endswith(kind)), file.suffix)
 
 
 def _is_of_datasets(info: File) -> bool:
@@ -160,9 +167,10 @@ def _data_files(there: Sequence[File], config: SourceConfig) -> list[File]:
                          "the path, for example shard-{000..099}.tar in that folder")
     tars = {Path(f.name).stem for f in there if f.suffix == ".tar"}
     there = [f for f in there if f.suffix == ".tar" or Path(f.name).stem not in tars]
-    for names in ("data.jsonl", *(ARROW_SUFFIXES, (".tar",), JSON_SUFFIXES, TABLE_SUFFIXES)):
+    for names in ("data.jsonl", ARROW_SUFFIXES, (".tar",), JSON_SUFFIXES, TABLE_SUFFIXES,
+                  COMPRESSED):
         files = [f for f in there if (f.name == names if isinstance(names, str)
-                                      else f.suffix in names)]
+                                      else _kind(f) in names)]
         if not files:
             continue
         if config.columns.split:
@@ -225,17 +233,18 @@ def _find_remote(config: SourceConfig, cache_dir: Path, storage: Storage) -> Fou
 def _opener(files: Sequence[File], root: Path | str, config: SourceConfig, cache_dir: Path,
             layout: str | None = None) -> Found:
     for path in files:
-        refuse_kind(str(path))
-        if path.suffix not in READABLE:
+        if _kind(path) not in READABLE:
+            refuse_kind(str(path))
             raise ValueError(f"{path}: {path.suffix or 'no suffix'} is not read; it must be one of "
                              f"{', '.join(READABLE)}")
-    kinds = {"JSON" if path.suffix in JSON_SUFFIXES else path.suffix for path in files}
+    kinds = {"JSON" if path.suffix in JSON_SUFFIXES else _kind(path) for path in files}
     if len(kinds) > 1:
         raise ValueError(f"{config.path}: files of several kinds ({', '.join(sorted(kinds))}); "
                          "give a source for each")
-    check_places(config, f"{next(iter(kinds))} files", "segments", "split",
+    is_packed = _kind(files[0]) in COMPRESSED
+    check_places(config, f"{next(iter(kinds))} files", *["segments", "split"] * (not is_packed),
                  *["rows"] * all(path.suffix == ".json" for path in files))
-    if files[0].suffix in ARROW_SUFFIXES:
+    if files[0].suffix in (*ARROW_SUFFIXES, ".zst"):
         check_installed(config.path, "pyarrow")
     return lambda: (_open_files(config, files, root, cache_dir), layout)
 
@@ -268,13 +277,15 @@ def _open_files(config: SourceConfig, files: Sequence[File], root: Path | str, c
         **dict.fromkeys(TABLE_SUFFIXES, partial(
             TableRows, has_names=not all(numbered) if numbered else None)),
         **dict.fromkeys(JSON_SUFFIXES, partial(JsonRows, rows=config.columns.rows)),
-    }[files[0].suffix]
+        **dict.fromkeys(COMPRESSED, CompressedRows),
+    }[_kind(files[0])]
 
     def open_file(path: File) -> RowStore:
         return picked(opened(path, config.max_row_bytes, cache_dir), config, cache_dir)
 
-    stores = [LaterRows(partial(open_file, path), path) if isinstance(path, RemoteFile)
-              else open_file(path) for path in files]
+    later = isinstance(files[0], RemoteFile) and opened is not CompressedRows
+    stores = [LaterRows(partial(open_file, path), path) if later else open_file(path)
+              for path in files]
     if not isinstance(files[0], RemoteFile):
         _check_splits(config, stores)
     return stores[0] if len(stores) == 1 and root == stores[0].root else JoinedRows(stores, root)

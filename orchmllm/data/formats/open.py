@@ -18,6 +18,7 @@ from orchmllm.config.recipe import DataConfig, SourceConfig
 from orchmllm.config.schema import did_you_mean
 from orchmllm.data.formats import energon
 from orchmllm.data.formats.columns import NONE, PLACES, absent, changed
+from orchmllm.data.formats.compressed import CURES, CompressedRows
 from orchmllm.data.formats.conversation import DOCUMENT, Conversation, media_of
 from orchmllm.data.formats.find import find_store
 from orchmllm.data.formats.propose import proposal
@@ -187,8 +188,13 @@ def open_source(config: SourceConfig, cache_dir: Path, storage: Storage = NOWHER
     _check_keys(config, storage)
     with _explained(config):
         config = energon.with_columns(config)
-        return _as_source(config, *find_store(_with_rows(config), cache_dir, storage, streaming)(),
-                          storage)
+        store, layout = find_store(_with_rows(config), cache_dir, storage, streaming)()
+        first = store.parts()[0]
+        if isinstance(first, CompressedRows) and not streaming:
+            path = first.files[0]
+            raise ValueError(f"{path}: it is compressed, so its rows are read in order alone: set "
+                             f"data.streaming, or decompress it ({CURES[path.suffix]})")
+        return _as_source(config, store, layout, storage)
 
 
 def check_source(config: SourceConfig, storage: Storage = NOWHERE) -> None:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
 
 import numpy as np
 
@@ -24,13 +24,13 @@ from orchmllm.data.media.medium import RowError
 class RowStore(ABC):
     """kind: what it is, for people. files: those whose change changes the rows. root: folder that
     media paths are relative to unless the recipe says otherwise. is_open: whether its rows have
-    been counted. splits: whether parts of it can be read beside each other."""
+    been counted, and is_counted whether opening it did. splits: whether parts of it can be read
+    beside each other."""
 
     kind: str
     files: list[File]
     root: Path | str
-    is_open = True
-    splits = True
+    is_open = is_counted = splits = True
 
     @abstractmethod
     def __len__(self) -> int:
@@ -56,8 +56,12 @@ class RowStore(ABC):
         """At least `num` pieces that a stream reads in order, where it can be divided that far."""
         stores = self.parts()
         parts = -(-num // len(stores)) if stores[0].splits else 1
-        return [StoreUnit(one, part, parts) for one in stores for part in range(parts)
-                if parts == 1 or len(one) > part]
+        return [piece for one in stores for piece in one.pieces(parts)]
+
+    def pieces(self, parts: int) -> list:
+        """As many of this store, but for empty ones."""
+        return [StoreUnit(self, part, parts) for part in range(parts)
+                if parts == 1 or len(self) > part]
 
 
 class StreamRow(NamedTuple):
@@ -93,6 +97,16 @@ class StoreUnit:
             yield StreamRow(*store.place(i), store.later(i))
 
 
+@dataclass
+class OrderedUnit:
+    """A piece that can be read in order alone. rows: as StoreUnit's. num_rows: None until somebody
+    reached its end."""
+
+    rows: Callable[[int], Iterator[StreamRow]]
+    files: Sequence[File] = ()
+    num_rows: int | None = None
+
+
 def _unique(pairs: list[tuple[str, object]]) -> dict:
     out = dict(pairs)
     if len(out) != len(pairs):
@@ -120,6 +134,12 @@ def parse_json(data: bytes) -> dict:
     return row
 
 
+def too_long(max_row_bytes: int, size: str = "") -> NoReturn:
+    """Raises RowError."""
+    raise RowError(f"{size}more than max_row_bytes={max_row_bytes}; raise it in the recipe's "
+                   "source if such rows are meant")
+
+
 class JsonRows(RowStore):
     """JSONL, or a JSON array of objects. rows: the key of the array where the file is an object.
     spans: (n, 2) int64 first and last byte of each row in it."""
@@ -141,8 +161,7 @@ class JsonRows(RowStore):
     def _bytes(self, i: int) -> bytes:
         start, end = self.spans[i].tolist()
         if end - start > self.max_row_bytes:
-            raise RowError(f"{end - start} bytes: more than max_row_bytes={self.max_row_bytes}; "
-                           "raise it in the recipe's source if such rows are meant")
+            too_long(self.max_row_bytes, f"{end - start} bytes: ")
         return read_bytes(self.data, start, end - start)
 
     def row(self, i: int) -> dict:
@@ -161,6 +180,8 @@ def _is_array(path: File) -> bool:
 class LaterRows(RowStore):
     """A store that is opened when a row of it is needed: a stream fetches one shard after another.
     """
+
+    is_counted = False
 
     def __init__(self, open_store: Callable[[], RowStore], path: File) -> None:
         self._open, self.files, self.root, self.is_open = open_store, [path], path.parent, False

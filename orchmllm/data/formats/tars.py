@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import re
 import tarfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import BinaryIO
 
@@ -16,12 +17,16 @@ from orchmllm.data.formats.scanned import File, cached, read_bytes, scanned
 from orchmllm.data.media.kinds import MODALITY_OF, VIDEO
 from orchmllm.data.media.medium import MAX_MEMBER_BYTES, Medium, RowError
 from orchmllm.data.media.root import refuse_kind
-from orchmllm.plan.layout import AUDIO, VISION
+from orchmllm.plan.layout import AUDIO, TEXT, VISION
 
 KEYS = {VISION: ("images", "image"), AUDIO: ("audios", "audio", "sound"),
         VIDEO: ("videos", "video")}
 TEXTS = ("txt", "text", "caption", "transcript")
 PICKLED = ("pyd", "pkl", "pickle", "pth", "pt", "npy", "npz", "ten", "joblib")
+TRUNCATED = ("truncated: the mark at the end of a tar is missing; write it again (whoever wrote it "
+             "may have been interrupted)")
+SEVERAL_TARS = ("damaged, or several tars in one, of which tar -A makes one: more follows the end "
+                "of its members")
 
 
 class TarRows(RowStore):
@@ -41,44 +46,56 @@ class TarRows(RowStore):
         return len(self._start) - 1
 
     def row(self, i: int) -> dict:
-        """The JSON member's keys, with "images" and "audios" replaced by the row's members. Raises
-        RowError for a member that is not read."""
-        row: dict = {}
-        texts: dict[str, str] = {}  # "json", or a text's key -> the member that it came from
-        media: dict[int, list[tuple[str, Medium]]] = {modality: [] for modality in KEYS}
+        members = []
         for k in range(self._start[i], self._start[i + 1]):
-            name, offset, size = self.names[k], int(self.members[k, 1]), int(self.members[k, 2])
-            where = f"{name} in {self.files[0]}"
-            kind = name.rsplit(".", 1)[-1].lower()
-            if offset < 0 or name.startswith("/") or ".." in name.split("/"):
-                raise RowError(f"member {name!r} is a link, sparse, or named outside the archive; "
-                               "write plain files only", where)
-            if kind in PICKLED:
-                raise RowError(f"member {name!r} would have to be unpickled, which could run code; "
-                               "write its content as json, txt or media", where)
-            if size > (self.max_row_bytes if kind in ("json", *TEXTS) else MAX_MEMBER_BYTES):
-                raise RowError(f"member {name!r} has {size} bytes: more than the limit", where)
-            key = kind if kind in ("json", "caption", "transcript") else "text"
-            if kind in ("json", *TEXTS):
-                if key in texts:
-                    raise RowError(f"members {texts[key]!r} and {name!r} are both the {key} of "
-                                   "their row; join them into one member", where)
-                texts[key] = name
+            offset, size = self.members[k, 1:].tolist()
+            members.append((self.names[k], None if offset < 0 else Medium(
+                TEXT, "", self.data, offset, size)))
+        return row_of(members, self.files[0], self.max_row_bytes)
+
+
+def row_of(members: Sequence[tuple[str, Medium | None]], archive: File, max_row_bytes: int) -> dict:
+    """The JSON member's keys, with "images" and "audios" replaced by the row's members. members:
+    (name, content), None of what is no plain file. Raises RowError for a member that is not
+    read."""
+    row: dict = {}
+    texts: dict[str, str] = {}  # "json", or a text's key -> the member that it came from
+    media: dict[int, list[tuple[str, Medium]]] = {modality: [] for modality in KEYS}
+    for name, member in members:
+        where = f"{name} in {archive}"
+        kind = name.rsplit(".", 1)[-1].lower()
+        if member is None or name.startswith("/") or ".." in name.split("/"):
+            raise RowError(f"member {name!r} is a link, sparse, or named outside the archive; "
+                           "write plain files only", where)
+        if kind in PICKLED:
+            raise RowError(f"member {name!r} would have to be unpickled, which could run code; "
+                           "write its content as json, txt or media", where)
+        if member.size > (max_row_bytes if kind in ("json", *TEXTS) else MAX_MEMBER_BYTES):
+            raise RowError(f"member {name!r} has {member.size} bytes: more than the limit", where)
+        key = kind if kind in ("json", "caption", "transcript") else "text"
+        if kind in ("json", *TEXTS):
+            if key in texts:
+                raise RowError(f"members {texts[key]!r} and {name!r} are both the {key} of "
+                               "their row; join them into one member", where)
+            texts[key] = name
+            data = read_bytes(*member[2:5]) if member.data is None else member.data
             if kind == "json":
-                row.update(parse_json(read_bytes(self.data, offset, size)))
-            elif kind in TEXTS:
-                try:
-                    text = read_bytes(self.data, offset, size).decode("utf-8-sig").strip()
-                except UnicodeDecodeError as error:
-                    raise RowError(f"member {name!r} is not UTF-8: {error}", where) from error
-                row[key] = text
-            elif kind in MODALITY_OF:
-                modality = MODALITY_OF[kind]
-                media[modality].append(
-                    (name, Medium(modality, where, self.data, offset, size)))
+                row.update(parse_json(data))
             else:
-                refuse_kind(where, kind)
-        return _with_members(row, media)
+                row[key] = _text(data, name, where)
+        elif kind in MODALITY_OF:
+            modality = MODALITY_OF[kind]
+            media[modality].append((name, member._replace(modality=modality, name=where)))
+        else:
+            refuse_kind(where, kind)
+    return _with_members(row, media)
+
+
+def _text(data: bytes, name: str, where: str) -> str:
+    try:
+        return data.decode("utf-8-sig").strip()
+    except UnicodeDecodeError as error:
+        raise RowError(f"member {name!r} is not UTF-8: {error}", where) from error
 
 
 def _with_members(row: dict, media: dict[int, list[tuple[str, Medium]]]) -> dict:
@@ -123,7 +140,7 @@ def scan_tar(path: File) -> tuple[np.ndarray, np.ndarray]:
             for info in tar:
                 if info.isdir():
                     continue
-                key = _key(info.name)
+                key = key_of(info.name)
                 if key != last:
                     row, last = row + 1, key
                 plain = info.isreg() and not info.issparse()
@@ -143,16 +160,14 @@ def _check_end(file: BinaryIO, end: int, path: File) -> None:
     file.seek(end)
     block = file.read(1 << 20)
     if not block:
-        raise ValueError(f"{path}: truncated: the mark at the end of a tar is missing; write it "
-                         "again (whoever wrote it may have been interrupted)")
+        raise ValueError(f"{path}: {TRUNCATED}")
     while block:
         if block.strip(b"\0"):
-            raise ValueError(f"{path}: damaged, or several tars in one: its members end at byte "
-                             f"{end}, and more follows; write one tar (tar -A joins two)")
+            raise ValueError(f"{path}: {SEVERAL_TARS} at byte {end}")
         block = file.read(1 << 20)
 
 
-def _key(name: str) -> str:
+def key_of(name: str) -> str:
     """Webdataset's: everything up to the first dot of the last part; ./ in front is no folder."""
     folder, _, base = name.removeprefix("./").rpartition("/")
     return f"{folder}/{base.split('.', 1)[0]}"
