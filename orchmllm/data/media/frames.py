@@ -168,11 +168,13 @@ def _picture(frame, displayed: tuple[int, int], size: tuple[int, int]) -> np.nda
 
     alpha = any(c.is_alpha for c in frame.format.components) or frame.format.has_palette
     pixels = frame.to_ndarray(format="rgba" if alpha else "rgb24")
+    turns = getattr(frame, "rotation", 0) % 360  # degrees against the clock
+    if not (alpha or turns) and (frame.width, frame.height) == displayed == tuple(size):
+        return pixels
     image = Image.fromarray(pixels)
     if alpha:
         white = Image.new("RGBA", image.size, (255, 255, 255, 255))
         image = Image.alpha_composite(white, image).convert("RGB")
-    turns = getattr(frame, "rotation", 0) % 360  # degrees against the clock
     if turns % 90 == 0 and turns:
         image = image.rotate(turns, expand=True)
     if image.size != displayed:
