@@ -1,5 +1,6 @@
 """Times what reads data: headers per second of one core, a length index, the memory of a large
-JSONL file, and how long a step waits for 1024x1024 JPEG files.
+JSONL file, a clip of video beside PyAV in this process, and how long a step waits for 1024x1024
+JPEG files.
 
     python scripts/bench_data.py [--rows 100000] [--files 2000] [--workers 2] [--steps 30]
 
@@ -19,6 +20,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import soundfile
@@ -28,8 +30,11 @@ from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from orchmllm.config.recipe import SourceConfig
 from orchmllm.data.formats.open import open_source
 from orchmllm.data.lengths import LengthReader
+from orchmllm.data.media import av_process
 from orchmllm.data.media.headers import audio_header, image_header
-from orchmllm.data.media.medium import Medium
+from orchmllm.data.media.kinds import VIDEO
+from orchmllm.data.media.medium import Medium, VideoSampling
+from orchmllm.data.media.video import expand, pictures
 from orchmllm.data.text.tokenizer import ChatTokenizer
 from orchmllm.plan.geometry import AudioGeometry, VisionGeometry
 from orchmllm.plan.layout import TEXT
@@ -120,6 +125,53 @@ def peak_mb(path: Path, folder: Path) -> float:
     return int(done.stdout) / 1000
 
 
+def video_ms(path: Path, rounds: int = 5) -> tuple[float, float]:
+    """CPU in ms of one frame a second of 10 s of 1280x720 H.264, (as rows read it, with the process
+    that decodes; by PyAV in this process). The fastest of the rounds, in which both take turns."""
+    import av
+
+    wide = np.zeros((720, 1530, 3), np.uint8) + np.arange(1530, dtype=np.uint16)[:, None] % 256
+    with av.open(path, "w") as out:
+        stream = out.add_stream("libx264", rate=25)
+        stream.width, stream.height, stream.pix_fmt = 1280, 720, "yuv420p"
+        for k in range(250):
+            frame = av.VideoFrame.from_ndarray(
+                np.ascontiguousarray(wide[:, k: k + 1280].astype(np.uint8)), format="rgb24")
+            out.mux(stream.encode(frame))
+        out.mux(stream.encode())
+    medium, unchanged = Medium(VIDEO, path.name, path), SimpleNamespace(resized=lambda *size: size)
+
+    def ours() -> list[float]:
+        frames = expand(medium, VideoSampling(), {})
+        pictures(frames, unchanged)
+        return [frame.frame.second for frame in frames]
+
+    def theirs(seconds: list[float]) -> None:
+        left = seconds.copy()
+        with av.open(path) as file:
+            file.streams.video[0].codec_context.thread_count = 1
+            for frame in file.decode(video=0):
+                if left and frame.time >= left[0]:
+                    frame.to_ndarray(format="rgb24")
+                    del left[0]
+
+    def of_child() -> float:
+        stat = Path(f"/proc/{av_process._child.process.pid}/stat").read_text()
+        return sum(map(int, stat.rpartition(")")[2].split()[11:13])) / os.sysconf("SC_CLK_TCK")
+
+    seconds, spent = ours(), np.zeros((rounds, 2))
+    for times in spent:
+        start = time.process_time() + of_child()
+        for _ in range(3):  # the child's time is known to 10 ms
+            ours()
+        times[0] = time.process_time() + of_child() - start
+        start = time.process_time()
+        for _ in range(3):
+            theirs(seconds)
+        times[1] = time.process_time() - start
+    return tuple(spent.min(0) / 3 * 1e3)
+
+
 def waits(folder: Path, workers: int, steps: int, rng) -> tuple[float, float]:
     """(mean seconds of a step, share of it in which it waits for data), without the first five."""
     rows = []
@@ -160,6 +212,9 @@ def main() -> None:
                              ("wav", audio_header), ("flac", audio_header)):
             per_s = rate(read, [Medium(TEXT, f, folder / f) for f in files[suffix]])
             print(f"{suffix:<5} {per_s:>8.0f} headers/s on one core", flush=True)
+        ours, theirs = video_ms(folder / "a.mp4")
+        print(f"10 frames of 10 s of video: {ours:.0f} ms of CPU, {ours / theirs:.2f} of PyAV in "
+              "this process", flush=True)
         if not args.rows:
             return
         write_rows(folder / "data.jsonl", files, args.rows, rng)
