@@ -102,7 +102,7 @@ def test_a_file_that_is_damaged_or_changes_ends_the_stream(folder, tmp_path):
     for name, data, text in (
             ("cut.jsonl.gz", gzip.compress(b'{"text": "a"}\n' * 50)[:-20], "damaged or truncated"),
             ("cut.tar.gz", gzip.compress(whole[:members]), "mark at the end of a tar is missing"),
-            ("two.tar.gz", gzip.compress(whole + whole), "more follows the end"),
+            ("two.tar.gz", gzip.compress(whole + whole), "byte .*, and more follows"),
             ("bad.jsonl.zst", b"junk" * 50, "damaged or truncated")):
         path = tmp_path / name
         path.write_bytes(data)

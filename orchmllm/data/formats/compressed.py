@@ -102,7 +102,7 @@ def _tar_rows(file: BinaryIO, path: File, max_row_bytes: int
             raise RowError(TRUNCATED)
         while block := tar.fileobj.read(1 << 20):
             if block.strip(b"\0"):
-                raise RowError(SEVERAL_TARS)
+                raise RowError(SEVERAL_TARS.format(tar.offset))
 
 
 def _member(tar: tarfile.TarFile, info: tarfile.TarInfo) -> Medium | None:

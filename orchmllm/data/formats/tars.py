@@ -25,8 +25,8 @@ TEXTS = ("txt", "text", "caption", "transcript")
 PICKLED = ("pyd", "pkl", "pickle", "pth", "pt", "npy", "npz", "ten", "joblib")
 TRUNCATED = ("truncated: the mark at the end of a tar is missing; write it again (whoever wrote it "
              "may have been interrupted)")
-SEVERAL_TARS = ("damaged, or several tars in one, of which tar -A makes one: more follows the end "
-                "of its members")
+SEVERAL_TARS = ("damaged, or several tars in one: its members end at byte {}, and more follows; "
+                "write one tar (tar -A joins two)")
 
 
 class TarRows(RowStore):
@@ -163,7 +163,7 @@ def _check_end(file: BinaryIO, end: int, path: File) -> None:
         raise ValueError(f"{path}: {TRUNCATED}")
     while block:
         if block.strip(b"\0"):
-            raise ValueError(f"{path}: {SEVERAL_TARS} at byte {end}")
+            raise ValueError(f"{path}: {SEVERAL_TARS.format(end)}")
         block = file.read(1 << 20)
 
 
