@@ -123,7 +123,7 @@ def _rotating(cls: type) -> type:
     known = forward.__globals__
     found = {name: rotated for name in forward.__code__.co_names
              if isinstance(known.get(name), FunctionType)
-             and (rotated := _rotation_like(known[name])) is not None}
+             and (rotated := rotation_like(known[name])) is not None}
     if not found:
         return cls
     copied = FunctionType(forward.__code__, known | found, forward.__name__, forward.__defaults__,
@@ -133,7 +133,7 @@ def _rotating(cls: type) -> type:
 
 
 @cache
-def _rotation_like(own: FunctionType) -> Callable | None:
+def rotation_like(own: FunctionType) -> Callable | None:
     """That of ROTATIONS which computes what `own` does, if one does."""
     if [*signature(own).parameters][:4] != ["q", "k", "cos", "sin"]:
         return None

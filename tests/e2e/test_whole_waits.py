@@ -17,6 +17,7 @@ from orchmllm.batch import PackedExamples, on_device
 from orchmllm.encoders import planned
 from orchmllm.models import hf, towers
 from orchmllm.models.hf import WholeModel
+from orchmllm.models.packing import attend
 from orchmllm.plan.assign import PHASES
 from orchmllm.plan.layout import TEXT, BatchLayout
 from orchmllm.sharding.blocks import recompute
@@ -100,6 +101,29 @@ def test_a_step_waits_for_nothing_and_attends_once_a_block(tmp_path):
         assert kernels.get("forward", 0) == packed * (2 if kind == "full" else 1)
     for name, (waits, kernels, blocks) in planted.items():
         assert waits or kernels["forward"] < sum(blocks.values()), name
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize("name", [
+    "glm4v", "qwen2_5_omni", "qwen2_5_vl", "qwen2_vl", "qwen3_vl", "qwen3_vl_moe"])
+def test_towers_that_attend_once_a_block_have_the_gradients_of_stock(name, monkeypatch):
+    """In float64, packed and planned; GLM-4V's table of positions is interpolated in float32."""
+    model = models.build(name)
+    inputs = arguments(name, model)
+    wanted = models.stock(model, inputs)[1]
+    for is_planned in (False, True):
+        whole, calls = WholeModel(copy.deepcopy(model), torch.float64), []
+        monkeypatch.setattr(towers, "attend", lambda *given, calls=calls, **keys: (
+            calls.append(len(given[3].lengths)), attend(*given, **keys))[1])
+        batch = planned_batch(whole, inputs, [4]) if is_planned else whole.join(
+            [models.as_example(i, one) for i, one in enumerate(inputs)])
+        whole(batch).backward()
+        found = models.gradients(whole.hf)
+        table = {n: found.pop(n) - wanted[n] for n in wanted
+                 if n.endswith("position_embedding.weight")}
+        assert len(calls) == len(whole.blocks()["vision"]) and min(calls) > 1
+        assert models.difference(found, {n: wanted[n] for n in found}) <= models.EXACT
+        assert all(float(d.abs().max()) < 1e-6 for d in table.values())
 
 
 def relative(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> float:
