@@ -109,7 +109,8 @@ def _normalising(module: nn.Module, eps: float) -> type:
     x *= torch.logspace(-4, 1, 8, device="cpu")[:, None]  # of the smallest rows the number is most
     for norm in NORMS:
         if _agree(own, partial(norm, eps=eps), [x, weight]):
-            return _with_forward(type(module), lambda self, x: norm(x, self.weight, eps))
+            return _with_forward(
+                type(module), lambda self, x, norm=norm: norm(x, self.weight, eps))
     return type(module)
 
 
