@@ -199,9 +199,9 @@ def test_a_step_waits_for_nothing_and_attends_once_a_block(some, tmp_path):
         assert waits == [], case
         packed = {"internvl": blocks["llm"], "gemma3": 0}.get(
             case.name, blocks["llm"] + blocks.get("vision", 0))
-        wanted = {"backward": packed, "fused AdamW": 1,
-                  "forward": packed * (2 if case.recomputes == "full" else 1)}
-        assert {name: kernels.get(name, 0) for name in wanted} == wanted, case
+        again = 2 if case.recomputes == "full" else 1
+        assert kernels["fused AdamW"] and kernels.get("backward", 0) == packed, case
+        assert kernels.get("forward", 0) == packed * again, case
     kernels = steps[0][1]
     for name, (_, what) in PLANTED.items():
         waits, found, _ = planted[name]

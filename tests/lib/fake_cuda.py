@@ -82,6 +82,7 @@ def fake_cuda(num_ranks: int) -> Iterator[torch.device]:
     with ExitStack() as stack:
         for name, answer in asked.items():
             stack.enter_context(patch.object(torch.cuda, name, answer))
+        stack.enter_context(patch.object(torch.accelerator, "current_stream", _Stream))
         # A pinned copy is another tensor of the host.
         stack.enter_context(patch.object(torch.Tensor, "pin_memory", lambda x: x.clone()))
         stack.enter_context(patch.object(torch.Tensor, "is_pinned", lambda x: False))
