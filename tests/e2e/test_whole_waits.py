@@ -166,8 +166,8 @@ def fake_step(case: Case, folder: Path) -> tuple[list[str], dict[str, int], dict
 PLANTED = {  # and what of a step differs then
     "token ids on the device": (lambda: patch.object(hf, "Mirrored", on_device), "waits"),
     "grids on the device": (lambda: patch.object(planned, "mirrored", on_device), "waits"),
-    "a mask of the batch on the host": (
-        lambda: patch.object(PackedExamples, "to", lambda batch, device: batch), "Mixes"),
+    "a batch on the host": (
+        lambda: patch.object(PackedExamples, "to", lambda batch, device: batch), "takes tensors"),
     "another attention": (lambda: patch.object(towers, "NAME", "sdpa"), "forward"),
     "an optimizer of many kernels": (
         lambda: patch.object(torch.optim.AdamW, "__init__", unfused), "fused AdamW")}
