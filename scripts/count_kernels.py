@@ -2,6 +2,7 @@
 read and write, on tensors without memory.
 
     python scripts/count_kernels.py [--recipe recipes/pretrained_7b.yaml] [--rows 16384]
+    python scripts/count_kernels.py --recipe recipes/qwen3_vl_8b.yaml [--stock]
 
 Every operator that torch runs on `meta` counts as one kernel; views and allocations do not count.
 Two operators are those of a GPU in half precision, which `meta` would replace: attention for packed
@@ -17,6 +18,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import patch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -29,7 +31,9 @@ from orchmllm.batch import SequenceLengths  # noqa: E402
 from orchmllm.config.model import ModelConfig  # noqa: E402
 from orchmllm.config.recipe import load_recipe  # noqa: E402
 from orchmllm.counts.on_a_gpu import fused  # noqa: E402
+from orchmllm.models import hf, packing  # noqa: E402
 from orchmllm.models.audio import AudioEncoder  # noqa: E402
+from orchmllm.models.families import model_class, read_config  # noqa: E402
 from orchmllm.models.llm import PackedQwen2  # noqa: E402
 from orchmllm.models.loss import LossHead  # noqa: E402
 from orchmllm.models.vision import VisionEncoder  # noqa: E402
@@ -76,7 +80,7 @@ def block_of(model: ModelConfig, phase: str, rows: int
     """One block of a phase in bfloat16 on `meta`: its input, the block, and what runs it."""
     config = replace(getattr(model, phase), num_layers=1, pretrained="")
     head_dim = config.hidden_size // config.num_heads
-    lengths = SequenceLengths.from_lengths([LENGTH] * (rows // LENGTH), "meta")
+    lengths = _lengths(rows)
 
     def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
         return torch.empty(shape, dtype=dtype, device="meta")
@@ -96,9 +100,37 @@ def block_of(model: ModelConfig, phase: str, rows: int
     return x.requires_grad_(), block, lambda: block(x, tables, lengths)
 
 
-def count_block(model: ModelConfig, phase: str, rows: int) -> tuple[Kernels, Kernels]:
-    """Of the forward and of the backward pass."""
-    *_, run = block_of(model, phase, rows)
+def _lengths(rows: int) -> SequenceLengths:
+    return SequenceLengths.from_lengths([LENGTH] * (rows // LENGTH), "meta")
+
+
+def text_block_of(folder: str, rows: int, stock: bool = False) -> Callable[[], Tensor]:
+    """What runs one block of the text model of a folder of transformers, as in block_of."""
+    config = read_config(Path(folder))
+    text = config.get_text_config(decoder=True)
+    text.num_hidden_layers = 1
+    head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    with torch.device("meta"), patch.object(hf, "fuse", (lambda _: None) if stock else hf.fuse):
+        whole = hf.WholeModel(model_class(config)._from_config(config), torch.bfloat16)
+        block = whole.to(torch.bfloat16).blocks()["llm"][0]
+        x, *tables = (torch.empty(1, rows, size, dtype=torch.bfloat16)
+                      for size in (text.hidden_size, head_dim, head_dim))
+
+    with packing.packed(_lengths(rows), num_layers=0):
+        mask = packing.mask_of_row(1, rows, rows, device="meta")
+
+    def run() -> Tensor:
+        out = block(x.requires_grad_(), position_embeddings=tables, attention_mask=mask)
+        return out[0] if isinstance(out, tuple) else out
+
+    return run
+
+
+def count_block(model: ModelConfig, phase: str, rows: int, stock: bool = False
+                ) -> tuple[Kernels, Kernels]:
+    """Of the forward and of the backward pass. stock: see text_block_of."""
+    run = text_block_of(model.folder, rows, stock) if model.folder else block_of(
+        model, phase, rows)[-1]
     with fused():
         with Kernels() as forward:
             out = run()
@@ -124,16 +156,20 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--recipe", default="recipes/pretrained_7b.yaml")
     parser.add_argument("--rows", type=int, default=16384, help="a multiple of 4096")
+    parser.add_argument("--stock", action="store_true")
     args = parser.parse_args()
     model = load_recipe(args.recipe).model
     print("block   pass      kernels  other than products and attention  kB a row that these move")
-    for phase in ("vision", "audio", "llm"):
-        both = zip(("forward", "backward"), count_block(model, phase, args.rows), strict=True)
+    for phase in ("llm",) if model.folder else ("vision", "audio", "llm"):
+        both = zip(("forward", "backward"), count_block(model, phase, args.rows, args.stock),
+                   strict=True)
         for name, k in both:
             others = k.others()
             moved = sum(k.moved[o] for o in others) / args.rows / 1e3
             print(f"{phase:<8}{name:<10}{sum(k.count.values()):>7}"
                   f"{sum(k.count[o] for o in others):>35}{moved:>26.1f}")
+    if model.folder:
+        return
     k, chunk = count_loss(model, args.rows, 4096), 4096
     moved = sum(k.moved[o] for o in k.others()) / args.rows / 1e6
     print(f"loss in chunks of {chunk} rows, vocabulary of {model.llm.vocab_size}: "

@@ -39,8 +39,9 @@ class Form(NamedTuple):
 @dataclass(frozen=True)
 class Piece:
     """A medium as its encoder takes it. argument: of the model, that holds such media. meta (k,
-    columns), values: see orchmllm.encoders.items.Items; values are () where they are not here.
-    forms: of the values, None where an optional one was not given."""
+    columns), values: see orchmllm.encoders.items.Items. forms: of the values that are in a buffer:
+    None where an optional one was not given, and for those that every host gets, such as masks.
+    """
 
     argument: str
     meta: np.ndarray
@@ -49,8 +50,9 @@ class Piece:
 
     @property
     def described(self) -> Piece:
-        """Without values."""
-        return replace(self, values=())
+        """Without the values that are in a buffer."""
+        return replace(self, values=tuple(
+            None if form else value for form, value in zip(self.forms, self.values, strict=True)))
 
     @property
     def num_bytes(self) -> int:
@@ -134,6 +136,6 @@ def _filled(pieces: Sequence[Piece]) -> Tensor:
     data = torch.zeros(int(_sizes(pieces).sum()), dtype=torch.uint8)
     for piece, start in zip(pieces, _starts(pieces).tolist(), strict=True):
         for view, value in zip(piece.views(data, start), piece.values, strict=True):
-            if value is not None:
+            if view is not None:
                 view.copy_(value)
     return data

@@ -49,10 +49,10 @@ class Mirrored(Tensor):
         return f"Mirrored({self.tolist()}, device={self.device})"
 
     def tolist(self) -> Any:
-        return _on_host(self.host.tolist)
+        return on_host(self.host.tolist)
 
     def numpy(self, *, force: bool = False) -> Any:
-        return _on_host(self.host.numpy, force=force)
+        return on_host(self.host.numpy, force=force)
 
     @functools.cached_property
     def there(self) -> Tensor:
@@ -65,15 +65,15 @@ class Mirrored(Tensor):
     @functools.cached_property
     def positions(self) -> list[Mirrored]:
         """Of a mask: the index of each dimension of what it chooses."""
-        return [Mirrored(at, self.device) for at in _on_host(self.host.nonzero, as_tuple=True)]
+        return [Mirrored(at, self.device) for at in on_host(self.host.nonzero, as_tuple=True)]
 
     def rows(self, shape: torch.Size) -> tuple[Tensor, int]:
         """Of a mask for a tensor of `shape`: (k,) indices, on the device, of what it chooses of the
         tensor as (rows, width), and this width: 1, or the last dimension where a row is chosen as a
         whole."""
-        mask = _on_host(self.host.expand, shape)
+        mask = on_host(self.host.expand, shape)
         whole = mask.stride(-1) == 0
-        found = _on_host(lambda: (mask[..., 0] if whole else mask).flatten().nonzero()[:, 0])
+        found = on_host(lambda: (mask[..., 0] if whole else mask).flatten().nonzero()[:, 0])
         return on_device(found, self.device), shape[-1] if whole else 1
 
     @classmethod
@@ -95,10 +95,10 @@ class Mirrored(Tensor):
 
 def mirrored(values: np.ndarray, device: torch.device | str) -> Mirrored:
     """values: of the host, of any shape, which nobody may change."""
-    return Mirrored(_on_host(torch.from_numpy, values), device)
+    return Mirrored(on_host(torch.from_numpy, values), device)
 
 
-def _on_host(function: Callable, *args: Any, **kwargs: Any) -> Any:
+def on_host(function: Callable, *args: Any, **kwargs: Any) -> Any:
     """Without modes of the caller: fake tensors, for one, have no values."""
     with _disable_current_modes():
         return function(*args, **kwargs)
@@ -110,7 +110,7 @@ def _known(func: Any, args: tuple, kwargs: dict, device: torch.device) -> Any:
     if "device" in kwargs:
         kwargs = {**kwargs, "device": torch.device("cpu")}
     args, kwargs = tree_map_only(Mirrored, lambda x: x.host, (args, kwargs))
-    found = _on_host(func, *args, **kwargs)
+    found = on_host(func, *args, **kwargs)
     if target.type != device.type:  # a copy to the host
         return found
     return tree_map_only(Tensor, lambda x: Mirrored(x, device), found)

@@ -29,7 +29,7 @@ from orchmllm.encoders.answers import Answers
 from orchmllm.encoders.blank import BlankMedia
 from orchmllm.encoders.infer import infer_encoders
 from orchmllm.encoders.items import Items, Layout, Place, Tiles, Values, table_of
-from orchmllm.encoders.mirrored import mirrored
+from orchmllm.encoders.mirrored import Mirrored, mirrored, on_host
 from orchmllm.encoders.pixels import Pixels, proven
 from orchmllm.encoders.results import Features, flatten
 from orchmllm.encoders.sharing import run_encoder
@@ -119,13 +119,14 @@ class PlannedEncoders:
             self._encoders["vision"], self._owner, tensors))
 
     def described(self, phase: str, tensors: Mapping[str, Tensor]) -> Piece:
-        """What the encoder takes of the tensors of one medium, of any shapes. Raises ValueError for
-        tensors that it does not understand."""
+        """What the encoder takes of the tensors of one medium, of any shapes. Integers beside its
+        content, such as masks, are for the hosts: models read them. Raises ValueError for tensors
+        that it does not understand."""
         encoder = self._encoders[phase]
         items = _items(encoder, self._owner, tensors)
         return Piece(_layout_of(encoder, tensors).value, items.meta, tuple(
-            None if v is None else Form(v.dtype, tuple(v.shape)) for v in items.values),
-            items.values)
+            Form(v.dtype, tuple(v.shape)) if k == 0 or v is not None and v.is_floating_point()
+            else None for k, v in enumerate(items.values)), items.values)
 
     def features(self, phase: str, media: Sequence[Mapping[str, Tensor]]) -> Tensor:
         """(R, W) features of media, which are encoded here without a plan. media: the tensors of
@@ -222,9 +223,15 @@ class PlannedEncoders:
         names = [piece.argument for piece in media.pieces]
         columns = zip(*(piece.views(media.data, start) for piece, start in zip(
             media.pieces, media.starts.tolist(), strict=True)), strict=True)
-        values = [None if column[0] is None else joined(
-            [*self._restored(names if k == 0 else [""] * len(names), column, dtype)], 0)
-            for k, column in enumerate(columns)]  # pixels are the first
+        known = zip(*(piece.values for piece in media.pieces), strict=True)
+        values: list[Tensor | None] = []
+        for k, (column, told) in enumerate(zip(columns, known, strict=True)):
+            if column[0] is not None:  # pixels are the first
+                values.append(joined([*self._restored(names if k == 0 else [""] * len(names),
+                                                      column, dtype)], 0))
+            else:
+                values.append(None if told[0] is None else Mirrored(
+                    on_host(joined, told, 0), media.data.device))
         return encoder.layout.build(items.meta, tuple(values), mirrored)
 
     def _restored(self, names: Sequence[str], column: Sequence[Tensor], dtype: torch.dtype

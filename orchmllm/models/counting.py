@@ -14,6 +14,7 @@ import torch
 from orchmllm.batch import UNKNOWN, ProcessedExample
 from orchmllm.counts import masks
 from orchmllm.counts.counted import EXACT, Counted, Seen, Work, fitted
+from orchmllm.counts.on_a_gpu import fused
 from orchmllm.encoders.blank import FRAMES, BlankMedia
 from orchmllm.encoders.planned import PlannedEncoders
 from orchmllm.models.families import part_of
@@ -52,7 +53,8 @@ def _count(folder: str, dtype: str, part: str, weights: bool, inputs: bool, conn
     hook = first.register_forward_pre_hook(masks.with_gradient, with_kwargs=True) if (
         inputs) else None
     try:
-        return _llm(whole) if part == "llm" else _encoder(whole, part)
+        with fused():
+            return _llm(whole) if part == "llm" else _encoder(whole, part)
     except Exception as error:  # whatever the model's own code raises
         raise ValueError(f"{folder}: what its {part} computes cannot be counted: {error!r}"
                          ) from error

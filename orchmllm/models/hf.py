@@ -34,6 +34,7 @@ from orchmllm.encoders.mirrored import Mirrored, compute_on_host
 from orchmllm.models import packing, towers
 from orchmllm.models.attention import attention_backend
 from orchmllm.models.families import model_class, part_of, read_config
+from orchmllm.models.fused import fuse
 from orchmllm.models.generate import generated
 from orchmllm.models.loss import answers_with_loss
 from orchmllm.models.phase_clock import PhaseClock
@@ -60,6 +61,7 @@ class WholeModel(nn.Module):
         text._attn_implementation = packing.NAME
         towers.use_packed_attention(self.blocks())
         compute_on_host(hf)
+        fuse(hf)
         self.num_layers = text.num_hidden_layers
         accepted = inspect.signature(hf.forward).parameters
         self._keeps = "logits_to_keep" in accepted

@@ -132,7 +132,7 @@ def attend(query: Tensor, key: Tensor, value: Tensor, seqlens: SequenceLengths,
     """packed_attention of query (1, H, R, D) to key and value (1, Hkv, R, D): (1, R, H, D)."""
     if scaling is not None and scaling != query.shape[-1] ** -0.5:
         query = query * (scaling * query.shape[-1] ** 0.5)
-    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+    q, k, v = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))
     return packed_attention(q, k, v, seqlens, causal=causal)[None]
 
 

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from orchmllm.config.model import AudioConfig, LLMConfig, VisionConfig
+from orchmllm.models.fused import Rotate
 
 
 class Connector(nn.Module):
@@ -40,32 +41,10 @@ class Connector(nn.Module):
         return self.fc2(F.gelu(self.fc1(self.norm(x))))
 
 
-class _Rotate(torch.autograd.Function):
-    """The backward pass turns the gradient back by the same angles, and keeps the tables alone."""
-
-    @staticmethod
-    def forward(ctx, x, cos, sin):
-        ctx.save_for_backward(cos, sin)
-        return _turned(x, cos, sin, 1.0)
-
-    @staticmethod
-    def backward(ctx, grad):
-        return _turned(grad, *ctx.saved_tensors, -1.0), None, None
-
-
-def _turned(x: Tensor, cos: Tensor, sin: Tensor, direction: float) -> Tensor:
-    out, across = x * cos, x * sin
-    (out_a, out_b), (a, b) = out.chunk(2, dim=-1), across.chunk(2, dim=-1)
-    # Not addcmul_, which rounds once where transformers rounds product and sum: equal bits.
-    out_a.add_(b, alpha=-direction)
-    out_b.add_(a, alpha=direction)
-    return out.to(x.dtype)
-
-
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotary embedding of x (R, H, Dh), computed in the wider dtype of x and tables; value i pairs
     with value i + Dh / 2. cos, sin: (R, 1, Dh), whose halves are equal. Returns x's dtype."""
-    return _Rotate.apply(x, cos, sin)
+    return Rotate.apply(x, cos, sin, sin)
 
 
 def check_sizes(config: VisionConfig | AudioConfig | LLMConfig) -> None:

@@ -27,7 +27,8 @@ VALUES = [
     ProcessedExample(7, torch.arange(3), torch.tensor([-100, 1, 2]),
                      {"grid": torch.ones(1, 3, dtype=torch.int64), "mask": torch.tensor(True)},
                      LAYOUT, arguments={1: "pixel_values"}),
-    Piece("pixel_values", np.zeros((0, 3), np.int64), (Form(torch.bfloat16, (2, 3)), None)),
+    Piece("pixel_values", np.zeros((0, 3), np.int64), (Form(torch.bfloat16, (2, 3)), None),
+          (None, torch.ones(1, 3, dtype=torch.int64))),
     MeasuredExample(LAYOUT, np.array([1, 2], np.int32), np.array([True, False]), [], None, TURNS,
                     [(np.int64(5), 6)], [Medium(AUDIO, ""), Text("x", True)], b"digest"),
 ]

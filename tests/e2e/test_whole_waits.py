@@ -7,26 +7,58 @@ import copy
 import warnings
 from collections import Counter
 from contextlib import suppress
+from dataclasses import replace
+from itertools import product
+from pathlib import Path
+from typing import NamedTuple
 from unittest.mock import patch
 
 import numpy as np
 import pytest
 import torch
 
-from orchmllm.batch import PackedExamples, on_device
+from orchmllm.batch import Microbatch, PackedExamples, ProcessedExample, on_device
+from orchmllm.comm.pieces import Media
+from orchmllm.config.model import ModelConfig
+from orchmllm.config.recipe import DataConfig, FsdpConfig, TrainConfig
 from orchmllm.encoders import planned
+from orchmllm.hf.whole_model import open_dataset
 from orchmllm.models import hf, towers
+from orchmllm.models.families import model_class, read_config
 from orchmllm.models.hf import WholeModel
+from orchmllm.models.packing import attend
 from orchmllm.plan.assign import PHASES
-from orchmllm.plan.layout import TEXT, BatchLayout
+from orchmllm.plan.layout import ENCODERS, TEXT, BatchLayout
+from orchmllm.plan.step import plan_step
 from orchmllm.sharding.blocks import recompute
+from orchmllm.sharding.fsdp import shard_all
+from orchmllm.sharding.hf import ordered
+from orchmllm.sharding.optimizer import clip_gradients, learning_parts, make_optimizer
+from tests.lib import composed
 from tests.lib import whole_models as models
 from tests.lib.fake_cuda import fake_cuda, run_with_guard
 from tests.lib.no_sync import NoSync
 from tests.lib.whole_models import Item
+from tests.sharding.test_composed import write_rows
 
-CASES = [("qwen3_vl", "none"), ("qwen2_5_vl", "selective"), ("internvl", "full"),
-         ("gemma3", "none")]
+
+class Case(NamedTuple):
+    """Of a step of the first of two ranks. absent: no media, those of this rank, or all."""
+
+    name: str
+    recomputes: str = "none"
+    reshard: str = "full"
+    dispatch: str = "load"
+    absent: str = ""
+
+
+COMPOSED = "qwen2_vl_whisper_llama"
+CASES = [Case("qwen3_vl"), Case("qwen2_5_vl", "selective", "none", "tensors"),
+         Case("internvl", "full", "full", "tensors", "here"), Case("gemma3", absent="all"),
+         Case(COMPOSED, "full", "none", "tensors", "here")]
+ALL = [Case(*case) for case in product(
+    ("qwen3_vl", COMPOSED), ("none", "selective", "full"), ("full", "node", "none"),
+    ("load", "tensors"), ("", "here", "all"))]
 
 
 class Watch(NoSync):
@@ -37,6 +69,8 @@ class Watch(NoSync):
         self.kernels: Counter[str] = Counter()
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if "adamw" in func.__name__:
+            self.kernels["fused AdamW"] += 1
         if "varlen" in func.__name__:
             self.kernels["backward" if "backward" in func.__name__ else "forward"] += 1
         return super().__torch_dispatch__(func, types, args, kwargs)
@@ -49,57 +83,153 @@ def arguments(name: str, model) -> list[dict]:
     return [models.sample(name, model, items, 7 + i) for i, items in enumerate(sets)]
 
 
-def planned_batch(whole: WholeModel, inputs: list[dict], per_rank: list[int]) -> PackedExamples:
-    """The first rank's. per_rank: examples of each."""
+def planned_batch(whole: WholeModel, inputs: list[dict]) -> PackedExamples:
+    """Of one rank."""
     whole.encoders = planned.PlannedEncoders(whole.hf)
     examples = [models.as_example(i, one) for i, one in enumerate(inputs)]
-    return models.planned_row(
-        whole, [models.parts_of(e, np.flatnonzero(e.lengths.modality != TEXT).tolist())
-                for e in examples], BatchLayout.concat([e.lengths for e in examples], per_rank))
+    layout = BatchLayout.concat([e.lengths for e in examples], [len(examples)])
+    return models.planned_row(whole, [models.parts_of(e, np.flatnonzero(
+        e.lengths.modality != TEXT).tolist()) for e in examples], layout)
 
 
-def fake_step(name: str, kind: str) -> tuple[list[str], dict[str, int], dict[str, int]]:
-    """What a step of one of two ranks waited for, kernels, and blocks."""
-    whole = WholeModel(models.build(name), torch.bfloat16)
-    batch = planned_batch(whole, arguments(name, whole.hf), [2, 2])
-    recompute(whole, dict.fromkeys(PHASES, kind))
+def examples_of(case: Case, folder: Path) -> tuple[WholeModel, list[ProcessedExample]]:
+    """The model, and examples of two ranks, two each, with their media."""
+    media = {"": [True, False, True, True], "here": [False, False, True, False],
+             "all": [False] * 4}[case.absent]
+    if case.name != COMPOSED:
+        model, kind = models.build(case.name), models.kinds_of(case.name)[0]
+        made = [models.as_example(i, models.sample(
+            case.name, model, [Item(kind, 5), Item(kind, 3)] * has, 7 + i))
+            for i, has in enumerate(media)]
+        return WholeModel(model, torch.bfloat16), [models.parts_of(e, np.flatnonzero(
+            e.lengths.modality != TEXT).tolist()) for e in made]
+    config = read_config(folder)
+    data = DataConfig(path=str(folder / "data.jsonl"), index_dir=str(folder / "index"))
+    rows = open_dataset(data, ModelConfig(config=str(folder)), seed=0)
+    layouts = {i: rows.layout(i) for i in range(len(rows))}
+    found: list[int] = []
+    for has in media:  # of both kinds, or of none
+        found.append(next(i for i, one in layouts.items() if i not in found and (
+            len(np.unique(one.modality)) == 1 + 2 * has)))
+    return WholeModel(model_class(config)._from_config(config), torch.bfloat16), [
+        rows.load(i, segments=np.flatnonzero(layouts[i].modality != TEXT).tolist())
+        for i in found]
+
+
+def batch_of(whole: WholeModel, examples: list[ProcessedExample], dispatch: str) -> PackedExamples:
+    """The first rank's, whose media may still have to come."""
+    whole.encoders = planned.PlannedEncoders(whole.hf)
+    layout = BatchLayout.concat([e.lengths for e in examples], [2, 2])
+    spec = replace(models.SPEC, balance=replace(models.SPEC.balance, dispatch=dispatch))
+    plan = plan_step(layout, spec)
+    micro, media = Microbatch(plan, plan.for_rank(0), positions=np.arange(4)), {}
+    for phase, move in plan.encode.items():
+        def described(at, phase=phase):
+            return [whole.encoders.described(phase, examples[e].parts[s]) for e, s in at]
+
+        own = [(i, s) for i, e in enumerate(examples)
+               for s in np.flatnonzero(e.lengths.modality == ENCODERS[phase]).tolist()]
+        if own:
+            pieces = described(micro.rank_plan.media[phase].tolist())
+            media[phase] = Media.here(pieces or described(own[:1])) if dispatch == "load" else (
+                Media.elsewhere(pieces, described(at for at in own if at[0] < 2), move, 0,
+                                lambda own=own: described(own[:1])[0]))
+    return whole.join([replace(examples[e], parts={}) for e in micro.rank_plan.examples], media,
+                      micro)
+
+
+def fake_step(case: Case, folder: Path) -> tuple[list[str], dict[str, int], dict[str, int]]:
+    """What a step waited for, kernels, and blocks: everything that the trainer does on a device
+    with a batch, under FSDP2."""
+    whole, examples = examples_of(case, folder)
+    batch = batch_of(whole, examples, case.dispatch)
+    fsdp = FsdpConfig(compute_dtype="bfloat16", prefetch=1, vision_reshard=case.reshard,
+                      audio_reshard=case.reshard, llm_reshard=case.reshard)
+    recompute(whole, dict.fromkeys(PHASES, case.recomputes))
     with fake_cuda(2) as device:
-        whole.to(device, torch.bfloat16)
+        whole.to(device)
+        shard_all(whole, ordered(whole, fsdp), fsdp, device, ranks_per_node=1)
+        with patch.object(torch.cuda, "is_available", lambda: True):
+            optimizer = make_optimizer(whole, TrainConfig())
         # What reads a fake tensor is noted, and fails then.
         with Watch("cuda") as watch, suppress(RuntimeError, NotImplementedError):
-            whole(batch.to(device)).backward()
-    return ([str(e) for e in watch.noted], watch.kernels,
-            {part: len(stack) for part, stack in whole.blocks().items()})
+            loss = whole(batch.to(device).exchanged(None))
+            loss.backward()
+            norms = clip_gradients(learning_parts(whole), 1.0, device)
+            optimizer.step()
+            assert loss.device == norms.device == device
+    blocks = {part: len(stack) for part, stack in whole.blocks().items()
+              if part == "llm" or part in batch.phases}
+    return [str(e) for e in watch.noted], watch.kernels, blocks
 
 
-PLANTED = {
-    "token ids on the device": lambda: patch.object(hf, "Mirrored", on_device),
-    "grids on the device": lambda: patch.object(planned, "mirrored", on_device),
-    "another attention": lambda: patch.object(towers, "NAME", "sdpa")}
+PLANTED = {  # and what of a step differs then
+    "token ids on the device": (lambda: patch.object(hf, "Mirrored", on_device), "waits"),
+    "grids on the device": (lambda: patch.object(planned, "mirrored", on_device), "waits"),
+    "a batch on the host": (
+        lambda: patch.object(PackedExamples, "to", lambda batch, device: batch), "takes tensors"),
+    "another attention": (lambda: patch.object(towers, "NAME", "sdpa"), "forward"),
+    "an optimizer of many kernels": (
+        lambda: patch.object(torch.optim.AdamW, "__init__", unfused), "fused AdamW")}
 
 
-def fake_steps() -> tuple[list, dict[str, list]]:
+def unfused(self, *given, fused=None, plain=torch.optim.AdamW.__init__, **keys) -> None:
+    plain(self, *given, **keys)
+
+
+def fake_steps(folder: str, some: bool) -> tuple[list, dict[str, list]]:
     """Of all cases; of the first one with each of what is planted."""
-    plain = [fake_step(*case) for case in CASES]
+    plain = [fake_step(case, Path(folder)) for case in (CASES if some else ALL)]
     found = {}
-    for name, plant in PLANTED.items():
+    for name, (plant, _) in PLANTED.items():
         with plant():
-            found[name] = fake_step(*CASES[0])
+            found[name] = fake_step(CASES[0], Path(folder))
     return plain, found
 
 
 @pytest.mark.whole
-def test_a_step_waits_for_nothing_and_attends_once_a_block(tmp_path):
-    """Gemma 3 attends by masks, and the tower of InternVL in batches of one size."""
-    steps, planted = run_with_guard(tmp_path, __name__, "fake_steps")
-    for (name, kind), (waits, kernels, blocks) in zip(CASES, steps, strict=True):
-        assert waits == [], name
-        packed = {"qwen3_vl": sum(blocks.values()), "qwen2_5_vl": sum(blocks.values()),
-                  "internvl": blocks["llm"], "gemma3": 0}[name]
-        assert kernels.get("backward", 0) == packed
-        assert kernels.get("forward", 0) == packed * (2 if kind == "full" else 1)
-    for name, (waits, kernels, blocks) in planted.items():
-        assert waits or kernels["forward"] < sum(blocks.values()), name
+@pytest.mark.parametrize("some", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_a_step_waits_for_nothing_and_attends_once_a_block(some, tmp_path):
+    """Gemma 3 attends by masks, Whisper and the tower of InternVL in batches of one size."""
+    folder = tmp_path / "model"
+    composed.write_composed(COMPOSED, folder)
+    write_rows(folder, COMPOSED)
+    steps, planted = run_with_guard(tmp_path, __name__, "fake_steps", str(folder), some)
+    for case, (waits, kernels, blocks) in zip(CASES if some else ALL, steps, strict=True):
+        assert waits == [], case
+        packed = {"internvl": blocks["llm"], "gemma3": 0}.get(
+            case.name, blocks["llm"] + blocks.get("vision", 0))
+        again = 2 if case.recomputes == "full" else 1
+        assert kernels["fused AdamW"] and kernels.get("backward", 0) == packed, case
+        assert kernels.get("forward", 0) == packed * again, case
+    kernels = steps[0][1]
+    for name, (_, what) in PLANTED.items():
+        waits, found, _ = planted[name]
+        assert any(what in wait for wait in waits) or found.get(what, 0) < kernels.get(what, 0), (
+            name, waits, found)
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize("name", [
+    "glm4v", "qwen2_5_omni", "qwen2_5_vl", "qwen2_vl", "qwen3_vl", "qwen3_vl_moe"])
+def test_towers_that_attend_once_a_block_have_the_gradients_of_stock(name, monkeypatch):
+    """In float64, packed and planned; GLM-4V's table of positions is interpolated in float32."""
+    model = models.build(name)
+    inputs = arguments(name, model)
+    wanted = models.stock(model, inputs)[1]
+    for is_planned in (False, True):
+        whole, calls = WholeModel(copy.deepcopy(model), torch.float64), []
+        monkeypatch.setattr(towers, "attend", lambda *given, calls=calls, **keys: (
+            calls.append(len(given[3].lengths)), attend(*given, **keys))[1])
+        batch = planned_batch(whole, inputs) if is_planned else whole.join(
+            [models.as_example(i, one) for i, one in enumerate(inputs)])
+        whole(batch).backward()
+        found = models.gradients(whole.hf)
+        table = {n: found.pop(n) - wanted[n] for n in wanted
+                 if n.endswith("position_embedding.weight")}
+        assert len(calls) == len(whole.blocks()["vision"]) and min(calls) > 1
+        assert models.difference(found, {n: wanted[n] for n in found}) <= models.EXACT
+        assert all(float(d.abs().max()) < 1e-6 for d in table.values())
 
 
 def relative(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> float:

@@ -19,9 +19,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.fsdp._fully_shard import _fully_shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from orchmllm.models import attention
+from orchmllm.sharding import fsdp
+from tests.lib.accelerator import really
 
 SOURCE = Path(__file__).with_name("noop_cuda.cpp")
 # torch asks once, early, what devices there are.
@@ -60,6 +63,9 @@ def _library(folder: Path) -> Path:
 class _Stream(torch.cpu.Stream):
     device, stream_id, device_index, cuda_stream = torch.device("cuda", 0), 0, 0, 0
 
+    def record_event(self, event: object = None) -> torch.cpu.Event:
+        return event or torch.cpu.Event()
+
 
 @contextmanager
 def fake_cuda(num_ranks: int) -> Iterator[torch.device]:
@@ -71,15 +77,19 @@ def fake_cuda(num_ranks: int) -> Iterator[torch.device]:
     asked = {
         "is_initialized": lambda: True, "_lazy_init": lambda: None, "current_device": lambda: 0,
         "device_count": lambda: 1, "current_stream": lambda *a: _Stream(),
-        "get_device_capability": lambda *a: (9, 0)}
+        "get_device_capability": lambda *a: (9, 0),
+        "Stream": _Stream, "Event": torch.cpu.Event, "stream": torch.cpu.stream}
     with ExitStack() as stack:
         for name, answer in asked.items():
             stack.enter_context(patch.object(torch.cuda, name, answer))
+        stack.enter_context(patch.object(torch.accelerator, "current_stream", _Stream))
         # A pinned copy is another tensor of the host.
         stack.enter_context(patch.object(torch.Tensor, "pin_memory", lambda x: x.clone()))
         stack.enter_context(patch.object(torch.Tensor, "is_pinned", lambda x: False))
         # The thread that tries a kernel out knows no fake tensors.
         stack.enter_context(patch.object(attention, "_try_out", lambda *given: None))
         attention.attention_backend.cache_clear()
+        for module, name in ((fsdp, "make_mesh"), (_fully_shard, "_get_post_forward_mesh_info")):
+            stack.enter_context(really(module, name))
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         yield torch.device("cuda", 0)

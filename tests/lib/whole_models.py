@@ -33,7 +33,7 @@ TEXT = ("input_ids", "attention_mask", "labels", "mm_token_type_ids", "token_typ
 SPEC = PlanSpec(
     costs=dict.fromkeys(("vision", "audio", "llm"), CostModel(1, 0)), row_bytes={}, feature_bytes=1,
     ranks_per_node=1, balance=BalancePolicy(dispatch="load"), fills=True)
-EXACT = 1e-10  # of the largest gradient; float64
+EXACT = 1e-12  # of the largest gradient; float64
 # Stock code that computes a part in float32.
 LOOSE = dict.fromkeys(
     ("aya_vision", "clip_tiled_qwen3_moe", "gemma3", "glm4v", "glm4v_moe", "qwen3_5",

@@ -1,0 +1,102 @@
+"""Norms and rotations of models of transformers: which are replaced, and the kernels that a block
+then runs. Gradients of whole models: test_packed_models.py."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
+from transformers.models.glm4v import modeling_glm4v as glm4v
+from transformers.models.glm4v_moe import modeling_glm4v_moe as glm4v_moe
+from transformers.models.llama import modeling_llama as llama
+from transformers.models.qwen3_vl import modeling_qwen3_vl as qwen3_vl
+
+from orchmllm.config.model import ModelConfig
+from orchmllm.models.fused import fuse, rotation_like
+from scripts.count_kernels import count_block
+from tests.lib import whole_models as models
+from tests.lib.recipes import read
+
+pytestmark = pytest.mark.whole
+MOST = 80
+
+
+@pytest.mark.parametrize("name", ["qwen3_vl", "llama"])
+def test_a_block_of_text_runs_few_kernels(name, tmp_path):
+    """Of Qwen3-VL, which normalises queries and keys too, and of LLaVA's Llama; transformers' own
+    code runs more."""
+    if name == "qwen3_vl":
+        model = read("qwen3_vl_8b").model
+    else:
+        models.build("llava").config.save_pretrained(tmp_path)
+        model = ModelConfig(config=str(tmp_path))
+    found, stock = (sum(sum(kernels.count.values()) for kernels in count_block(
+        model, "llm", 4096, stock)) for stock in (False, True))
+    assert found <= MOST and stock > 110, (found, stock)
+
+
+class Other(llama.LlamaRMSNorm):
+    """Multiplies before it rounds."""
+
+    def forward(self, x):
+        wide = x.float()
+        wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.variance_epsilon)
+        return (self.weight * wide).to(x.dtype)
+
+
+class Scaling(llama.LlamaRMSNorm):
+    """Has the number for something else."""
+
+    def forward(self, x):
+        return self.weight * (x * self.variance_epsilon)
+
+
+def results(function: Callable, learn: list[Tensor], fixed: tuple = ()) -> list[Tensor]:
+    """What it makes, and gradients."""
+    given = [x.clone().requires_grad_() for x in learn]
+    out = function(*given, *fixed)
+    out = out if isinstance(out, tuple) else (out,)
+    return [*out, *torch.autograd.grad(sum(x.sin().sum() for x in out), given)]
+
+
+@pytest.mark.parametrize("kind, replaced", [
+    (llama.LlamaRMSNorm, True), (Gemma3RMSNorm, True), (Other, False), (Scaling, False)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_a_norm_that_is_replaced_keeps_its_bits(kind, replaced, dtype):
+    norm = kind(24, 1e-5).to(dtype)
+    nn.init.normal_(norm.weight)
+    fused, x = copy.deepcopy(norm), torch.randn(3, 7, 24, dtype=dtype) / 100
+    fuse(fused)
+    assert (type(fused) is not kind) == replaced and type(fused).__name__ == kind.__name__
+    both = [results(lambda x, w, one=one: functional_call(one, {"weight": w}, (x,)),
+                    [x, norm.weight.detach()]) for one in (norm, fused)]
+    assert all(map(torch.equal, *both))
+
+
+@pytest.mark.parametrize("own, width, replaced", [
+    (llama.apply_rotary_pos_emb, 16, True), (qwen3_vl.apply_rotary_pos_emb_vision, 16, True),
+    (glm4v_moe.apply_rotary_pos_emb, 16, True), (glm4v_moe.apply_rotary_pos_emb, 8, True),
+    (glm4v.apply_rotary_pos_emb, 16, False), (llama.rotate_half, 16, False)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_a_rotation_that_is_replaced_keeps_its_bits(own, width, replaced, dtype):
+    """Whatever the halves of its tables are, and where it turns a part of a head. GLM-4V's text
+    turns neighbours."""
+    found = rotation_like(own)
+    assert (found is not None) == replaced
+    if replaced:
+        q, k = torch.randn(7, 3, 16, dtype=dtype), torch.randn(7, 2, 16, dtype=dtype)
+        tables = torch.randn(2, 7, width, dtype=dtype)
+        assert all(map(torch.equal, results(own, [q, k], tables), results(found, [q, k], tables)))
+
+
+def test_a_model_keeps_its_classes_where_nothing_is_replaced():
+    """What has parameters of other forms, and what calls no rotation."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.RMSNorm(4), nn.PReLU(4))
+    before = [type(m) for m in model.modules()]
+    fuse(model)
+    assert [type(m) for m in model.modules()] == before
