@@ -4,6 +4,7 @@ after the other: the loss and the gradient of every parameter."""
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -54,6 +55,7 @@ def _compare(hf: nn.Module, examples: Sequence[ProcessedExample]) -> float:
                          "examples before")
     if not largest > 0:
         raise ValueError("nothing has a gradient")
+    check_loss(hf, examples)
     whole = WholeModel(copy.deepcopy(hf), torch.float64)
     whole.encoders = PlannedEncoders(whole.hf)
     got = whole(planned_row(whole, examples))
@@ -63,6 +65,29 @@ def _compare(hf: nn.Module, examples: Sequence[ProcessedExample]) -> float:
         raise ValueError(f"the {name} differs by {found:.1e} of its size from what transformers "
                          f"computes example by example, where rounding explains {noise:.1e}")
     return found
+
+
+@torch.no_grad()
+def check_loss(hf: nn.Module, examples: Sequence[ProcessedExample]) -> None:
+    """Raises ValueError for a model whose own loss is more than the cross entropy of its logits,
+    such as one of its routers, and for one that sees a token before it is learnt."""
+    for example in examples:
+        labels, logits = example.labels, logits_of(hf, example)
+        wanted = float(F.cross_entropy(logits[:-1], labels[1:], ignore_index=IGNORE_INDEX))
+        if "labels" in inspect.signature(hf.forward).parameters:
+            found = float(asked(hf, example, labels=labels[None]).loss)
+            if abs(found - wanted) > EXACT * abs(wanted):
+                raise ValueError(f"its own loss is {found:.6g} where the cross entropy of its "
+                                 f"logits is {wanted:.6g}: the difference, such as a loss of "
+                                 "routers, would depend on how examples are balanced")
+        learnt = (labels != IGNORE_INDEX).nonzero()[:, 0]
+        at = int(learnt[-1])
+        ids = example.input_ids.clone()
+        ids[at] = int(ids[learnt[ids[learnt] != ids[at]][0]])
+        other = logits_of(hf, replace(example, input_ids=ids))
+        if at and _size(other[:at] - logits[:at]) > EXACT * _size(logits):
+            raise ValueError(f"what it says of the tokens before one that is learnt (token {at} of "
+                             f"{len(ids)}) depends on that token: it sees what it should learn")
 
 
 def stock(hf: nn.Module, examples: Sequence[ProcessedExample]) -> tuple[float, Gradients]:
