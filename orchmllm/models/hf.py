@@ -193,6 +193,7 @@ class WholeModel(nn.Module):
         if not given:
             return flat[None].repeat(4, 1, 1)
         given = {**example.media, "input_ids": ids[None],
+                 "attention_mask": torch.ones_like(ids)[None],
                  "mm_token_type_ids": self._type_ids(ids)[None]}
         if "feature_attention_mask" in example.media:
             given["audio_seqlens"] = example.media["feature_attention_mask"].sum(-1)
@@ -222,8 +223,8 @@ def describe_attention(model: ModelConfig, device_type: str, dtype: torch.dtype)
     """One line for the log: what computes attention, and why."""
     whole = meta_model(model.folder)
     text = whole.hf.config.get_text_config(decoder=True)
-    sizes = {part: next(m.head_dim for m in stack[0].modules() if hasattr(m, "head_dim"))
-             for part, stack in whole.blocks().items() if part != "llm"}
+    sizes = {part: size for part, stack in whole.blocks().items() if part != "llm" for size in [
+        next((m.head_dim for m in stack[0].modules() if hasattr(m, "head_dim")), 0)] if size}
     sizes["llm"] = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     kernels = {part: attention_backend(device_type, dtype, size).description
                for part, size in sizes.items()}

@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from orchmllm.batch import IGNORE_INDEX, Microbatch, PackedExamples, ProcessedExample
 from orchmllm.comm.pieces import Media
 from orchmllm.data.segments import KINDS, is_content
-from orchmllm.models.families import FAMILIES as ADMITTED  # noqa: F401
 from orchmllm.models.families import model_class, read_config
 from orchmllm.models.hf import WholeModel
 from orchmllm.plan.assign import BalancePolicy, PlanSpec
@@ -29,6 +28,11 @@ from orchmllm.plan.layout import VISION, BatchLayout
 from orchmllm.plan.step import plan_step
 from tests.lib.encoder_models import AUDIO, FAMILIES, IMAGE, WINDOW, Family, Item, batch
 
+# Those that are compared from files and on several ranks; scripts/check_models.py compares all.
+ADMITTED = ("audioflamingo3", "aya_vision", "gemma3", "glm4v", "glm4v_moe", "idefics3", "internvl",
+            "llava", "llava_next", "llava_onevision", "mistral3", "qwen2_5_omni", "qwen2_5_vl",
+            "qwen2_audio", "qwen2_vl", "qwen3_5", "qwen3_5_moe", "qwen3_vl", "qwen3_vl_moe",
+            "smolvlm", "vipllava")
 TEXT = ("input_ids", "attention_mask", "labels", "mm_token_type_ids", "token_type_ids")
 SPEC = PlanSpec(
     costs=dict.fromkeys(("vision", "audio", "llm"), CostModel(1, 0)), row_bytes={}, feature_bytes=1,
