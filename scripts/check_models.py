@@ -44,9 +44,10 @@ HEAD = "| result | types | why | `model_type` |"
 TRAINED, REFUSED, NOT_BUILT, WRONG = "trained", "refused", "not built", "wrong"
 AGREES = 1e-6  # of the largest gradient
 _REASONS = (  # said of many types -> in short
-    (r"balance_encoders does not know", "no get_*_features method takes media that forward is given"),
-    (r"needs (\w+), and what this says", r"its features need \1, which says nothing of single media "
-     "that is known"),
+    (r"balance_encoders does not know",
+     "no get_*_features method takes media that forward is given"),
+    (r"needs (\w+), and what this says",
+     r"its features need \1, which says nothing of single media that is known"),
     (r"itself applies (\w+)", "its forward itself applies a module to the features"),
     (r"is a (BatchNorm\w*)", r"\1 in its encoder, by which media change each other"),
     (r"(\d+) of (\d+) layers kept", "some layers mix positions otherwise than by an attention that "
@@ -76,10 +77,11 @@ def checked(model_type: str) -> dict[str, str]:
             model = model.thinker  # the whole has no forward
     except Exception as error:
         missing = "timm" if "timm" in str(error) else ""
-        return {"state": NOT_BUILT, "why": f"needs {missing}, which is not installed" if missing else
-                "the script's small sizes do not suit the configuration"}
-    for config in {id(m.config): m.config for m in model.modules() if hasattr(m, "config")}.values():
-        if config._attn_implementation == "eager":
+        return {"state": NOT_BUILT, "why": f"needs {missing}, which is not installed" if missing
+                else "the script's small sizes do not suit the configuration"}
+    for module in model.modules():
+        config = getattr(module, "config", None)
+        if getattr(config, "_attn_implementation", None) == "eager":
             config._attn_implementation = "sdpa"
     try:
         examples = examples_of(model)
@@ -123,9 +125,10 @@ def table(results: dict[str, dict[str, str]]) -> list[str]:
         groups.setdefault((seen["state"], why), []).append(
             f"{name} {seen['why']}" if is_trained else name)
     order = (TRAINED, WRONG, REFUSED, NOT_BUILT)
-    return [HEAD, "|---|---|---|---|", *(
-        f"| {state} | {len(names)} | {why} | {', '.join(names)} |" for (state, why), names in sorted(
-            groups.items(), key=lambda item: (order.index(item[0][0]), -len(item[1]), item[0][1])))]
+    rows = sorted(groups.items(), key=lambda item: (
+        order.index(item[0][0]), -len(item[1]), item[0][1]))
+    return [HEAD, "|---|---|---|---|", *(f"| {state} | {len(names)} | {why} | {', '.join(names)} |"
+                                         for (state, why), names in rows)]
 
 
 def write_table(results: dict[str, dict[str, str]]) -> None:
@@ -145,9 +148,9 @@ def main() -> None:
     for name in args.names or types():
         results[name] = checked(name)
         print(name, results[name]["state"], results[name]["why"], flush=True)
-    if args.write:
-        RESULTS.write_text(json.dumps(results, indent=1) + "\n")
-        write_table(results)
+        if args.write:
+            RESULTS.write_text(json.dumps(results, indent=1) + "\n")
+            write_table(results)
     print(dict(Counter(seen["state"] for seen in results.values())))
 
 

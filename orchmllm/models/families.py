@@ -26,7 +26,7 @@ def is_known(version: str) -> bool:
 
 def versions() -> str:
     """As pip takes them."""
-    return ",".join(f"{sign}{'.'.join(map(str, of))}" for sign, of in ((">=", FIRST), ("<", BEFORE)))
+    return ",".join(f"{sign}{a}.{b}" for sign, (a, b) in ((">=", FIRST), ("<", BEFORE)))
 
 
 def read_config(folder: Path) -> PreTrainedConfig:
@@ -61,8 +61,8 @@ def model_class(config: PreTrainedConfig) -> type[PreTrainedModel]:
     for kind in (AutoModelForMultimodalLM, AutoModelForSeq2SeqLM):
         if type(config) in kind._model_mapping:
             return kind._model_mapping[type(config)]
-    raise ValueError(f"model_type is {config.model_type!r}, of which transformers has no model that "
-                     "reads media and writes text: choose another model, or train it with "
+    raise ValueError(f"model_type is {config.model_type!r}, of which transformers has no model "
+                     "that reads media and writes text: choose another model, or train it with "
                      "orchmllm.balance_encoders and BalancedDataLoader (docs/encoders.md, "
                      "docs/loader.md)")
 

@@ -40,6 +40,7 @@ from orchmllm.models.loss import answers_with_loss
 from orchmllm.models.phase_clock import PhaseClock
 from orchmllm.plan.layout import NO_EXAMPLES
 
+
 class WholeModel(nn.Module):
     """hf: a model of orchmllm.models.families, in train mode, whose configuration nobody else has.
     dtype: of forward and backward. The phases' times are in `clock`. encoders: an

@@ -131,7 +131,8 @@ class InFloat64(TorchFunctionMode):
 
     _WIDER = {torch.Tensor.float: torch.Tensor.double}
 
-    def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: Any = None
+                           ) -> Any:
         kwargs = {name: _wider(value) for name, value in (kwargs or {}).items()}
         return self._WIDER.get(func, func)(*map(_wider, args), **kwargs)
 

@@ -1,5 +1,5 @@
-"""Examples for a tiny model of any class of transformers whose encoders are inferred: text alone, one
-medium, several of each kind, and two that touch where one example ends and the next begins."""
+"""Examples for a tiny model of any class of transformers whose encoders are inferred: text alone,
+one medium, several of each kind, and two that touch where one example ends and the next begins."""
 
 from __future__ import annotations
 

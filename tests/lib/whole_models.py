@@ -4,7 +4,7 @@ one example after the other, without packing."""
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from orchmllm.batch import IGNORE_INDEX, Microbatch, PackedExamples, ProcessedExample
 from orchmllm.comm.pieces import Media
 from orchmllm.data.segments import KINDS, is_content
+from orchmllm.models import structure
 from orchmllm.models.families import model_class, read_config
 from orchmllm.models.hf import WholeModel
 from orchmllm.plan.assign import BalancePolicy, PlanSpec
@@ -164,6 +165,12 @@ def stock(model: nn.Module, examples: Sequence[dict[str, Any]]) -> tuple[float, 
     loss = sum(stock_loss(plain, inputs) for inputs in examples)
     loss.backward()
     return float(loss.detach()), gradients(plain)
+
+
+def named_parts(model: nn.Module, names: Iterable[str]) -> list[str]:
+    """The part of each of the parameters of these names. model: without wrappers."""
+    places = structure.places(model)
+    return [structure.part_of(places, name) for name in names]
 
 
 def gradients(model: nn.Module) -> dict[str, Tensor]:

@@ -38,10 +38,11 @@ def test_it_is_proven_and_trained(tmp_path):
 
     never_seen.write(tmp_path)
     write_rows(tmp_path, 24)
-    for losses, said, error in run_ranks(trained, 2, str(tmp_path)):
+    ranks = run_ranks(trained, 2, str(tmp_path))
+    for losses, _, error in ranks:
         assert not error and len(losses) == 3 and all(map(math.isfinite, losses))
         assert losses[-1] != losses[0]
-    assert any("is trained as transformers trains examples" in line for line in said)
+    assert any("is trained as transformers trains examples" in line for line in ranks[0][1])
 
 
 def test_all_ranks_learn_that_it_is_refused_and_none_waits(tmp_path):
@@ -55,6 +56,14 @@ def test_all_ranks_learn_that_it_is_refused_and_none_waits(tmp_path):
     assert len({error for *_, error in found}) == 1
     assert "of its size from what transformers computes" in found[0][2]
     assert "model.proof: false" in found[0][2]
-    for losses, said, error in run_ranks(trained, 2, str(tmp_path), "false"):
-        assert len(losses) == 3 and not error
+
+
+@pytest.mark.slow
+def test_without_the_proof_it_is_trained_and_the_log_says_so(tmp_path):
+    from tests.lib import never_seen
+
+    never_seen.write(tmp_path, neighbours=True)
+    write_rows(tmp_path, 24)
+    [(losses, said, error)] = run_ranks(trained, 1, str(tmp_path), "false")
+    assert len(losses) == 3 and not error
     assert any("model.proof is false" in line for line in said)

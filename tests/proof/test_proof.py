@@ -114,7 +114,8 @@ ITSELF = "when it is asked again"
 SEES = "it sees what it should learn"
 LOSS = "its own loss is"
 MUTATIONS = {
-    "a bias that looks at the neighbour": (of_mlp(lambda x: 0.1 * x.roll(1, 1)), f"{DIFFERS}|{SEES}"),
+    "a bias that looks at the neighbour": (of_mlp(lambda x: 0.1 * x.roll(1, 1)),
+                                           f"{DIFFERS}|{SEES}"),
     "a convolution over positions": (of_mlp(lambda x: F.pad(x, (0, 0, 2, 0))[:, :-2]), DIFFERS),
     "a mean of all before": (of_mlp(lambda x: x.cumsum(1) / (1 + steps(x))), DIFFERS),
     "a state that runs on": (of_mlp(lambda x: (x * 0.9 ** -steps(x)).cumsum(1) * 0.9 ** steps(x)),
