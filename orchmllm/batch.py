@@ -18,6 +18,7 @@ from orchmllm.plan.step import RankPlan, StepPlan
 
 IGNORE_INDEX = -100
 TYPES = ("mm_token_type_ids", "token_type_ids")  # arguments that say which tokens are media
+IN_ONE_ROW = "pixel_attention_mask"  # beside pixels that are one row of all media of an example
 UNKNOWN = -1  # a number that a rank does not know
 UNCOUNTED = (UNKNOWN, UNKNOWN)
 PACKED, PADDED = 1, 2  # what a collated batch costs: the sum of its lengths, or n times the longest

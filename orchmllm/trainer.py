@@ -91,6 +91,7 @@ class Trainer:
             recipe.fsdp))  # chosen before the first step; a kernel that fails is found here
         for source in sources:
             self._log(source.describe())
+        kind.prove(recipe, self.dataset, on_cpu, self._log)
         self.model = kind.build(recipe, self.device, self.memory.choice, sources, on_cpu,
                                 spec.ranks_per_node, group, self._log)
         self._feed, spec = kind.feed(self.model, self.dataset, spec, on_cpu, self._log)

@@ -32,6 +32,8 @@ ALLOWED = {
     "hf": ("config", "plan", "models", "data"),
     "composition": ("models", "data", "hf"),
     "sharding": ("config", "plan", "batch", "counts", "comm", "models", "data", "hf", "encoders"),
+    "proof": ("config", "plan", "batch", "counts", "comm", "encoders", "models", "data",
+              "sharding"),
     "loader": ("plan", "batch", "counts", "comm", "orchestrator", "data", "encoders"),
     "__init__": ("plan", "comm", "loader", "encoders", "composition"),
     "trainer": ("launch", "config", "plan", "batch", "comm", "models", "data", "runtime", "hf",

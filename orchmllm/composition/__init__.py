@@ -39,10 +39,10 @@ class _Registering(MetaPathFinder):
 def _register(name: str) -> None:
     """Nothing where there is no torch, or another version of transformers, which may lack what the
     classes need: whole models are refused there."""
-    from orchmllm.models.families import TESTED
+    from orchmllm.models.families import is_known
 
     transformers = sys.modules["transformers"]
-    if transformers.__version__.startswith(TESTED) and transformers.is_torch_available():
+    if is_known(transformers.__version__) and transformers.is_torch_available():
         import_module(f"{__name__}.{_TABLES[name]}")
 
 

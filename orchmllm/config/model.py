@@ -183,6 +183,9 @@ class ModelConfig:
                           aliases=("model_name_or_path", "pretrained_model_name_or_path"))
     config: str = key("", "The same without weights: they start from run.seed.")
     lora: LoraConfig = section(LoraConfig)
+    proof: bool = key(True, "Before the first step a small model like that of `pretrained` or "
+                      "`config` is compared with transformers, example by example: losses and all "
+                      "gradients (once; the result is kept). false: it is trained unproven.")
 
     @property
     def folder(self) -> str:

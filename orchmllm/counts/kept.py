@@ -13,7 +13,8 @@ from typing import Any
 from uuid import uuid4
 
 FOLDER = f"{os.environ.get('XDG_CACHE_HOME') or '~/.cache'}/orchmllm/counts"
-_CODE = ("composition", "counts", "encoders", "models")  # of this package, by which counts differ
+# Of this package, by which counts differ.
+_CODE = ("composition", "counts", "encoders", "models", "proof")
 log = logging.getLogger("orchmllm.counts")
 
 

@@ -10,10 +10,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from orchmllm.batch import IN_ONE_ROW
 from orchmllm.data.media.kinds import VIDEO
 from orchmllm.plan.layout import AUDIO, VISION
 
-IN_ONE_ROW = "pixel_attention_mask"  # its families put the media of an example in one row
 VIDEOS = "pixel_values_videos"  # the argument that holds videos
 OF_EXAMPLE = "batch_num_images"  # says of an example how many images it has
 TYPES = {VISION: 1, VIDEO: 2, AUDIO: 3}  # of tokens that stand for features, as transformers has it

@@ -33,9 +33,11 @@ class Mirrored(Tensor):
     copied to the device at its first use with another tensor.
 
     host: its values, of any shape and dtype, which nobody may change; device: any, the host
-    included. Raises RuntimeError where it would be changed in place."""
+    included. Raises RuntimeError where it would be changed in place, but for a copy that was not
+    read yet (`is_new`)."""
 
     host: Tensor
+    is_new = False
     __torch_function__ = torch._C._disabled_torch_function_impl
 
     @staticmethod
@@ -79,14 +81,24 @@ class Mirrored(Tensor):
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        for value, argument in zip(args, func._schema.arguments, strict=False):
-            if isinstance(value, cls) and argument.alias_info and argument.alias_info.is_write:
-                raise RuntimeError(f"{func} would change integers of a batch in place, which the "
-                                   "host and the device both keep")
         tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
         device = next(x.device for x in tensors if isinstance(x, cls))
-        if all(isinstance(x, cls) or (x.dim() == 0 and x.device.type == "cpu") for x in tensors):
-            return _known(func, args, kwargs, device)
+        are_known = all(isinstance(x, cls) or (x.dim() == 0 and x.device.type == "cpu")
+                        for x in tensors)
+        for value, argument in zip(args, func._schema.arguments, strict=False):
+            if isinstance(value, cls) and argument.alias_info and argument.alias_info.is_write:
+                if not (value.is_new and are_known):
+                    raise RuntimeError(f"{func} would change integers of a batch in place, which "
+                                       "the host and the device both keep")
+                _on_host(func, *tree_map_only(cls, lambda x: x.host, (args, kwargs))[0])
+                return value
+        for x in tensors:
+            x.is_new = False
+        if are_known:
+            found = _known(func, args, kwargs, device)
+            if func is _aten.clone.default:
+                found.is_new = True
+            return found
         if func in _CHOOSING:
             return _CHOOSING[func](func, *args, **kwargs)
         args, kwargs = tree_map_only(cls, lambda x: x.there, (args, kwargs))

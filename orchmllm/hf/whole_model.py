@@ -31,6 +31,9 @@ def weights(model: ModelConfig) -> list[WeightSource]:
             if getattr(model, part).frozen and not hasattr(config, f"{part}_config"):
                 raise ValueError(f"model.{part}.frozen has no effect with a {config.model_type}, "
                                  "which has no such part: leave it out")
+        from orchmllm.models.hf import meta_model  # with torch
+
+        meta_model(model.folder)  # its parts have to be understood
         parts = [*(p for p in ENCODERS if hasattr(config, f"{p}_config")), "llm"]
         if not any(map(model.learns, (*parts, "connector"))):
             raise ValueError(f"nothing would learn: a {config.model_type} has {', '.join(parts)} "

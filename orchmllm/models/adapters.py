@@ -17,7 +17,6 @@ from torch import nn
 
 from orchmllm.config.model import ModelConfig
 from orchmllm.config.schema import did_you_mean
-from orchmllm.models.families import part_of
 
 if TYPE_CHECKING:
     import peft
@@ -42,7 +41,7 @@ def check_adapters(model: ModelConfig) -> None:
         raise ValueError(f"model.lora.target_modules: peft takes {taken} of a glm4v_moe for "
                          "weights of experts, and puts no adapter there: name other layers, such "
                          "as q_proj")
-    with_adapters = set(map(part_of, found))
+    with_adapters = set(map(whole.part_of, found))
     for part in whole.blocks():
         if part != "llm" and model.learns(part) and part not in with_adapters:
             raise ValueError(f"model.lora.target_modules: no layer of {part} is among them: set "
@@ -85,7 +84,7 @@ def _ends(name: str, end: str) -> bool:
 def connectors(whole: WholeModel) -> list[str]:
     """Names in whole.hf of the layers of the connector that have weights."""
     return sorted({name.rpartition(".")[0] for name, _ in whole.hf.named_parameters()
-                   if part_of(name) == "connector"})
+                   if whole.part_of(name) == "connector"})
 
 
 def peft_config(whole: WholeModel, model: ModelConfig, **options: Any) -> peft.LoraConfig:
@@ -123,9 +122,9 @@ def put_back(hf: nn.Module, layers: Mapping[str, nn.Module], device: torch.devic
         layer.lora_B.to_empty(device=device)
 
 
-def learns(name: str, model: ModelConfig) -> bool:
+def learns(whole: WholeModel, name: str, model: ModelConfig) -> bool:
     """Whether a parameter of a model with adapters learns."""
-    return name.endswith(WEIGHTS) or model.lora.connector and part_of(name) == "connector"
+    return name.endswith(WEIGHTS) or model.lora.connector and whole.part_of(name) == "connector"
 
 
 def learnt(whole: WholeModel, model: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
@@ -134,5 +133,5 @@ def learnt(whole: WholeModel, model: ModelConfig) -> Iterator[tuple[str, tuple[i
         yield f"{name}.{WEIGHTS[0]}", (model.lora.rank, layer.in_features)
         yield f"{name}.{WEIGHTS[1]}", (layer.out_features, model.lora.rank)
     for name, parameter in whole.hf.named_parameters():
-        if learns(name, model):
+        if learns(whole, name, model):
             yield name, tuple(parameter.shape)

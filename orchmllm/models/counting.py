@@ -17,7 +17,6 @@ from orchmllm.counts.counted import EXACT, Counted, Seen, Work, fitted
 from orchmllm.counts.on_a_gpu import fused
 from orchmllm.encoders.blank import FRAMES, BlankMedia
 from orchmllm.encoders.planned import PlannedEncoders
-from orchmllm.models.families import part_of
 from orchmllm.models.flops import Lengths
 from orchmllm.models.hf import WholeModel, meta_model
 from orchmllm.models.whole_flops import Attention, BlockCounts, PartCounts, pairs
@@ -48,7 +47,7 @@ def _count(folder: str, dtype: str, part: str, weights: bool, inputs: bool, conn
     whole, fixed = _prepared(folder, dtype)
     learns = {part: weights, "connector": connector}
     for name, p in whole.hf.named_parameters():
-        p.requires_grad_(name not in fixed and learns.get(part_of(name), False))
+        p.requires_grad_(name not in fixed and learns.get(whole.part_of(name), False))
     first = whole.blocks()[part][0]
     hook = first.register_forward_pre_hook(masks.with_gradient, with_kwargs=True) if (
         inputs) else None

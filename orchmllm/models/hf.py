@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from orchmllm.batch import (
     IGNORE_INDEX,
+    IN_ONE_ROW,
     TYPES,
     UNKNOWN,
     Microbatch,
@@ -31,16 +32,14 @@ from orchmllm.batch import (
 )
 from orchmllm.config.model import ModelConfig
 from orchmllm.encoders.mirrored import Mirrored, compute_on_host
-from orchmllm.models import packing, towers
+from orchmllm.models import packing, structure, towers
 from orchmllm.models.attention import attention_backend
-from orchmllm.models.families import model_class, part_of, read_config
+from orchmllm.models.families import model_class, read_config
 from orchmllm.models.fused import fuse
 from orchmllm.models.generate import generated
 from orchmllm.models.loss import answers_with_loss
 from orchmllm.models.phase_clock import PhaseClock
 from orchmllm.plan.layout import NO_EXAMPLES
-
-SLOTTED = ("idefics3", "smolvlm")  # the media of a sequence are one row of pixel_values
 
 
 class WholeModel(nn.Module):
@@ -56,6 +55,7 @@ class WholeModel(nn.Module):
     def __init__(self, hf: nn.Module, dtype: torch.dtype) -> None:
         super().__init__()
         self.hf, self.clock, self.dtype = hf, PhaseClock(), dtype
+        self._places = structure.places(hf)  # wrappers that come later change classes and names
         self._text = text = hf.config.get_text_config(decoder=True)
         self._stock_attention = text._attn_implementation
         text._attn_implementation = packing.NAME
@@ -66,11 +66,16 @@ class WholeModel(nn.Module):
         accepted = inspect.signature(hf.forward).parameters
         self._keeps = "logits_to_keep" in accepted
         self._types = [name for name in TYPES if name in accepted]
-        index = getattr(hf.model, "get_rope_index", None)
-        self._rope_arguments = None if index is None else set(inspect.signature(index).parameters)
+        self._index = next((m.get_rope_index for m in hf.modules()
+                            if hasattr(m, "get_rope_index")), None)
         self.mixers = [m for m in hf.modules() if type(m).__name__.endswith("GatedDeltaNet")]
         for mixer in self.mixers:
             packing.keep_apart(mixer)
+
+    def part_of(self, name: str) -> str:
+        """The part that a parameter or a module of `hf` belongs to: vision, audio, connector or
+        llm. name: such as model.visual.merger.norm.weight."""
+        return structure.part_of(self._places, name)
 
     @property
     def token_embedding(self) -> nn.Parameter:
@@ -81,7 +86,7 @@ class WholeModel(nn.Module):
         each the list of modules that has most parameters."""
         stacks: dict[str, nn.ModuleList] = {}
         for name, module in self.hf.named_modules():
-            part = part_of(f"{name}.")
+            part = self.part_of(f"{name}.")
             if isinstance(module, nn.ModuleList) and part != "connector":
                 stacks[part] = max(stacks.get(part, module), module, key=num_parameters)
         return stacks
@@ -103,8 +108,8 @@ class WholeModel(nn.Module):
             **{name: self._type_ids(ids)[None] for name in self._types}}
         for name in dict.fromkeys(name for e in examples for name in e.media if name not in TYPES):
             parts = [e.media[name] for e in examples if name in e.media]
-            slotted = self.hf.config.model_type in SLOTTED and name.startswith("pixel_")
-            inputs[name] = joined(parts, 1 if slotted else 0)
+            slotted = any(IN_ONE_ROW in e.media for e in examples) and name.startswith("pixel_")
+            inputs[name] = joined(parts, int(slotted))
         lengths = [len(e.input_ids) for e in examples]
         phases = {} if micro is None else self.encoders.packed(examples, media, micro)
         return PackedExamples(inputs, kept, labels[kept], SequenceLengths.from_lengths(lengths),
@@ -184,18 +189,19 @@ class WholeModel(nn.Module):
         """(1, n), or (4, 1, n) for a model with rotary positions of three axes: the first row is
         the place in the example."""
         flat = torch.arange(len(example.input_ids))[None]
-        if self._rope_arguments is None:
+        if self._index is None:
             return flat
         ids = example.input_ids
         given = {name: value for name, value in example.media.items() if name.endswith("grid_thw")}
         if not given:
             return flat[None].repeat(4, 1, 1)
         given = {**example.media, "input_ids": ids[None],
+                 "attention_mask": torch.ones_like(ids)[None],
                  "mm_token_type_ids": self._type_ids(ids)[None]}
         if "feature_attention_mask" in example.media:
             given["audio_seqlens"] = example.media["feature_attention_mask"].sum(-1)
-        axes, _ = self.hf.model.get_rope_index(
-            **{name: value for name, value in given.items() if name in self._rope_arguments})
+        taken = inspect.signature(self._index).parameters
+        axes, _ = self._index(**{name: given[name] for name in taken if name in given})
         return torch.cat([flat[None], axes.long()])
 
 
@@ -220,8 +226,8 @@ def describe_attention(model: ModelConfig, device_type: str, dtype: torch.dtype)
     """One line for the log: what computes attention, and why."""
     whole = meta_model(model.folder)
     text = whole.hf.config.get_text_config(decoder=True)
-    sizes = {part: next(m.head_dim for m in stack[0].modules() if hasattr(m, "head_dim"))
-             for part, stack in whole.blocks().items() if part != "llm"}
+    sizes = {part: size for part, stack in whole.blocks().items() if part != "llm" for size in [
+        next((m.head_dim for m in stack[0].modules() if hasattr(m, "head_dim")), 0)] if size}
     sizes["llm"] = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     kernels = {part: attention_backend(device_type, dtype, size).description
                for part, size in sizes.items()}

@@ -59,10 +59,12 @@ class ModelSpec:
     units = Member("sharding.units:units_of_parts", "sharding.units:units_of_whole")
     memory = Member("sharding.memory:MemoryModel.of", "sharding.whole_memory:WholeMemory.of")
     attention = Member("models.attention:describe_attention", "models.hf:describe_attention")
-    # To train: (data, model, seed=); (what build returned, dataset, gather of all ranks, log); for
-    # build see orchmllm.sharding.build, for asked, who answers held-out examples,
-    # orchmllm.runtime.samples.
+    # To train: (data, model, seed=); (recipe, dataset, gather of all ranks, log), which raises on
+    # all ranks for a model that would not be trained exactly; (what build returned, dataset, gather
+    # of all ranks, log); for build see orchmllm.sharding.build, for asked, who answers held-out
+    # examples, orchmllm.runtime.samples.
     dataset = Member("data.stream:open_dataset", "hf.whole_model:open_dataset")
+    prove = Member(lambda recipe, dataset, gather, log: None, "proof.prove:prove_on_first_rank")
     feed = Member("data.loading.step_loader:feed_of", "data.loading.whole_examples:feed_of")
     build = Member("sharding.build:build_parts", "sharding.build:build_whole")
     asked = Member("runtime.samples:AskedParts", "runtime.whole_samples:AskedWhole")

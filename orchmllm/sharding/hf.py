@@ -2,8 +2,8 @@
 
 from_pretrained can load into a sharded model: it builds the model without memory, hands it to
 `maybe_distribute_model`, and reads this rank's rows of what comes back, with its conversions of
-names, its ties and its buffers. That method is answered here. It is no public interface, so only
-versions of transformers that were tested are used (orchmllm.models.families).
+names, its ties and its buffers. That method is answered here. It is no public
+interface: versions of transformers that were not tried are not used (orchmllm.models.families).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from orchmllm.config.model import ModelConfig
 from orchmllm.config.recipe import FsdpConfig
 from orchmllm.hf.folder import PARTS, read_json
 from orchmllm.models import adapters
-from orchmllm.models.families import model_class, part_of, read_config
+from orchmllm.models.families import model_class, read_config
 from orchmllm.models.hf import WholeModel
 from orchmllm.plan.layout import ENCODERS
 from orchmllm.sharding.blocks import recompute
@@ -109,8 +109,8 @@ def freeze(whole: WholeModel, model: ModelConfig) -> None:
     """Fixes the parts that the recipe says; with adapters, all that they are beside."""
     for name, parameter in whole.hf.named_parameters():
         if model.lora.rank:
-            parameter.requires_grad_(adapters.learns(name, model))
-        elif not model.learns(part_of(name)):  # what its class fixes stays fixed
+            parameter.requires_grad_(adapters.learns(whole, name, model))
+        elif not model.learns(whole.part_of(name)):  # what its class fixes stays fixed
             parameter.requires_grad_(False)
 
 

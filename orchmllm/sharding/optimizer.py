@@ -12,15 +12,12 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from orchmllm.config.recipe import TRAIN_PARTS, TrainConfig
-from orchmllm.models import families
 from orchmllm.models.hf import WholeModel
 from orchmllm.models.mllm import MultimodalModel
 
 
 def part_of(name: str) -> str:
-    """The submodule that a parameter belongs to: vision, audio, llm or connector."""
-    if name.startswith("hf."):
-        return families.part_of(name.removeprefix("hf."))
+    """The submodule that a parameter of own parts belongs to: vision, audio, llm or connector."""
     return "connector" if ".connector." in name else name.split(".")[0]
 
 
@@ -28,9 +25,10 @@ def learning_parts(model: MultimodalModel | WholeModel) -> dict[str, list[nn.Par
     """part -> its parameters that learn, without parts that have none. Raises ValueError if nothing
     learns."""
     parts: dict[str, list[nn.Parameter]] = {part: [] for part in TRAIN_PARTS}
+    is_whole = isinstance(model, WholeModel)
     for name, p in model.named_parameters():
         if p.requires_grad:
-            parts[part_of(name)].append(p)
+            parts[model.part_of(name.removeprefix("hf.")) if is_whole else part_of(name)].append(p)
     learning = {part: found for part, found in parts.items() if found}
     if not learning:
         raise ValueError("model.*.frozen: every submodule is frozen, nothing would be trained")

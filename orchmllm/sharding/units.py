@@ -119,7 +119,6 @@ def units_of_whole(model: ModelConfig) -> list[Unit]:
     """The units of orchmllm.sharding.hf.ordered. What its model has not, audio or a head of its
     own, has no parameters."""
     from orchmllm.models import adapters  # with torch
-    from orchmllm.models.families import part_of
     from orchmllm.models.hf import meta_model
 
     whole = meta_model(model.folder)
@@ -139,7 +138,7 @@ def units_of_whole(model: ModelConfig) -> list[Unit]:
     parameters = dict(whole.hf.named_parameters())
     learnt = dict(adapters.learnt(whole, model)) if model.lora.rank else {}
     for name, p in parameters.items():
-        part = part_of(name)
+        part = whole.part_of(name)
         frozen = name not in learnt if learnt else not model.learns(part)
         place = places.get(id(p), "root")
         found.setdefault(place, ([], []))[frozen].append(tuple(p.shape))

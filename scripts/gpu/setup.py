@@ -191,10 +191,10 @@ def main(argv: list[str]) -> int:
         return 1
     tell(unpacked=unpack(list(TO_BUILD), args.carried / "wheels"))
     tell(built=build(args.carried))
-    from orchmllm.models.families import TESTED
+    from orchmllm.models.families import versions
 
     needed = [*_needs("orchmllm"), "pytest", "pytest-timeout", "hypothesis", "jsonschema",
-              "psutil", f"transformers=={TESTED[0]}*"]
+              "psutil", f"transformers{versions()}"]
     tell(unpacked=found["unpacked"] + unpack(needed, args.carried / "wheels"))
     tell(missing=lacking(needed))
     for text in found["missing"]:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
-from orchmllm.encoders.mirrored import Mirrored
+from orchmllm.encoders.mirrored import Mirrored, mirrored
 from tests.lib.no_sync import NoSync
 
 IDS = torch.tensor([[3, 9, 9, 1, 9, 2]])
@@ -67,3 +68,16 @@ def test_they_cannot_be_changed_and_have_to_have_enough_rows():
     x, features = rows()
     with pytest.raises(RuntimeError, match="a mask chooses 12 values, of which there are 8"):
         x.masked_scatter((ids == 9)[..., None], features[:2])
+
+
+def test_a_copy_is_changed_in_place_until_it_is_read():
+    """As models blank the tokens of media before they look tokens up."""
+    given = mirrored(np.array([[1, 9, 2]]), "cpu")
+    copy = given.clone()
+    copy[given == 9] = 0
+    assert copy.tolist() == [[1, 0, 2]] and given.tolist() == [[1, 9, 2]]
+    table = torch.arange(10.0)
+    assert table[copy].tolist() == [[1.0, 0.0, 2.0]]
+    for changed in (given, copy):
+        with pytest.raises(RuntimeError, match="would change integers of a batch in place"):
+            changed[given == 9] = 5

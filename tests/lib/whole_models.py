@@ -4,7 +4,7 @@ one example after the other, without packing."""
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from orchmllm.batch import IGNORE_INDEX, Microbatch, PackedExamples, ProcessedExample
 from orchmllm.comm.pieces import Media
 from orchmllm.data.segments import KINDS, is_content
-from orchmllm.models.families import FAMILIES as ADMITTED  # noqa: F401
+from orchmllm.models import structure
 from orchmllm.models.families import model_class, read_config
 from orchmllm.models.hf import WholeModel
 from orchmllm.plan.assign import BalancePolicy, PlanSpec
@@ -29,6 +29,11 @@ from orchmllm.plan.layout import VISION, BatchLayout
 from orchmllm.plan.step import plan_step
 from tests.lib.encoder_models import AUDIO, FAMILIES, IMAGE, WINDOW, Family, Item, batch
 
+# Those that are compared from files and on several ranks; scripts/check_models.py compares all.
+ADMITTED = ("audioflamingo3", "aya_vision", "gemma3", "glm4v", "glm4v_moe", "idefics3", "internvl",
+            "llava", "llava_next", "llava_onevision", "mistral3", "qwen2_5_omni", "qwen2_5_vl",
+            "qwen2_audio", "qwen2_vl", "qwen3_5", "qwen3_5_moe", "qwen3_vl", "qwen3_vl_moe",
+            "smolvlm", "vipllava")
 TEXT = ("input_ids", "attention_mask", "labels", "mm_token_type_ids", "token_type_ids")
 SPEC = PlanSpec(
     costs=dict.fromkeys(("vision", "audio", "llm"), CostModel(1, 0)), row_bytes={}, feature_bytes=1,
@@ -160,6 +165,12 @@ def stock(model: nn.Module, examples: Sequence[dict[str, Any]]) -> tuple[float, 
     loss = sum(stock_loss(plain, inputs) for inputs in examples)
     loss.backward()
     return float(loss.detach()), gradients(plain)
+
+
+def named_parts(model: nn.Module, names: Iterable[str]) -> list[str]:
+    """The part of each of the parameters of these names. model: without wrappers."""
+    places = structure.places(model)
+    return [structure.part_of(places, name) for name in names]
 
 
 def gradients(model: nn.Module) -> dict[str, Tensor]:

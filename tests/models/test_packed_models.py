@@ -217,25 +217,12 @@ def test_a_row_without_media_has_a_backward_pass_where_the_text_model_is_frozen(
 
 
 @pytest.mark.parametrize("changed, told", [
-    ({"model_type": "mllama"}, "'mllama', which was not tested"),
-    ({"model_type": "paligemma"}, "in both directions"),
-    ({"model_type": "kimi_k25"}, "no image processor in transformers that resizes by Pillow"),
     ({"distributed_config": {"ep_size": 2}}, "experts are sharded by FSDP2 here"),
-    ({"attention_dropout": 0.1}, "attention_dropout of the text model is 0.1"),
     ({"quantization_config": {"quant_method": "fp8"}}, "the weights are quantised"),
-    ({"attn_logit_softcapping": 30.0}, "attn_logit_softcapping"),
-    ({"output_router_logits": True}, "output_router_logits is true"),
-    ({"router_jitter_noise": 0.1}, "router_jitter_noise of the text model is 0.1"),
-    ({"text": "jamba"}, "text model 'jamba' was not tested"),
-    ({"hidden_dropout_prob": 0.1}, "hidden_dropout_prob of the vision model is 0.1"),
 ])
-def test_what_packing_cannot_compute_is_refused(changed, told):
+def test_what_no_model_is_built_of_is_refused(changed, told):
     config = models.family_of("internvl").build().config
     assert refusals(config) == []
-    text = config.get_text_config()
     for name, value in changed.items():
-        target = config if name in (
-            "model_type", "quantization_config", "distributed_config") else text
-        target = config.vision_config if name == "hidden_dropout_prob" else target
-        setattr(target, "model_type" if name == "text" else name, value)
+        setattr(config, name, value)
     assert any(told in why for why in refusals(config)), refusals(config)

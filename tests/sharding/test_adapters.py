@@ -18,7 +18,6 @@ from orchmllm.config.model import ModelConfig
 from orchmllm.config.recipe import FsdpConfig
 from orchmllm.hf.sources import PretrainedError, find_sources
 from orchmllm.models import adapters
-from orchmllm.models.families import part_of
 from orchmllm.models.flops import Lengths
 from orchmllm.models.hf import WholeModel, meta_model
 from orchmllm.models.whole_flops import whole_work
@@ -82,7 +81,8 @@ def test_adapters_alone_learn_and_travel(tmp_path):
     saved("qwen3_vl", tmp_path)
     model = lora_model(tmp_path, "vision", alpha=5, use_rslora=True, connector=True)
     found = run_ranks(computed, 2, model, "qwen3_vl", 0, "none")[0]
-    connector = [n for n in found if part_of(n) == "connector"]
+    connector = [n for n, part in zip(found, models.named_parts(models.build("qwen3_vl"), found),
+                                      strict=True) if part == "connector"]
     assert connector and not any(n.endswith(ENDS) for n in connector)
     found = [n for n in found if n not in connector]
     layers = {n.rpartition(".lora_")[0] for n in found}
@@ -102,7 +102,8 @@ def test_adapters_of_tower_and_text_of_every_family(name, tmp_path):
             find_sources(model)
         model = lora_model(tmp_path, target_modules=("q_proj", "qkv"))
     found = run_ranks(computed, 2, model, name, 0, "full")[0]
-    assert {part_of(n) for n in found} == {"llm", *meta_model(str(tmp_path)).blocks()}
+    assert {*models.named_parts(models.build(name), found)} == {
+        "llm", *meta_model(str(tmp_path)).blocks()}
     assert all(n.endswith(ENDS) for n in found)
 
 
@@ -115,7 +116,7 @@ def test_the_same_on_other_numbers_of_ranks(ranks, shard_size, choice, tmp_path)
     saved("qwen3_vl", tmp_path)
     model = lora_model(tmp_path, connector=True, target_modules=("q_proj", "attn.qkv"))
     found = run_ranks(computed, ranks, model, "qwen3_vl", shard_size, choice)[0]
-    assert {part_of(n) for n in found} == {"vision", "connector", "llm"}
+    assert {*models.named_parts(models.build("qwen3_vl"), found)} == {"vision", "connector", "llm"}
     assert {n.split(".lora")[0].rpartition(".")[2] for n in found if n.endswith(ENDS)} == {
         "q_proj", "qkv"}
 
@@ -210,7 +211,7 @@ def test_flop_of_what_is_beside_adapters_are_those_that_torch_counts(tmp_path):
     for phase, sizes in (("vision", (patches, patches, features)), ("llm", (len(row.kept), n, n))):
         work = whole_work(phase, model, Lengths(*np.array(sizes)[:, None]), "none")
         predicted += work.forward[0, 0] + work.backward[0, 0]
-    added = sum(3 * 2 * p.numel() * (patches if part_of(name) == "vision" else n)
+    added = sum(3 * 2 * p.numel() * (patches if whole.part_of(name) == "vision" else n)
                 for name, p in hf.named_parameters() if p.requires_grad)
     first = whole.blocks()["vision"][0].attn.qkv  # passes no gradient on, which counts as if it did
     saved_there = 2 * patches * (first.base_layer.weight.numel() + 3 * first.in_features)

@@ -14,12 +14,12 @@ import transformers
 from orchmllm.config.balance import PhaseConfig
 from orchmllm.config.model import ModelConfig
 from orchmllm.config.recipe import FsdpConfig
-from orchmllm.models.families import part_of
 from orchmllm.plan.assign import PHASES
 from orchmllm.sharding.hf import load_whole
 from tests.lib import composed
 from tests.lib.ranks import run_ranks
 from tests.lib.whole_folders import asked, write_medium
+from tests.lib.whole_models import named_parts
 from tests.sharding.test_planned_phases import compared, frozen_compared, recipe
 
 pytestmark = [pytest.mark.dist, pytest.mark.whole]
@@ -98,8 +98,9 @@ def test_shards_are_read_from_the_folders_of_the_parts(name, tmp_path):
     plain = transformers.AutoModelForMultimodalLM.from_pretrained(
         tmp_path / "model", dtype=torch.float64)
     one, three = (run_ranks(loaded, ranks, tmp_path / "model")[0] for ranks in (1, 3))
-    for n, p in plain.named_parameters():
+    parameters = dict(plain.named_parameters())
+    for (n, p), part in zip(parameters.items(), named_parts(plain, parameters), strict=True):
         assert np.array_equal(one[n], three[n]), n
-        is_drawn = part_of(n) == "connector" and n.endswith("weight") and "norm" not in n
+        is_drawn = part == "connector" and n.endswith("weight") and "norm" not in n
         assert np.array_equal(one[n], p.detach().numpy()) is not is_drawn, n
         assert not is_drawn or one[n].std() == pytest.approx(0.02, rel=0.2)

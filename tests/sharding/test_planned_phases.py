@@ -28,7 +28,6 @@ from orchmllm.data.sampler import GlobalSampler
 from orchmllm.encoders import planned
 from orchmllm.encoders.results import Features
 from orchmllm.hf.whole_model import open_dataset
-from orchmllm.models.families import part_of
 from orchmllm.trainer import Trainer
 from tests.lib import whole_models as models
 from tests.lib.processors import FAMILIES
@@ -185,7 +184,8 @@ def frozen_compared(
     if name in FAMILIES:
         FAMILIES[name](transformers)
     stock, run = models.stock_of(folder), recipe(folder, accumulation_steps=2)
-    every, greedy = {part_of(n) for n, _ in stock.named_parameters()}, PhaseConfig(policy="greedy")
+    every = {*models.named_parts(stock, (n for n, _ in stock.named_parameters()))}
+    greedy = PhaseConfig(policy="greedy")
     rows, wanted = open_dataset(run.data, run.model, seed=0), {}
     found: dict[tuple[str, ...], list[bool]] = {}
     sizes = set()
@@ -202,7 +202,7 @@ def frozen_compared(
                 run.balance, vision=greedy, audio=greedy)), world)
         try:
             learns = [n for n, p in trainer.model.hf.named_parameters() if p.requires_grad]
-            assert {part_of(n) for n in learns} == every - {*parts}
+            assert {*models.named_parts(stock, learns)} == every - {*parts}
             for step in steps_of(trainer):
                 with mock.patch.object(exchange, "all_to_all", logged):
                     summed(trainer, step)

@@ -24,7 +24,7 @@ from orchmllm.config.recipe import (
     RunConfig,
     TrainConfig,
 )
-from orchmllm.models.families import model_class, part_of, read_config
+from orchmllm.models.families import model_class, read_config
 from orchmllm.models.flops import step_flops
 from orchmllm.plan.assign import PHASES
 from orchmllm.plan.layout import ENCODERS
@@ -334,7 +334,7 @@ def test_a_frozen_part_stays_and_its_connector_learns(part, rates, tmp_path):
     run = recipe(tmp_path / "run", model, 2, **rates)
     run = replace(run, fsdp=replace(run.fsdp, activation_checkpointing="full"))
     changed = run_ranks(frozen, 2, run, "qwen3_vl")[0]
-    parts = {part_of(name) for name in changed}
+    parts = {*models.named_parts(models.build("qwen3_vl"), changed)}
     assert parts == ({"connector"} if part == "vision" else {"vision", "connector"})
 
 

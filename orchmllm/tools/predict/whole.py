@@ -11,7 +11,7 @@ from transformers import PROCESSOR_MAPPING, AutoImageProcessor
 
 from orchmllm.config.model import ModelConfig
 from orchmllm.data.media.shapes import Shapes, Size, adapted, sized
-from orchmllm.models.families import part_of, read_config
+from orchmllm.models.families import read_config
 from orchmllm.models.hf import meta_model
 from orchmllm.plan.geometry import SegmentLengths
 
@@ -23,7 +23,7 @@ def parameters(model: ModelConfig) -> dict[str, int]:
     rest = {"vision": "vision front", "audio": "audio front", "llm": "llm embedding and head",
             "connector": "connector"}
     for name, p in whole.hf.named_parameters():
-        part = part_of(name)
+        part = whole.part_of(name)
         place = f"{part} layers" if id(p) in layers else rest[part]
         counts[place] = counts.get(place, 0) + p.numel()
     return counts

@@ -1,0 +1,83 @@
+"""Whether a model of transformers may be trained in packed rows with planned encoders: proven on a
+small model like it, once for each configuration, processor and version, and kept on the disk."""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from orchmllm.comm.exchange import RowGather
+from orchmllm.config.recipe import Recipe
+from orchmllm.counts.kept import kept
+from orchmllm.data.dataset import ConversationDataset
+from orchmllm.data.text.processor import Processor
+from orchmllm.models.families import model_class, read_config
+from orchmllm.proof.compare import compare
+from orchmllm.proof.examples import made_by
+from orchmllm.proof.small import small
+from orchmllm.sharding.build import agreed
+
+_CURE = ("so its packed rows would not be trained as transformers trains examples; model.proof: "
+         "false trains it without this comparison")
+
+
+def prove_on_first_rank(recipe: Recipe, dataset: ConversationDataset, gather: RowGather,
+                        log: Callable[[str], object]) -> None:
+    """By the recipe's model. Collective; gather: of all ranks. Raises RemoteError on all of them
+    for a model that is not trained exactly."""
+    processor = getattr(dataset.reader, "processor", None)
+    if not recipe.model.proof or not isinstance(processor, Processor):
+        why = "the rows come from no processor" if recipe.model.proof else "model.proof is false"
+        log(f"{why}: that this model is trained as transformers trains examples is not proven")
+        return
+    error = None
+    if gather.rank == 0:
+        try:
+            prove(Path(recipe.model.folder), processor, log)
+        except Exception as e:  # the others wait
+            error = e
+    agreed(gather, error)
+
+
+def prove(folder: Path, processor: Processor, log: Callable[[str], object]) -> None:
+    """Raises ValueError saying what differs, for a model that is not trained exactly. processor: of
+    the folder."""
+    config = read_config(folder)
+    said = {name: value for name, value in config.to_diff_dict().items()
+            if name not in ("_name_or_path", "transformers_version", "dtype")}
+    started = time.process_time()
+    verdict = kept(["proof", repr(sorted(said.items())), processor.digest, _code(config)],
+                   lambda: _verdict(config, processor))
+    seconds = time.process_time() - started
+    if verdict["why"]:
+        raise ValueError(f"{folder}: {verdict['why']}: {_CURE}")
+    log(f"model.proof: a small {config.model_type} is trained as transformers trains examples, to "
+        f"{verdict['difference']:.0e} of a gradient ({seconds:.1f} s of CPU)")
+
+
+def _verdict(config: Any, processor: Processor) -> dict[str, Any]:
+    """why: it cannot be trained; "" if it can."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # sizes are small
+    try:
+        found = compare(*small(config, made_by(processor)))
+        return {"why": "", "difference": found}
+    except Exception as error:  # whatever the model's own code raises
+        kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
+        return {"why": kind + " ".join(str(error).split())}
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _code(config: Any) -> str:
+    """Digest of the model's own code, where that is not of transformers, whose version is known."""
+    module = inspect.getmodule(model_class(config))
+    if module is None or module.__name__.startswith(("transformers.", "orchmllm.")):
+        return ""
+    return hashlib.sha256(inspect.getsource(module).encode()).hexdigest()

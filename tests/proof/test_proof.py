@@ -1,0 +1,169 @@
+"""The proof of a model: what passes, and models that are changed in one place, each of which it has
+to refuse by what differs."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from orchmllm.proof.compare import EXACT, compare
+from tests.lib import tiny_models
+from tests.lib.any_models import examples_of
+
+pytestmark = pytest.mark.whole
+
+
+def changed(module: nn.Module, forward: Callable) -> None:
+    """Gives a module a forward of its own, which copies of it have, too. forward: (module, stock
+    forward, *arguments)."""
+    family = type(module)
+
+    @functools.wraps(family.forward)
+    def run(self, *args, **kwargs):
+        return forward(self, functools.partial(family.forward, self), *args, **kwargs)
+
+    module.__class__ = type(family.__name__, (family,), {"forward": run})
+
+
+def of_mlp(more: Callable) -> Callable:
+    """Adds to what the LLM's first block makes of x (1, n, D)."""
+    return lambda model: changed(model.model.language_model.layers[0].mlp,
+                                 lambda self, stock, x: stock(x) + more(x))
+
+
+def of_images(result: Callable) -> Callable:
+    """Of features (images, rows, D)."""
+    return lambda model: changed(model.model.multi_modal_projector,
+                                 lambda self, stock, x: result(stock(x)))
+
+
+def of_loss(more: Callable) -> Callable:
+    def change(model: nn.Module) -> None:
+        def forward(self, stock, *args, **kwargs):
+            out = stock(*args, **kwargs)
+            if out.loss is not None:
+                out.loss = out.loss + more(out.logits)
+            return out
+        changed(model, forward)
+    return change
+
+
+def without_mask(model: nn.Module) -> None:
+    """An attention of its own, which is causal."""
+    def forward(self, stock, hidden_states, **_):
+        def heads(x):
+            return x.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+        q, k, v = heads(self.q_proj(hidden_states)), *(
+            heads(layer(hidden_states)).repeat_interleave(self.num_key_value_groups, 1)
+            for layer in (self.k_proj, self.v_proj))
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.o_proj(out.transpose(1, 2).flatten(2)), None
+    changed(model.model.language_model.layers[1].self_attn, forward)
+
+
+def other_mask(model: nn.Module) -> None:
+    def forward(self, stock, hidden_states, **given):
+        n = hidden_states.shape[1]
+        mask = hidden_states.new_full((n, n), -torch.inf).triu(1)[None, None]
+        return stock(hidden_states, **given | {"attention_mask": mask})
+    changed(model.model.language_model.layers[1].self_attn, forward)
+
+
+def dropout_of_attention(model: nn.Module) -> None:
+    for layer in model.model.language_model.layers:
+        layer.self_attn.attention_dropout = 0.1
+
+
+def batch_norm(model: nn.Module) -> None:
+    projector = model.model.multi_modal_projector
+    projector.norm = nn.BatchNorm1d(32).double()
+    changed(projector, lambda self, stock, x: self.norm(stock(x).flatten(0, 1)).view(
+        *x.shape[:-1], 32))
+
+
+def dropout_of_images(model: nn.Module) -> None:
+    projector = model.model.multi_modal_projector
+    projector.drop = nn.Dropout(0.1)
+    changed(projector, lambda self, stock, x: self.drop(stock(x)))
+
+
+def remembers(model: nn.Module) -> None:
+    model.model.multi_modal_projector.register_buffer("seen", torch.ones((), dtype=torch.float64))
+
+    def forward(self, stock, x):
+        self.seen = self.seen + len(x)
+        return stock(x) * self.seen
+    changed(model.model.multi_modal_projector, forward)
+
+
+def head_by_row(model: nn.Module) -> None:
+    changed(model.lm_head, lambda self, stock, x: stock(x) / x.norm(dim=(0, 1)).mean())
+
+
+def steps(x: torch.Tensor) -> torch.Tensor:
+    return torch.arange(x.shape[1], dtype=x.dtype)[None, :, None]
+
+
+DIFFERS = "differs by"
+ITSELF = "when it is asked again"
+SEES = "it sees what it should learn"
+LOSS = "its own loss is"
+MUTATIONS = {
+    "a bias that looks at the neighbour": (of_mlp(lambda x: 0.1 * x.roll(1, 1)),
+                                           f"{DIFFERS}|{SEES}"),
+    "a convolution over positions": (of_mlp(lambda x: F.pad(x, (0, 0, 2, 0))[:, :-2]), DIFFERS),
+    "a mean of all before": (of_mlp(lambda x: x.cumsum(1) / (1 + steps(x))), DIFFERS),
+    "a state that runs on": (of_mlp(lambda x: (x * 0.9 ** -steps(x)).cumsum(1) * 0.9 ** steps(x)),
+                             DIFFERS),
+    "a norm over the row": (of_mlp(lambda x: x / x.std((0, 1))), f"{DIFFERS}|{SEES}"),
+    "a mean of the row": (of_mlp(lambda x: x - x.mean((0, 1))), f"{DIFFERS}|{SEES}"),
+    "the last token": (of_mlp(lambda x: x[:, -1:]), SEES),
+    "positions that run on": (of_mlp(lambda x: torch.sin(steps(x)).expand_as(x)), DIFFERS),
+    "a scale by the length": (of_mlp(lambda x: x * len(x[0]) / 50), DIFFERS),
+    "dropout": (of_mlp(lambda x: F.dropout(x, 0.1)), ITSELF),
+    "dropout of attention": (dropout_of_attention, ITSELF),
+    "noise": (of_mlp(lambda x: 0.01 * torch.randn_like(x)), ITSELF),
+    "a loss of routers": (of_loss(lambda logits: 0.01 * logits.logsumexp(-1).pow(2).mean()), LOSS),
+    "a loss of norms": (of_loss(lambda logits: 1e-4 * logits.abs().max()), LOSS),
+    "an attention of its own": (without_mask, "1 of 2 layers kept the examples of the row apart"),
+    "a mask of its own": (other_mask, "was given another mask"),
+    "a head that looks at the row": (head_by_row, f"{DIFFERS}|{SEES}"),
+    "a tower that mixes images": (of_images(lambda x: x + x.mean(0, keepdim=True)), DIFFERS),
+    "a tower that numbers images": (of_images(lambda x: x + torch.arange(len(x))[:, None, None]),
+                                    DIFFERS),
+    "a tower that scales by their number": (of_images(lambda x: x * len(x)), DIFFERS),
+    "batch normalisation of images": (batch_norm, "is a BatchNorm1d"),
+    "dropout of images": (dropout_of_images, f"has dropout 0.1|{ITSELF}"),
+    "a tower that remembers": (remembers, f"{DIFFERS}|{ITSELF}"),
+}
+FAST = ("a bias that looks at the neighbour", "a mask of its own", "a tower that mixes images",
+        "a loss of routers")
+
+
+@pytest.fixture(scope="module")
+def made():
+    def build() -> nn.Module:
+        torch.manual_seed(0)
+        return tiny_models.build("llava", "LlavaForConditionalGeneration")
+    return build, examples_of(build())
+
+
+def test_a_model_of_transformers_passes(made):
+    build, examples = made
+    assert len(examples) == 5
+    assert compare(build(), examples) <= EXACT
+
+
+@pytest.mark.parametrize("name", [
+    name if name in FAST else pytest.param(name, marks=pytest.mark.slow) for name in MUTATIONS])
+def test_a_changed_model_is_refused_by_what_differs(name, made):
+    build, examples = made
+    model, (change, told) = build(), MUTATIONS[name]
+    change(model)
+    with pytest.raises((ValueError, RuntimeError), match=told):
+        compare(model, examples)
