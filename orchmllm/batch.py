@@ -254,10 +254,11 @@ class Step:
     be decoded, of this rank until COMMIT, then of all. plan_s: seconds spent in agreements and
     planning. wait_s: seconds the caller waited. state: of a stream of examples after the step;
     known: what a loader then knows of its batches.
-    error: why it cannot be loaded. phases: figures of the plans (orchmllm.plan.step.phase_figures), of the trainer's steps. useful_flop: of
-    the global batch, where the loader counts it (models.flops.step_flops). geometry: of
-    the batches of all ranks: PADDED if one of them is, else PACKED if one is that, else 0; seen
-    (ranks, 2): that of the batch with the longest example of each.
+    error: why it cannot be loaded. phases: figures of the plans (orchmllm.plan.step.phase_figures),
+    of the trainer's steps. useful_flop: of the global batch, where the loader counts it
+    (models.flops.step_flops). geometry: of the batches of all ranks: PADDED if one of them is, else
+    PACKED if one is that, else 0; seen (ranks, 2): that of the batch with the longest example of
+    each.
     as_sampled: whether it is not balanced, to be compared with steps that are
     (balance.measure_every); kept_balanced: why it is balanced although it should not have been.
     loop: (index of an earlier step, microseconds that the slowest rank's loop took for it, or

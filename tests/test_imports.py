@@ -44,7 +44,6 @@ ALLOWED = {
     "tools.report": ("cli", "config", "plan", "data", "runtime", "tools.predict"),
     "tools.compare": ("launch", "cli", "config", "models", "runtime", "sharding", "trainer",
                       "train", "tools.report"),
-    "tools.preprocess": ("cli", "config", "data"),
     "tools.compose": ("cli", "models", "data", "hf", "composition"),
     "tools.export": ("cli", "config", "models", "data", "runtime", "hf",
                      "tools.compose"),

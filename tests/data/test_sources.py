@@ -13,7 +13,6 @@ from PIL import Image
 
 from orchmllm.config.recipe import SourceConfig
 from orchmllm.data.formats.open import open_source
-from orchmllm.data.loading.preprocess_handshake import identity_of
 from orchmllm.data.media.headers import image_header
 from orchmllm.data.media.medium import MediaError
 from orchmllm.tools.data.build_index import build_index
@@ -218,9 +217,9 @@ def test_an_index_belongs_to_what_the_source_says(folder, tokenizer, tmp_path, m
         one = opened(tokenizer=tokenizer, folder=tmp_path, **first)
         build_index(one.sources[0], one.reader, tmp_path / "index", num_workers=1)
         other = opened(tokenizer=tokenizer, folder=tmp_path, **second)
-        assert other.indexes == [None] and identity_of(one) != identity_of(other)
+        assert other.indexes == [None]
         again = opened(tokenizer=tokenizer, folder=tmp_path, **first)
-        assert again.indexes != [None] and identity_of(one) == identity_of(again)
+        assert again.indexes != [None]
 
 
 def test_what_a_killed_build_left_does_not_stop_the_next(tokenizer, tmp_path):
