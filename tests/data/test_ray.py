@@ -8,8 +8,6 @@ import json
 import os
 import signal
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import psutil
@@ -18,6 +16,7 @@ import pytest
 from orchmllm.config.recipe import load_recipe
 from tests.lib.commands import make_demo_data, python
 from tests.lib.ranks import RankFailure, run_ranks
+from tests.lib.ray_clusters import cluster, variables
 from tests.lib.training import train
 from tests.lib.whole_folders import write_model, write_rows
 
@@ -32,31 +31,6 @@ balance: {{dispatch: load, ranks_per_node: 2}}
 checkpoint: {{every_steps: -1}}
 """
 HUNG_S = 20.0
-
-
-@contextmanager
-def cluster(*cores: int, store_mib: int = 100) -> Iterator[object]:
-    """A cluster of nodes with so many cores each; the first is its head. Its environment is set."""
-    from ray.cluster_utils import Cluster
-
-    before = dict(os.environ)
-    os.environ["RAY_AUTH_MODE"] = "disabled"
-    node = dict(object_store_memory=store_mib << 20, include_dashboard=False)
-    nodes = Cluster(initialize_head=True, head_node_args={**node, "num_cpus": cores[0]})
-    try:
-        for count in cores[1:]:
-            nodes.add_node(**node, num_cpus=count)
-        os.environ["RAY_ADDRESS"] = nodes.address
-        yield nodes
-    finally:
-        nodes.shutdown()
-        os.environ.clear()
-        os.environ.update(before)
-
-
-def variables() -> dict[str, str]:
-    """That a rank needs to find the cluster: the tests' fork server is older than it."""
-    return {k: v for k, v in os.environ.items() if k.startswith("RAY_")}
 
 
 @pytest.fixture(scope="module")
@@ -162,15 +136,15 @@ def test_a_node_a_reader_and_room_are_lost(recipe, without):
 def test_train_starts_a_cluster_of_its_own_for_a_model_of_transformers(tmp_path, monkeypatch):
     """No cluster is there. A processor of transformers runs in the readers."""
     monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
-    write_model(tmp_path / "model")
-    write_rows(tmp_path / "images.jsonl")
-    (tmp_path / "r.yaml").write_text("model: {pretrained: model}\ndata: {path: images.jsonl, "
+    write_model("qwen3_vl", tmp_path / "model")
+    rows = write_rows(tmp_path)
+    (tmp_path / "r.yaml").write_text(f"model: {{pretrained: model}}\ndata: {{path: {rows.name}, "
                                      "num_workers: 1}\ntrain: {num_steps: 6}\n")
-    rows = {}
+    found = {}
     for name, overrides in (("without", []), ("ray", ["data.preprocess=ray"])):
         done = python("-m", "orchmllm", "train", "r.yaml", f"run.dir={name}", *overrides,
                       "launch.nproc_per_node=2", cwd=tmp_path)
         assert done.returncode == 0, done.stderr
-        rows[name] = [json.loads(line)["loss"] for line in
+        found[name] = [json.loads(line)["loss"] for line in
                       (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
-    assert rows["ray"] == rows["without"] and len(rows["ray"]) == 6
+    assert found["ray"] == found["without"] and len(found["ray"]) == 6
