@@ -106,9 +106,8 @@ def other_files(world, recipe: Path, env: dict[str, str]) -> None:
     from orchmllm import trainer
     from orchmllm.runtime.build import build_dataset
 
-    other = load_recipe(recipe, ["data.max_example_tokens=100", "data.sources=[{path: "
-                                 f"{recipe.parent}/demo, video_fps: 3, name: other}}]",
-                                 "data.path="])
+    make_demo_data(recipe.parent / f"other{world.rank}", 30)
+    other = load_recipe(recipe, [f"data.path={recipe.parent}/other{world.rank}"])
     trainer.build_dataset = lambda recipe, *args, **keys: build_dataset(other, *args, **keys)
     losses(world, recipe, "other", env, "data.preprocess=ray")
 

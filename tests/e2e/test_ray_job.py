@@ -11,9 +11,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-import torch
 
-from orchmllm.runtime.checkpoint import read_tensors
 from tests.lib.commands import ROOT, TINY
 from tests.lib.ray_clusters import cluster
 

@@ -102,7 +102,7 @@ class Pool:
         """Gives a reader work for ever."""
         import ray
 
-        where = "a reader"
+        where = ""
         while True:
             work = None
             try:
@@ -116,7 +116,9 @@ class Pool:
                     made.set_result(answered)
                     work = None
             except ray.exceptions.RayActorError:
-                _say(f"lost: {where}; Ray starts another reader")
+                if where:  # else it has not started again
+                    _say(f"lost: {where}; Ray starts another reader")
+                where = ""
                 if work is not None:
                     self._again(*work)
             except Exception as error:
@@ -138,7 +140,7 @@ class Pool:
     def _refuse(self, where: str, error: Exception) -> None:
         """The run cannot go on: nodes have to be mended."""
         cause = getattr(error, "cause", error)
-        self._refused = RuntimeError(f"data.preprocess: {where} cannot be used: {cause}")
+        self._refused = RuntimeError(f"data.preprocess: {where or 'a reader'} cannot be used: {cause}")
         while not self._waiting.empty():
             self._waiting.get_nowait()[3].set_exception(self._refused)
 
