@@ -1,6 +1,6 @@
-"""Readers of a Ray cluster in place of worker processes: the same steps whoever decodes, and nothing
-is lost with a node, a reader or the room for objects. The clusters are real, of several nodes on
-this machine."""
+"""Readers of a Ray cluster in place of worker processes: the same steps whoever decodes, and
+nothing is lost with a node, a reader or the room for objects. The clusters are real, of several
+nodes on this machine."""
 
 from __future__ import annotations
 

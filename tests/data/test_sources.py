@@ -7,7 +7,6 @@ import os
 import resource
 from pathlib import Path
 
-import numpy as np
 import pytest
 from PIL import Image
 

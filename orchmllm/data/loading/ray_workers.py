@@ -140,7 +140,8 @@ class Pool:
     def _refuse(self, where: str, error: Exception) -> None:
         """The run cannot go on: nodes have to be mended."""
         cause = getattr(error, "cause", error)
-        self._refused = RuntimeError(f"data.preprocess: {where or 'a reader'} cannot be used: {cause}")
+        self._refused = RuntimeError(
+            f"data.preprocess: {where or 'a reader'} cannot be used: {cause}")
         while not self._waiting.empty():
             self._waiting.get_nowait()[3].set_exception(self._refused)
 

@@ -45,9 +45,8 @@ def build_index(
     fresh: bool = False, progress: Callable[[int], object] = lambda count: None,
 ) -> tuple[LengthIndex, int]:
     """(the index, rows that had to be read): all of them the first time and with `fresh`; later
-    those that were unusable. A build that was killed goes on where it was. progress: called with the
-    number of rows done. Raises ValueError for a
-    source without rows."""
+    those that were unusable. A build that was killed goes on where it was. progress: called with
+    the number of rows done. Raises ValueError for a source without rows."""
     if not len(source):
         raise ValueError(f"{source.config.path}: there are no rows to index")
     folder = index_folder(source, reader, index_dir)
