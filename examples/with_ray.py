@@ -47,6 +47,7 @@ def train_loop(config: dict) -> None:
             save({"model": model.state_dict(), "loader": loader.state_dict(), "losses": losses},
                  losses)
         if len(losses) == config["lost_at"] and dist.get_rank() == 1 and not checkpoint:
+            ray.train.get_all_reported_checkpoints()  # waits until Ray has what was reported
             os._exit(1)  # as a worker whose node is gone
     ray.train.report({"losses": losses})
 
