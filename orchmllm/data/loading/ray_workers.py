@@ -178,8 +178,9 @@ class RayWorkers:
         while True:
             while not ray.wait([reply], timeout=SLOW_S)[0]:
                 waited_s += SLOW_S
+                names = [self._local.dataset.name(i) for i in _examples(calls)[:1]]
                 self._pool.tell.remote(order, f"step {order[0]}, rank {order[1]}: {waited_s:g} s "
-                                       f"for the examples {_examples(calls)}")
+                                       f"for {len(calls)} examples from {''.join(names)} on")
             try:
                 results = results_of(ray.get(ray.get(reply)[0]))
                 break
@@ -225,7 +226,14 @@ def join_pool(data: DataConfig, opens: Callable[[], Any], dataset: Any, rank: in
         raise RuntimeError(f"data.preprocess: rank {int(rows[:, 1].argmax())} cannot use a Ray "
                            "cluster, which `ray start` on its node, or $RAY_ADDRESS, gives it"
                            + (f": {problem}" if problem else "")) from problem
-    return pool or ray.get_actor(f"pool{int(rows[0, 0])}", namespace="orchmllm")
+    try:
+        pool = pool or ray.get_actor(f"pool{int(rows[0, 0])}", namespace="orchmllm")
+    except ValueError as error:
+        problem = error
+    if gather([float(problem is not None)]).any():
+        raise RuntimeError("data.preprocess: all ranks have to belong to one Ray cluster, which "
+                           "$RAY_ADDRESS may name") from problem
+    return pool
 
 
 @contextmanager
