@@ -45,16 +45,21 @@ def recipe(tmp_path_factory) -> Path:
     return path
 
 
+def a_reader() -> psutil.Process:
+    return next(p for p in psutil.process_iter() if p.name().startswith("ray::Reader"))
+
+
 def stop_a_reader() -> None:
     """One of them does nothing for HUNG_S."""
-    reader = next(p for p in psutil.process_iter() if p.name().startswith("ray::Reader"))
+    reader = a_reader()
     reader.send_signal(signal.SIGSTOP)
     threading.Timer(HUNG_S, reader.send_signal, [signal.SIGCONT]).start()
 
 
 def losses(world, recipe: Path, name: str, env: dict[str, str], *overrides: str,
            killed: int = 0) -> list:
-    """killed: a process that is killed in step 5; a reader is stopped in step 2 then."""
+    """killed: a process that is killed in step 5; a reader is stopped in step 2 then, and one is
+    killed in step 9."""
     os.environ.update(env)
 
     def on_step(step, row: dict) -> None:
@@ -62,6 +67,8 @@ def losses(world, recipe: Path, name: str, env: dict[str, str], *overrides: str,
             stop_a_reader()
         if killed and world.rank == 0 and step.index == 5:
             os.kill(killed, signal.SIGKILL)
+        if killed and world.rank == 0 and step.index == 9:
+            a_reader().kill()
 
     rows = train(world, load_recipe(recipe, [
         f"run.dir={recipe.parent}/{name}", "run.resume=never", *overrides]), on_step=on_step)
@@ -117,7 +124,8 @@ def other_files(world, recipe: Path, env: dict[str, str]) -> None:
 @pytest.mark.dist
 def test_a_node_a_reader_and_room_are_lost(recipe, without):
     """Three nodes: one without cores for the ranks and two with a reader each, of which one is
-    killed in step 5; a reader is stopped for 20 s in step 2; little room for objects."""
+    killed in step 5; a reader is stopped for 20 s in step 2, and the one that is left is killed in
+    step 9; little room for objects."""
     with cluster(0, 1, 1, store_mib=80) as nodes:
         logs = Path(nodes.head_node.get_logs_dir_path())
         [raylet] = nodes.list_all_nodes()[-1].all_processes["raylet"]

@@ -62,6 +62,7 @@ class Reader:
 
     def answer(self, method: str, calls: Sequence[Call]) -> tuple[Any, None]:
         """(See workers.answer_to; what says that it is there.)"""
+        self.open()  # Ray may have started it again while nobody asked it
         return answer_to(self._dataset, method, calls), None
 
 
@@ -122,6 +123,8 @@ class Pool:
                 if work is not None:
                     self._again(*work)
             except Exception as error:
+                if work is not None:
+                    self._waiting.put_nowait(work)
                 self._refuse(where, error)
                 return
 
@@ -184,6 +187,8 @@ class RayWorkers:
             try:
                 results = results_of(ray.get(ray.get(reply)[0]))
                 break
+            except ray.exceptions.RayTaskError as error:
+                raise RuntimeError(str(error.cause)) from error
             except ray.exceptions.ObjectLostError:  # with the node that had it
                 reply = self._pool.load.remote(order, method, calls)
         wrong = [k for k, (_, failed) in enumerate(results) if failed]
