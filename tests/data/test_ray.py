@@ -135,8 +135,8 @@ def test_a_node_a_reader_and_room_are_lost(recipe, without):
     assert got == without
     assert listed(recipe, "lost") == listed(recipe, "without")
     assert "data.preprocess: lost: node " in said and "Ray starts another reader" in said
-    assert re.search(r"step \d+, rank \d: 10 s for \d+ examples from \S+data.jsonl, row \d+ on: "
-                     r"node \S+, process \d+", said)
+    assert re.search(r"step \d+, rank \d has waited 10 s for what it needs of \d+ examples, first "
+                     r"\S+data.jsonl, row \d+: node \S+, process \d+", said)
 
 
 @pytest.mark.slow

@@ -95,9 +95,9 @@ class Pool:
         self._waiting.put_nowait((order, method, calls, made, 0))
         return [await made]
 
-    async def tell(self, order: Order, text: str) -> None:
-        """Prints what a rank says of its calls, and who has them."""
-        _say(f"{text}: {self._reads.get(order, 'no reader is free')}")
+    async def tell(self, text: str, waits: Order | None = None) -> None:
+        """Prints what a rank says; of calls that it waits for, who has them."""
+        _say(text if waits is None else f"{text}: {self._reads.get(waits, 'no reader is free')}")
 
     async def _serve(self, reader: Any) -> None:
         """Gives a reader work for ever."""
@@ -181,9 +181,10 @@ class RayWorkers:
         while True:
             while not ray.wait([reply], timeout=SLOW_S)[0]:
                 waited_s += SLOW_S
-                names = [self._local.dataset.name(i) for i in _examples(calls)[:1]]
-                self._pool.tell.remote(order, f"step {order[0]}, rank {order[1]}: {waited_s:g} s "
-                                       f"for {len(calls)} examples from {''.join(names)} on")
+                first = [f", first {self._local.dataset.name(i)}" for i in _examples(calls)[:1]]
+                self._pool.tell.remote(f"step {order[0]}, rank {order[1]} has waited {waited_s:g} "
+                                       f"s for what it needs of {len(calls)} examples"
+                                       f"{''.join(first)}", order)
             try:
                 results = results_of(ray.get(ray.get(reply)[0]))
                 break
@@ -195,8 +196,8 @@ class RayWorkers:
         own = self._local.request(method, [calls[k] for k in wrong], order[0])() if wrong else []
         for k, result in zip(wrong, own, strict=True):  # a node may lack files that are here
             if result[1] != results[k][1]:
-                self._pool.tell.remote(order, "a reader cannot read what this rank can, and has to "
-                                       f"see the same files: {results[k][1][0][1]}")
+                self._pool.tell.remote("a reader cannot read what this rank can, and has to see "
+                                       f"the same files: {results[k][1][0][1]}")
             results[k] = result
         return results
 
