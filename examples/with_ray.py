@@ -43,20 +43,18 @@ def train_loop(config: dict) -> None:
         optimizer.zero_grad()
         dist.all_reduce(loss.detach_())
         losses.append(loss.item() / dist.get_world_size())
-        if len(losses) == config["save_at"]:
-            save({"model": model.state_dict(), "loader": loader.state_dict(), "losses": losses},
-                 losses)
+        if len(losses) in (config["save_at"], len(loader)):
+            save({"model": model.state_dict(), "loader": loader.state_dict(), "losses": losses})
         if len(losses) == config["lost_at"] and dist.get_rank() == 1 and not checkpoint:
             ray.train.get_all_reported_checkpoints()  # waits until Ray has what was reported
             os._exit(1)  # as a worker whose node is gone
-    ray.train.report({"losses": losses})
 
 
-def save(state: dict, losses: list[float]) -> None:
-    """Each worker adds a file of its own to the checkpoint."""
+def save(state: dict) -> None:
+    """Each worker adds a file of its own to the checkpoint, whose metrics Ray keeps."""
     with tempfile.TemporaryDirectory() as folder:
         torch.save(state, Path(folder) / f"{dist.get_rank()}.pt")
-        ray.train.report({"losses": losses}, checkpoint=Checkpoint.from_directory(folder))
+        ray.train.report({"losses": state["losses"]}, checkpoint=Checkpoint.from_directory(folder))
 
 
 def main(folder: str, balance: bool = True, lost_at: int = 0) -> list[float]:

@@ -14,9 +14,9 @@ import socket
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import ray
-import ray.train
 import torch.distributed as dist
 from ray.train import FailureConfig, RunConfig, ScalingConfig
 from ray.train.torch import TorchTrainer
@@ -32,7 +32,8 @@ def end_with_worker() -> None:
 
 
 def worker(config: dict) -> None:
-    """config: folder where the command was given; args of `orchmllm train`. Raises RuntimeError for
+    """config: folder where the command was given; args of `orchmllm train`; code: where its
+    exit code goes. Raises RuntimeError for
     a rank that another start may cure."""
     port = [0]
     if dist.get_rank() == 0:
@@ -45,7 +46,8 @@ def worker(config: dict) -> None:
         env=os.environ | {"MASTER_PORT": str(port[0])}, preexec_fn=end_with_worker).returncode
     if code < 0 or code == 1:
         raise RuntimeError(f"rank {dist.get_rank()} ended with {code}")
-    ray.train.report({"exit_code": code})
+    if dist.get_rank() == 0:  # of metrics Ray keeps only those of a checkpoint
+        Path(config["code"]).write_text(str(code))
 
 
 def main(argv: list[str]) -> int:
@@ -59,14 +61,16 @@ def main(argv: list[str]) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     ray.init()
-    return TorchTrainer(
-        worker, train_loop_config={"args": args, "folder": os.getcwd()},
+    storage, name = folder.absolute() / "ray_train", f"{time.time():.0f}"
+    code = storage / f"{name}.code"
+    storage.mkdir(parents=True, exist_ok=True)
+    TorchTrainer(
+        worker, train_loop_config={"args": args, "folder": os.getcwd(), "code": str(code)},
         scaling_config=ScalingConfig(num_workers=int(ranks),
                                      use_gpu="GPU" in ray.cluster_resources()),
-        run_config=RunConfig(storage_path=str(folder.absolute() / "ray_train"),
-                             name=f"{time.time():.0f}",
-                             failure_config=FailureConfig(max_failures=20)),
-    ).fit().metrics["exit_code"]
+        run_config=RunConfig(storage_path=str(storage), name=name,
+                             failure_config=FailureConfig(max_failures=20))).fit()
+    return int(code.read_text())
 
 
 if __name__ == "__main__":
