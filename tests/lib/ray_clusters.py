@@ -14,7 +14,7 @@ def cluster(*cores: int, store_mib: int = 100) -> Iterator[Any]:
     from ray.cluster_utils import Cluster
 
     before = dict(os.environ)
-    os.environ["RAY_AUTH_MODE"] = "disabled"
+    os.environ |= {"RAY_AUTH_MODE": "disabled", "RAY_raylet_start_wait_time_s": "120"}
     node = dict(object_store_memory=store_mib << 20, include_dashboard=False)
     nodes = Cluster(initialize_head=True, head_node_args={**node, "num_cpus": cores[0]})
     try:
