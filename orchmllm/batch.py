@@ -245,16 +245,6 @@ class Microbatch:
     labels_shape: tuple[int, ...] | None = None
 
 
-@dataclass(frozen=True)
-class Preprocessed:
-    """Of a step and this rank: examples that servers read, and that it read itself because none
-    answered; what happened to servers, for people."""
-
-    remote: int = 0
-    local: int = 0
-    notes: Sequence[str] = ()
-
-
 @dataclass
 class Step:
     """One optimizer step of k microbatches: as planned, then loaded, then agreed on.
@@ -265,11 +255,11 @@ class Step:
     be decoded, of this rank until COMMIT, then of all. plan_s: seconds spent in agreements and
     planning. wait_s: seconds the caller waited. state: of a stream of examples after the step;
     known: what a loader then knows of its batches.
-    error: why it cannot be loaded. preprocessed: where servers read (data.preprocess). phases:
-    figures of the plans (orchmllm.plan.step.phase_figures), of the trainer's steps. useful_flop: of
-    the global batch, where the loader counts it (models.flops.step_flops). geometry: of
-    the batches of all ranks: PADDED if one of them is, else PACKED if one is that, else 0; seen
-    (ranks, 2): that of the batch with the longest example of each.
+    error: why it cannot be loaded. phases: figures of the plans (orchmllm.plan.step.phase_figures),
+    of the trainer's steps. useful_flop: of the global batch, where the loader counts it
+    (models.flops.step_flops). geometry: of the batches of all ranks: PADDED if one of them is, else
+    PACKED if one is that, else 0; seen (ranks, 2): that of the batch with the longest example of
+    each.
     as_sampled: whether it is not balanced, to be compared with steps that are
     (balance.measure_every); kept_balanced: why it is balanced although it should not have been.
     loop: (index of an earlier step, microseconds that the slowest rank's loop took for it, or
@@ -289,7 +279,6 @@ class Step:
     state: Any = None
     known: dict[str, Any] = field(default_factory=dict)
     error: Exception | None = None
-    preprocessed: Preprocessed = Preprocessed()
     as_sampled: bool = False
     kept_balanced: str = ""
     loop: tuple[int, int] = (0, UNKNOWN)

@@ -179,6 +179,7 @@ def main(argv: list[str]) -> int:
         if not world and args.ranks and recipe.launch.nproc_per_node not in (0, args.ranks):
             launch.say(f"--ranks {args.ranks} is what starts, not launch.nproc_per_node="
                        f"{recipe.launch.nproc_per_node} of the recipe")
+        from orchmllm.data.loading.ray_workers import own_cluster
         from orchmllm.runtime.build import look_at_data
 
         try:
@@ -188,7 +189,8 @@ def main(argv: list[str]) -> int:
             return 2
         world = world and replace(world, ledgers=ledgers)
     if world is None:
-        return run_local("orchmllm.train", argv, ranks, log=launch.say)
+        with own_cluster(recipe.data):
+            return run_local("orchmllm.train", argv, ranks, log=launch.say)
 
     def work(watch: HangWatchdog) -> None:
         from orchmllm.trainer import Trainer

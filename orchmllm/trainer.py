@@ -16,7 +16,7 @@ from orchmllm.comm.exchange import RowGather, exchange_group, gather_scalars
 from orchmllm.config.job import resolve
 from orchmllm.config.recipe import Recipe
 from orchmllm.data.dataset import ConversationDataset
-from orchmllm.data.loading.preprocess_handshake import servers_of
+from orchmllm.data.loading.ray_workers import join_pool
 from orchmllm.data.loading.step_loader import StepLoader
 from orchmllm.data.sampler import GlobalSampler, make_sampler
 from orchmllm.hf.sources import find_sources
@@ -67,7 +67,6 @@ class Trainer:
         sources = find_sources(recipe.model)  # its errors come before any collective
         self.dataset = dataset if dataset is not None else build_dataset(
             recipe, self._log, seen=bool(world.ledgers))
-        self.servers = servers_of(recipe.data)
         self.train_rows, self.validation_rows = self.dataset.split(recipe.data.num_validation)
         job = resolve(recipe, world.world_size, world.local_world_size)
         weights = agreed_fingerprint(sources, self._gather)
@@ -99,6 +98,8 @@ class Trainer:
             build_orchestrator(recipe, one, world.world_size, self.device, group)
             for one in (spec, replace(spec, balance=replace(spec.balance, measure_every=0))))
         self.orchestrator.refuses = self.memory.refuses
+        self._pool = join_pool(recipe.data, partial(build_dataset, recipe, seen=True), self.dataset,
+                               world.rank, world.world_size, self._gather)
         self.timer = StepTimer(self.model.clock, self.device)
         train, self.parts = recipe.train, learning_parts(self.model)
         self.optimizer = make_optimizer(self.model, train)
@@ -120,7 +121,7 @@ class Trainer:
             self.dataset, sampler, self.orchestrator, num_steps=train.num_steps,
             first_step=self.progress.step, accumulation_steps=train.accumulation_steps,
             prefetch=self.recipe.data.prefetch, num_workers=self.recipe.data.num_workers,
-            servers=self.servers, feed=self._feed,
+            pool=self._pool, feed=self._feed,
             flops_of=partial(step_flops, self.recipe.model) if self._peak_flops else None)
 
     def run(self, rows: list[dict] | None = None) -> None:
@@ -234,8 +235,6 @@ class Trainer:
         facts = self.timer.gather(self._gather, step, loss_sum, norms,
                                   signal=self.stop.asked or self.display.stop_signal,
                                   save=self.checkpointer.is_due())
-        if self.servers:
-            self.incidents.preprocessed(step, int(facts.local.sum()))
         measured = self.timer.measured(step, facts.measured_s)
         loss = float(facts.loss_sum.sum()) / max(step.num_global_targets, 1)
         norm = float(facts.norms[0, 0])
@@ -262,7 +261,6 @@ class Trainer:
             "mfu": mfu(step.useful_flop, step_s, self.world.world_size, self._peak_flops),
             "waiting_s": max(wall_s - cpu_s, 0.0), "core_wait_s": core_wait_s,
             "logging_s": logging_s, "skipped_steps": self.progress.skipped_steps,
-            **({"preprocessed": facts.preprocessed()} if self.servers else {}),
             **facts.row(step, loss, step_s, list(self.parts)), "measured": measured}
 
     def _accumulate(self, step: Step) -> torch.Tensor:
@@ -286,7 +284,7 @@ class Trainer:
         loader = StepLoader(self.dataset, sampler, self._validation, num_steps=len(sampler),
                             accumulation_steps=min(self.recipe.train.accumulation_steps, 1),
                             prefetch=data.prefetch, num_workers=data.num_workers,
-                            servers=self.servers, feed=self._feed)
+                            pool=self._pool, feed=self._feed)
         media = MediaCount()  # of this pass alone
         total = torch.zeros(2, dtype=torch.float64, device=self.device)
         with evaluating(self.model), memory_errors(lambda _: IN_VALIDATION):

@@ -1,10 +1,11 @@
-"""What a step waits for its data, and what decoding costs the rank, with and without a server.
+"""What a step waits for its data, and what decoding costs the rank, with and without Ray.
 
     python scripts/bench_preprocess.py [--images 20] [--side 1024] [--steps 12] [--compute-s 0.5]
+        [--workers 2]
 
 One rank takes steps of `images` JPEGs; between two of them it sleeps, as a rank whose GPU computes.
-The server is a process on the same machine, so its decoding takes cores from nobody only where
-there are enough.
+The actors are processes on the same machine, so their decoding takes cores from nobody only where
+there are enough. Throughput is measured without sleep: what the loader gives in a second.
 """
 
 from __future__ import annotations
@@ -12,11 +13,9 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import re
-import subprocess
-import sys
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -27,7 +26,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
 from orchmllm.config.job import resolve
 from orchmllm.config.recipe import load_recipe
-from orchmllm.data.loading.preprocess_handshake import servers_of
+from orchmllm.data.loading.ray_workers import join_pool, own_cluster
 from orchmllm.data.loading.step_loader import StepLoader
 from orchmllm.data.sampler import make_sampler
 from orchmllm.models.flops import plan_spec
@@ -57,22 +56,27 @@ def write_data(folder: Path, args: argparse.Namespace) -> None:
     (folder / "r.yaml").write_text(RECIPE.format(folder=folder, side=args.side))
 
 
-def measure(recipe, args: argparse.Namespace, prefetch: int) -> tuple[list[float], float, list]:
-    """(seconds waited by step, CPU seconds of this process a step, examples by where)."""
+def measure(recipe, args: argparse.Namespace, prefetch: int, compute_s: float
+            ) -> tuple[list[float], float, float]:
+    """(seconds waited by step, CPU seconds of this process a step, images a second)."""
     dataset = build_dataset(recipe)
     rows, _ = dataset.split(0)
     orchestrator = build_orchestrator(recipe, plan_spec(resolve(recipe, 1, 1)), 1,
                                       torch.device("cpu"))
     sampler = make_sampler(dataset, rows, args.images, seed=0)
     loader = StepLoader(dataset, sampler, orchestrator, num_steps=args.steps, prefetch=prefetch,
-                        servers=servers_of(recipe.data))
-    waits, where, start = [], [0, 0], time.process_time()
+                        num_workers=recipe.data.num_workers, pool=join_pool(
+                            recipe.data, partial(build_dataset, recipe, seen=True), dataset, 0, 1,
+                            lambda numbers: np.array([numbers])))
+    waits = []
     for step in loader:
+        if not waits:  # the first one waits for whatever is first
+            cpu_s, wall_s = time.process_time(), time.perf_counter()
         waits.append(step.wait_s)
-        where[0] += step.preprocessed.remote
-        where[1] += step.preprocessed.local
-        time.sleep(args.compute_s)
-    return waits, (time.process_time() - start) / len(waits), where
+        time.sleep(compute_s)
+    later = len(waits) - 1
+    return (waits[1:], (time.process_time() - cpu_s) / later,
+            args.images * later / (time.perf_counter() - wall_s))
 
 
 def main() -> None:
@@ -82,31 +86,26 @@ def main() -> None:
     parser.add_argument("--side", type=int, default=1024)
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--compute-s", type=float, default=0.5)
+    parser.add_argument("--workers", type=int, default=2)
     args = parser.parse_args()
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         write_data(folder, args)
-        server = subprocess.Popen(
-            [sys.executable, "-m", "orchmllm", "preprocess", str(folder / "r.yaml"), "--listen",
-             "127.0.0.1:0"], stdout=subprocess.PIPE, text=True, env=os.environ)
-        try:
-            address = next(m[1] for line in server.stdout
-                           if (m := re.search(r"listening on (\S+),", line)))
-            print(f"{args.images} images of {args.side} x {args.side} a step, {os.cpu_count()} "
-                  "cores")
-            print("                     wait of a step, ms   CPU of the rank")
-            print("                       median      most         ms a step")
-            for title, prefetch, more in (("in the trainer", 0, []), ("in its thread", 2, []),
-                                          ("by a server", 2, [f'data.preprocess=["{address}"]'])):
-                waits, cpu, where = measure(load_recipe(folder / "r.yaml", more), args, prefetch)
-                assert not more or where == [args.images * len(waits), 0]
-                later = sorted(waits[1:])  # the first one waits for whatever is first
-                print(f"{title:<20} {1e3 * later[len(later) // 2]:8.2f} {1e3 * later[-1]:9.2f} "
-                      f"{1e3 * cpu:17.1f}")
-        finally:
-            server.terminate()
-            server.wait()
+        print(f"{args.images} images of {args.side} x {args.side} a step, {os.cpu_count()} cores")
+        print("                     wait of a step, ms   CPU of the rank   images a second")
+        print("                       median      most         ms a step   without compute")
+        workers = f"data.num_workers={args.workers}"
+        for title, prefetch, more in (
+                ("in the trainer", 0, []), ("in its thread", 2, []),
+                (f"by {args.workers} workers", 2, [workers]),
+                (f"by {args.workers} actors", 2, [workers, "data.preprocess=ray"])):
+            recipe = load_recipe(folder / "r.yaml", more)
+            with own_cluster(recipe.data):
+                waits, cpu, _ = measure(recipe, args, prefetch, args.compute_s)
+                rate = measure(recipe, args, prefetch, 0.0)[2]
+            print(f"{title:<20} {1e3 * np.median(waits):8.2f} {1e3 * max(waits):9.2f} "
+                  f"{1e3 * cpu:17.1f} {rate:17.1f}")
     dist.destroy_process_group()
 
 

@@ -17,8 +17,6 @@ COMMANDS = {
     "compose": ("orchmllm.tools.compose.command", "make one model of towers and an LLM"),
     "train": ("orchmllm.train", "train from a recipe"),
     "data": ("orchmllm.tools.data.command", "index, check or describe the data of a recipe"),
-    "preprocess": ("orchmllm.tools.preprocess.command",
-                   "read and decode for runs on other machines"),
     "dry-run": ("orchmllm.tools.predict.dry_run_command",
                 "predict memory, time and balance without GPUs"),
     "plan job": ("orchmllm.tools.predict.plan_job",

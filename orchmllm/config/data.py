@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import re
 from collections.abc import Iterator
 from dataclasses import MISSING, dataclass
@@ -155,13 +156,10 @@ class DataConfig:
     num_workers: int = key(0, "Processes of each rank that read and decode; 0: its prefetch thread "
                            "does.", at_least=0, at_most=64,
                            aliases=("workers", "dataloader_workers"))
-    preprocess: tuple[str, ...] = key((), "Servers (`orchmllm preprocess`) that read and decode "
-                                      "for the ranks: host:port of each. The ranks do it while "
-                                      "none answers.")
-    preprocess_secret_file: str = key("", "File with the secret that these servers have; empty: "
-                                      "$ORCHMLLM_PREPROCESS_SECRET. Needed on other machines.")
-    preprocess_timeout_s: float = key(60.0, "Seconds after which a server that has not answered "
-                                      "whole is given up.", above=0)
+    preprocess: str = key("", "`ray`: these processes are actors on any node of the Ray cluster "
+                          "that the ranks belong to, and work for all ranks. Where there is no "
+                          "cluster, `orchmllm train` starts one for the run. Empty: forks of "
+                          "each rank.", choices=("", "ray"))
     strict: bool = key(False, "A medium that cannot be decoded is an error. Otherwise its example "
                        "is not learnt from and gets a line in quarantine.jsonl.")
     max_failed_in_a_row: int = key(20, "Consecutive media that cannot be decoded which are an "
@@ -184,6 +182,12 @@ class DataConfig:
                            "or list data.sources")
         if self.path and self.sources:
             yield Conflict(("path", "sources"), "give data.path or data.sources, not both")
+        if self.preprocess and not self.num_workers:
+            yield Conflict(("preprocess", "num_workers"), "set data.num_workers: actors for each "
+                           "rank")
+        if self.preprocess and importlib.util.find_spec("ray") is None:
+            yield Conflict(("preprocess",), "the package ray is not installed: pip install ray, or "
+                           "leave it out")
         weights = [source.weight for source in self.sources]
         if any(weights) and not all(weights):
             yield Conflict(("sources",), "give every source a weight, or none")

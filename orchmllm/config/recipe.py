@@ -179,15 +179,11 @@ class Recipe:
             yield Conflict(("data.remote.deadline_s", "launch.stall_timeout_s"),
                            f"has to be below launch.stall_timeout_s "
                            f"({self.launch.stall_timeout_s}), so that the file is named")
-        if self.data.preprocess and self.balance.dispatch == "bytes":
-            yield Conflict(("data.preprocess", "balance.dispatch"),
-                           "servers send decoded media: set balance.dispatch to load or tensors")
         if self.balance.group == "shard" and not self.fsdp.shard_size:
             yield Conflict(("balance.group", "fsdp.shard_size"),
                            "one shard holds all ranks: set balance.group to world, or "
                            "fsdp.shard_size to the ranks of a shard")
         yield from self._of_layers()
-        yield from self._of_whole_model()
         policy = self.balance.audio.policy
         balances = self.balance.enabled and not self.balance.whole_examples
         if balances and self.model.audio.mode == "padded" and policy != "none" and not (
@@ -207,16 +203,6 @@ class Recipe:
                     layer_counts(choice, MAX_INT if self.model.folder else layers)
             except ValueError as e:
                 yield Conflict((f"fsdp.{phase}_checkpointing",), str(e))
-
-    def _of_whole_model(self) -> Iterator[Conflict]:
-        """What a model of transformers (model.pretrained, model.config) does not know."""
-        if not self.model.folder:
-            return
-        key_ = "model.pretrained" if self.model.pretrained else "model.config"
-        if self.data.preprocess:
-            yield Conflict(("data.preprocess", key_), "servers send what this project's own parts "
-                           "read, and not yet what a processor of transformers makes: leave it "
-                           "out, and set data.num_workers")
 
     def _of_train(self) -> Iterator[Conflict]:
         """Keys of train.* that do not fit those of other sections."""

@@ -182,7 +182,6 @@ class StreamDataset(ConversationDataset):
             self._deals.append(Deal(source.config.path, [
                 LogicalShard(units[s::num_shards], [seed, 3, k, s], window)
                 for s in range(min(num_shards, len(units)))]))
-        self.order_key = [num_shards, seed, window]
         self._check_cache()
         self._one_reads = threading.Lock()
         self._found: OrderedDict[int, tuple[int, StreamRow]] = OrderedDict()

@@ -211,6 +211,6 @@ def lines(paper: str) -> Iterator[Fact]:
         yield from table_3(printed)
     yield from figures(printed)
     yield printed.row("Figure 21", "preprocessing a step, in the trainer and elsewhere",
-                      kind=MEASURED, note="`orchmllm preprocess` does it elsewhere; "
+                      kind=MEASURED, note="`data.preprocess: ray` does it elsewhere; "
                       "scripts/bench_preprocess.py measures what a step then waits")
     yield from printed.rest()

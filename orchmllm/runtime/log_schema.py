@@ -137,10 +137,6 @@ METRICS = {
     "measured": Metric(_keys(_MEASURED) | {"type": ["object", "null"]}, "the phases as all ranks "
                        "measured them, forward and backward; on a GPU those of the step before, "
                        "and null where there is none"),
-    "preprocessed": Metric(_keys({
-        "remote": Metric(COUNT, "examples that servers read and decoded"),
-        "local": Metric(COUNT, "examples that ranks read themselves, because no server answered"),
-    }), "where data.preprocess is set: what all ranks asked for in the step"),
     "num_failed_media": Metric(COUNT, "media of the step that could not be decoded"),
     "nonfinite": Metric(FLAG, "loss or gradient was not finite"),
     "stop_signal": Metric(COUNT, "signal that asked a rank to stop after this step, 0: none, "
@@ -151,7 +147,7 @@ METRICS = {
 NUMBERS = tuple(name for name, metric in METRICS.items()
                 if metric.kind in (SIZE, COUNT, MEASURED, FLAG) and name != "step")
 STEP_ROW = {"title": "A step", "description": "One optimizer step of all ranks.",
-            **_keys(_SCHEMA | METRICS, optional=("preprocessed", "cpu_s"))}
+            **_keys(_SCHEMA | METRICS, optional=("cpu_s",))}
 VALIDATION_ROW = {
     "title": "A validation",
     "description": "The held-out rows (data.num_validation), before the first and after the last "

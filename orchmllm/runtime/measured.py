@@ -46,7 +46,7 @@ def peak_bytes(device: torch.device) -> float:
 
 class StepFacts(NamedTuple):
     """What all d ranks reported at the end of a step (StepTimer.gather). loss_sum, update_s,
-    exchange_s, wait_s, remote, local, signal, save, peak_bytes: (d, 1); host_gb: (d, 1);
+    exchange_s, wait_s, signal, save, peak_bytes: (d, 1); host_gb: (d, 1);
     cpu_s, measured_s: (d, CLOCK_PHASES); norms (d, 1 + parts): of the gradient and of its parts,
     the same on all ranks."""
 
@@ -54,8 +54,6 @@ class StepFacts(NamedTuple):
     update_s: np.ndarray
     exchange_s: np.ndarray
     wait_s: np.ndarray
-    remote: np.ndarray
-    local: np.ndarray
     signal: np.ndarray
     save: np.ndarray
     cpu_s: np.ndarray
@@ -63,10 +61,6 @@ class StepFacts(NamedTuple):
     norms: np.ndarray
     peak_bytes: np.ndarray
     host_gb: np.ndarray
-
-    def preprocessed(self) -> dict:
-        """Examples that servers read, and that ranks did."""
-        return {"remote": int(self.remote.sum()), "local": int(self.local.sum())}
 
     def row(self, step: Step, loss: float, step_s: float, parts: Sequence[str]) -> dict:
         """Its part of the step's row of metrics. parts: those of the gradient."""
@@ -114,8 +108,8 @@ class StepTimer:
         cpu_s = [clock.cpu_s[p] for p in CLOCK_PHASES]
         update_s = clock.cpu_s.pop("update")  # what follows is reported with the next step
         mine = StepFacts(  # lists of this rank's numbers
-            loss_sum=[loss_sum], wait_s=[step.wait_s], remote=[step.preprocessed.remote],
-            local=[step.preprocessed.local], signal=[signal], save=[save], cpu_s=cpu_s,
+            loss_sum=[loss_sum], wait_s=[step.wait_s], signal=[signal], save=[save],
+            cpu_s=cpu_s,
             update_s=[self._update_s if clock.has_events else update_s],
             exchange_s=self._seconds[-1:] if clock.has_events else [clock.wall_s["exchange"]],
             measured_s=self._seconds if clock.has_events else cpu_s, norms=list(norms),

@@ -14,7 +14,6 @@ from tqdm import tqdm
 from orchmllm.config.model import ModelConfig
 from orchmllm.config.recipe import Recipe
 from orchmllm.data.formats.open import check_source, sources_of
-from orchmllm.data.loading.preprocess_handshake import servers_of
 from orchmllm.data.storage.remote import Storage
 from orchmllm.data.text.tokenizer import ChatTokenizer
 from orchmllm.models.spec import spec_of
@@ -41,7 +40,6 @@ def checks(recipe: Recipe, state_bytes: int) -> list[tuple[str, Callable[[], obj
     return [("run folder", partial(check_run_folder, recipe, state_bytes)),
             ("learning rates", partial(model.check, recipe)),
             ("run.init_from", partial(check_start, recipe)),
-            ("preprocessing", partial(servers_of, recipe.data)),
             *((f"data {source.path}", partial(check_source, source, storage))
               for source in sources_of(recipe.data)),
             ("tokenizer", lambda: check_vocabulary(

@@ -144,7 +144,6 @@ class Incidents:
         self._logs: dict[Path, JsonLines] = {}
         self._listed: set[tuple] = set()  # what quarantine.jsonl has
         self._warned = False  # of a medium that cannot be decoded
-        self._alone = False  # no server has answered in the step before
 
     def media(self, step: Step, counted: MediaCount, describe: Callable[[int, int], dict]) -> None:
         """Counts and quarantines what could not be decoded. describe: of the dataset. Raises
@@ -163,18 +162,6 @@ class Incidents:
         except MediaLimitError:
             vars(counted).update(before)  # what is saved now is of the steps before
             raise
-
-    def preprocessed(self, step: Step, num_local: int) -> None:
-        """Tells what happened to servers of data.preprocess. num_local: examples that ranks read
-        because none answered."""
-        for note in step.preprocessed.notes:
-            self._log(f"warning: {note}")
-        if num_local and not self._alone:
-            self._log(f"warning: data.preprocess: no server answered for {num_local} examples of "
-                      f"step {step.index}; the ranks read and decode them")
-        elif self._alone and not num_local:
-            self._log(f"data.preprocess: from step {step.index} on servers answer again")
-        self._alone = bool(num_local)
 
     def nonfinite(self, step: Step, loss: float, grad_norm: float, progress: Progress) -> None:
         """Counts the step and writes which examples it had. Raises NonFiniteError where the recipe

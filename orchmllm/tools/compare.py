@@ -28,6 +28,7 @@ from orchmllm import launch
 from orchmllm.cli.options import in_one_line, recipe_parser
 from orchmllm.config.job import check_world, resolve
 from orchmllm.config.recipe import Recipe, load_recipe, to_yaml
+from orchmllm.data.loading.ray_workers import own_cluster
 from orchmllm.models.spec import spec_of
 from orchmllm.runtime.build import look_at_data
 from orchmllm.runtime.local_ranks import run_local
@@ -147,7 +148,7 @@ def run_all(recipe: Recipe, argv: list[str]) -> int:
     check_world(resolve(recipe, num_ranks, num_ranks))  # before minutes of training
     run_dir.mkdir(parents=True, exist_ok=True)
     look_at_data(recipe, launch.say)
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, own_cluster(recipe.data):
         out = Path(folder) / "rows.json"
         code = run_local("orchmllm", ["compare", *argv, "--out", str(out)], num_ranks,
                          cpu_only=True, num_threads=1)

@@ -52,7 +52,6 @@ COMMANDS = [
     (f"compare {RECIPE} train.num_steps=0", "must be greater than or equal to 1", ""),
     ("papers reproduce orchmlm", "'orchmlm'", ""),
     ("papers ablations", "RECIPE is missing", ""),
-    ("preprocess", "RECIPE is missing", ""),
 ]
 OVERRIDES = [  # (what is set, what the answer contains, what is set then: it is accepted)
     ("trian.lr=1", "did you mean 'train'?", "train.lr=1"),

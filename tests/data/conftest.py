@@ -1,17 +1,11 @@
-"""What the tests of formats and storage read, and servers of preprocessing."""
+"""What the tests of formats and storage read."""
 
 from __future__ import annotations
-
-import re
-import signal
-from pathlib import Path
 
 import pytest
 
 from orchmllm.data.text.tokenizer import ChatTokenizer
-from tests.lib.commands import make_demo_data
 from tests.lib.formats import write_media
-from tests.lib.preprocess import SECRET, SMALL, Process
 from tests.lib.servers import web_server
 from tests.lib.tokenizers import write_tokenizer
 from tests.lib.videos import CLIPS, VIDEOS, write_clip, write_video
@@ -36,30 +30,6 @@ def web(tmp_path):
     (tmp_path / "site").mkdir()
     with web_server(tmp_path / "site") as server:
         yield server
-
-
-@pytest.fixture(scope="session")
-def recipe(tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("preprocess")
-    make_demo_data(folder / "demo", 40)
-    for path in sorted((folder / "demo").rglob("*.jpg"))[:2]:
-        path.write_bytes(path.read_bytes()[:-200])
-    (folder / "secret").write_text(SECRET + "\n")
-    path = folder / "r.yaml"
-    path.write_text(SMALL.format(folder=folder))
-    return path
-
-
-@pytest.fixture(scope="session")
-def running(recipe):
-    """Two servers: without a secret, and with one. A signal ends them with one line."""
-    servers = [Process(recipe), Process(recipe, "--secret-file", str(recipe.parent / "secret"),
-                                        "--workers", "1")]
-    yield servers
-    for server in servers:
-        code, out, _ = server.end(signal.SIGTERM)
-        assert code == 143
-        assert re.fullmatch(r"preprocess: ended by SIGTERM; \d+ examples served\n", out)
 
 
 @pytest.fixture(scope="session")

@@ -28,7 +28,6 @@ ELSEWHERE = {
     "orchmllm generate models/": "tests/tools/generate/test_whole_models.py",
     "orchmllm papers reproduce compare": "tests/papers/test_made_tables.py",
     "orchmllm papers reproduce orchmllm|": "tests/papers/test_made_tables.py",
-    "orchmllm preprocess": "tests/data/test_preprocess.py",
     "make demo": "tests/e2e/test_demo.py",
     "make gpu": "tests/gpu_kit/test_bare.py",
     "python -m scripts.gpu": "tests/gpu_kit/test_bare.py",  # without a GPU it ends with 2

@@ -58,6 +58,26 @@ def test_jobset_is_yaml_with_a_pod_per_node():
     assert variables["MASTER_ADDR"] == "mllm-node-0-0.mllm" and variables["NNODES"] == "320"
 
 
+def test_trainjob_runs_torchrun_at_the_place_that_kubeflow_tells(tmp_path, demo_corpus):
+    """The command of its pods, where PET_* say which of two nodes this is."""
+    args = ["recipes/demo.yaml", r"train.name=a\d'\"b: #c"]
+    run = subprocess.run(["bash", FOLDER / "trainjob.sh", *args], env=os.environ | {
+        "IMAGE": "registry/image", "NODES": "2", "GPUS": "4"}, capture_output=True, text=True,
+        check=True)
+    job = yaml.safe_load(run.stdout)
+    trainer = job["spec"]["trainer"]
+    assert job["kind"] == "TrainJob" and trainer["numNodes"] == 2
+    assert trainer["command"] == ["scripts/launch/torchrun.sh", *args]
+    path = programs(tmp_path, torchrun='#!/bin/sh\necho "$@"\n')
+    run = subprocess.run(
+        ["bash", trainer["command"][0], args[0], f"data.path={demo_corpus}"], cwd=ROOT,
+        capture_output=True, text=True, env=os.environ | {
+            "PATH": path, "PYTHONPATH": str(ROOT), "PET_NNODES": "2", "PET_NPROC_PER_NODE": "4",
+            "PET_NODE_RANK": "1", "PET_MASTER_ADDR": "localhost", "PET_MASTER_PORT": "7"})
+    assert ("--nnodes 2 --node-rank 1 --nproc-per-node 4 --master-addr localhost --master-port 7 "
+            in run.stdout), run.stderr
+
+
 @pytest.mark.parametrize("nodes, rdma, code", [
     ("2", "", 2), ("1", "rdma/ib", 2), ("2", "none", 0), ("1", "", 0)])
 def test_jobset_of_several_nodes_asks_for_their_network(nodes, rdma, code):

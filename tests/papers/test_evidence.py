@@ -175,7 +175,7 @@ def test_what_is_said_of_single_rows(rows):
     assert said["Figure 15", "MFU", "MLLM-9B"].paper == "51.8-54.7"
     assert {row.verdict for (where, _, case), row in said.items()
             if (where, case) == ("Table 3", "baseline")} == {"calibrated"}
-    assert "orchmllm preprocess" in said[
+    assert "data.preprocess" in said[
         "Figure 21", "preprocessing a step, in the trainer and elsewhere", ""].note
 
 

@@ -34,7 +34,7 @@ from tests.lib.training import listened
 
 RUN = recipe()
 RUN = replace(RUN, data=replace(
-    RUN.data, path="", sources=(SourceConfig(path="a.jsonl"),), preprocess=("a:1",),
+    RUN.data, path="", sources=(SourceConfig(path="a.jsonl"),), preprocess="ray",
     remote=RemoteConfig(roots=(RemoteRoot(url="s3://a"),))))
 ALLOW = {"init": "another run with another run.dir",
          "model": "another run.dir or run.resume=never",
@@ -67,7 +67,7 @@ KEYS = {
             "model.pretrained", "model.config", "model.connectors", "model.vision.pretrained",
             "model.audio.pretrained",
             "model.llm.pretrained", "data.path", "data.tokenizer", "data.index_dir",
-            "data.preprocess_secret_file", "data.sources.path", "data.sources.row_format",
+            "data.sources.path", "data.sources.row_format",
             "data.sources.media_root", "data.sources.split", "data.sources.subset",
             "data.sources.prompt", "data.sources.name", "data.remote.cache",
             "data.remote.roots.url", "data.remote.roots.endpoint", "balance.dispatch",
@@ -89,7 +89,7 @@ KEYS = {
         **dict.fromkeys((
             "launch.timeout_s", "launch.stall_timeout_s", "data.num_shards",
             "data.max_example_tokens", "data.prefetch", "data.num_workers",
-            "data.preprocess_timeout_s", "data.max_failed_in_a_row", "data.max_failed_percent",
+            "data.max_failed_in_a_row", "data.max_failed_percent",
             "data.max_lost_percent",
             "data.sources.weight", "data.sources.video_fps", "data.sources.video_frames",
             "data.sources.video_max_frames", "data.sources.max_row_bytes", "data.remote.cache_gib",
@@ -108,7 +108,7 @@ KEYS = {
             "fsdp.memory_gb", "fsdp.loss_chunk_rows", "fsdp.prefetch", "checkpoint.every_steps",
             "checkpoint.every_minutes",
             "checkpoint.keep_last", "profile.num_ranks"), 77),
-        "data.preprocess": ["b:2"], "run.trackers": ["tensorboard"]},
+        "data.preprocess": "", "run.trackers": ["tensorboard"]},
 }
 CHANGES = [(key, value, means) for means, keys in KEYS.items() for key, value in keys.items()]
 

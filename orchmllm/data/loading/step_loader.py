@@ -25,8 +25,7 @@ from orchmllm.batch import UNCOUNTED, Example, FailedSegment, Microbatch, Step
 from orchmllm.comm.exchange import RowGather
 from orchmllm.comm.exchange_bytes import Postponed, exchange_bytes
 from orchmllm.data.loading.pipeline import Pipeline
-from orchmllm.data.loading.preprocess_client import RemoteWorkers
-from orchmllm.data.loading.preprocess_handshake import Servers
+from orchmllm.data.loading.ray_workers import RayWorkers
 from orchmllm.data.loading.workers import Workers
 from orchmllm.data.sampler import GlobalSampler
 from orchmllm.orchestrator import Orchestrator
@@ -41,7 +40,7 @@ _ROW_DTYPE = {"vision": torch.uint8, "audio": torch.float32}
 class SegmentFeed:
     """Examples of a dataset that knows lengths before it decodes, and decodes single segments. With
     worker processes the next step is planned before one is taken, so that they have work meanwhile.
-    servers: read and decode instead.
+    pool: of a Ray cluster, reads and decodes instead (orchmllm.data.loading.ray_workers).
 
     dataset: has vision, audio, layout, load and describe of
     orchmllm.data.dataset.ConversationDataset; for dispatch `bytes` also decode, and load with
@@ -52,15 +51,14 @@ class SegmentFeed:
     options: Mapping[str, Any] = {}  # of every call of the dataset's load
 
     def __init__(self, dataset: Any, sampler: GlobalSampler, orchestrator: Orchestrator,
-                 num_steps: int, num_workers: int = 0, servers: Servers | None = None) -> None:
+                 num_steps: int, num_workers: int = 0, pool: Any = None) -> None:
         self.dataset, self.sampler, self.orchestrator = dataset, sampler, orchestrator
         self.num_steps = num_steps
-        self.lookahead = self.config_digest = int(num_workers > 0 or servers is not None)
+        self.lookahead = self.config_digest = int(num_workers > 0)
         self.dispatch = orchestrator.spec.balance.dispatch
         self.knows_all = self.dispatch == "load"  # every rank can probe every example
-        self._workers: Workers | RemoteWorkers = Workers(dataset, num_workers)
-        if servers is not None:
-            self._workers = RemoteWorkers(dataset, servers, self._workers, orchestrator.rank)
+        self._workers = (Workers(dataset, num_workers) if pool is None else
+                         RayWorkers(dataset, pool, num_workers, orchestrator.rank))
         self._requested: deque[list[Request]] = deque()
 
     def draw(self, index: int) -> BatchLayout | None:
@@ -78,7 +76,7 @@ class SegmentFeed:
     def announce(self, step: Step) -> None:
         self._requested.append([
             Request(micro, self.orchestrator.rank, self.dispatch, self.dataset, self._workers,
-                    self.options)
+                    self.options, step.index)
             for micro in step.micro])
 
     def load(self, step: Step) -> tuple[int, int]:
@@ -100,8 +98,6 @@ class SegmentFeed:
                 # device is then one that the training thread does not wait for.
                 micro.inputs = {p: rows.pin_memory() for p, rows in micro.inputs.items()}
                 micro.content = micro.content.pin_memory()
-        if isinstance(self._workers, RemoteWorkers):
-            step.preprocessed = self._workers.counts()
         return UNCOUNTED  # the lengths tell it
 
     def close(self) -> None:
@@ -147,7 +143,7 @@ class SegmentFeed:
                         calls.append(((ENCODERS[phase], data.tobytes(), rows),
                                       {"segment": segment}))
                         places.append((came, slot, int(micro.positions[example])))
-        results = self._workers.request("decode", calls)()
+        results = self._workers.request("decode", calls, step.index)()
         for (came, slot, position), (rows, failures) in zip(places, results, strict=True):
             came[slot] = rows
             step.failed += [FailedSegment(position, *failure) for failure in failures]
@@ -161,8 +157,8 @@ class Request:
     processes, in slot order, else what it sampled, in source order. media[phase]: (example,
     segment); texts: examples. options: further keywords of each call."""
 
-    def __init__(self, micro: Microbatch, rank: int, dispatch: str, dataset: Any, workers: Workers,
-                 options: Mapping[str, Any]) -> None:
+    def __init__(self, micro: Microbatch, rank: int, dispatch: str, dataset: Any,
+                 workers: Workers | RayWorkers, options: Mapping[str, Any], step: int) -> None:
         plan, layout, mine = micro.plan, micro.plan.layout, micro.rank_plan
         self.micro, self.media = micro, {}
         sampled = np.arange(layout.num_examples)[plan.llm.items_of(rank)]
@@ -188,7 +184,7 @@ class Request:
             if kept is not None:  # a worker would have to read the row again
                 keys["row"] = kept(index)
             calls.append(((index,), keys))
-        self._examples, self._results = list(wanted), workers.request("load", calls)
+        self._examples, self._results = list(wanted), workers.request("load", calls, step)
 
     def loaded(self, step: Step) -> dict[int, Any]:
         """Waits. What the dataset loaded of each example; what could not be decoded is added to
@@ -219,8 +215,8 @@ class StepLoader(Pipeline):
     the sampler's pass ends.
 
     dataset: see SegmentFeed. sampler: global batches.
-    num_workers: processes that read and decode; 0: the prefetch thread does. servers: do it
-    instead, as long as one of them answers. flops_of: useful FLOP of each phase of a layout, where
+    num_workers: processes that read and decode; 0: the prefetch thread does. pool: see SegmentFeed.
+    flops_of: useful FLOP of each phase of a layout, where
     a step's are to be counted. feed: of whole examples, in place of SegmentFeed. Other arguments
     and errors: see Pipeline.
     """
@@ -228,12 +224,12 @@ class StepLoader(Pipeline):
     def __init__(
         self, dataset: Any, sampler: GlobalSampler, orchestrator: Orchestrator, *,
         num_steps: int, first_step: int = 0, accumulation_steps: int = 1, prefetch: int = 2,
-        num_workers: int = 0, servers: Servers | None = None,
+        num_workers: int = 0, pool: Any = None,
         flops_of: Callable[[BatchLayout], dict[str, float]] | None = None,
         feed: Callable[..., SegmentFeed] = SegmentFeed,
     ) -> None:
         self._flops_of = flops_of
-        super().__init__(feed(dataset, sampler, orchestrator, num_steps, num_workers, servers),
+        super().__init__(feed(dataset, sampler, orchestrator, num_steps, num_workers, pool),
                          orchestrator, first_step=first_step, prefetch=prefetch,
                          accumulation_steps=accumulation_steps)
 

@@ -109,7 +109,7 @@ class WholeFeed(SegmentFeed):
                             "text": False, "segments": [segment], "row": came[slot],
                             **self.options}))
                         places.append((came, slot, segment, int(micro.positions[example])))
-        results = self._workers.request("load", calls)()
+        results = self._workers.request("load", calls, step.index)()
         for (came, slot, segment, position), (loaded, failures) in zip(
                 places, results, strict=True):
             came[slot] = loaded.parts[segment]

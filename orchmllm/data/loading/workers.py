@@ -42,6 +42,7 @@ Call = tuple[tuple, dict[str, Any]]  # arguments of a method of the dataset; on_
 # What a call returned, and (segment, reason, modality) of each medium that failed; the modality is
 # TEXT where a row failed as a whole.
 Result = tuple[Any, list[tuple[int, str, int]]]
+Answer = tuple[list[Result], str, str]  # results, or an error and its traceback
 
 
 class _Worker(SureFork):
@@ -86,20 +87,20 @@ class Workers:
         self._threads: ThreadPoolExecutor | None = None  # one waits for each worker
         self._at_exit: Finalize | None = None
 
-    def request(self, method: str, calls: Sequence[Call]) -> Callable[[], list[Result]]:
+    def request(self, method: str, calls: Sequence[Call], step: int = 0
+                ) -> Callable[[], list[Result]]:
         """Starts calls of the dataset's `load` or `decode`; what is returned waits for their
-        results, in order.
+        results, in order. step: that needs them.
 
         It raises RuntimeError with the text of what a call raised in a worker, and if a worker died
         or could not be started."""
         if not self.num_workers:
             return lambda: _results(self.dataset, method, calls)
         self.start()
-        size = max(1, -(-len(calls) // (CHUNKS_PER_WORKER * self.num_workers)))
-        futures = [self._threads.submit(self._ask, method, calls[at: at + size])
-                   for at in range(0, len(calls), size)]
-        return lambda: [(_convert(value, np.ndarray, torch.from_numpy), failed)
-                        for future in futures for value, failed in _answer(future.result())]
+        futures = [self._threads.submit(self._ask, method, chunk)
+                   for chunk in chunks_of(calls, self.num_workers)]
+        return lambda: [result for future in futures
+                        for result in results_of(ForkingPickler.loads(future.result()))]
 
     def start(self) -> None:
         """Forks the processes if they are not there. Raises RuntimeError if they do not start."""
@@ -147,11 +148,18 @@ def _end(processes: list[_Worker]) -> None:
         worker.end()
 
 
-def _answer(pickled: bytes) -> list[Result]:
-    results, error, traceback_text = ForkingPickler.loads(pickled)
+def chunks_of(calls: Sequence[Call], num_workers: int) -> list[Sequence[Call]]:
+    """What is asked of a worker at a time."""
+    size = max(1, -(-len(calls) // (CHUNKS_PER_WORKER * num_workers)))
+    return [calls[at: at + size] for at in range(0, len(calls), size)]
+
+
+def results_of(answer: Answer) -> list[Result]:
+    """Raises RuntimeError with what a call raised."""
+    results, error, traceback_text = answer
     if error:
         raise RuntimeError(f"a data worker failed: {error}") from RemoteTraceback(traceback_text)
-    return results
+    return [(_convert(value, np.ndarray, torch.from_numpy), failed) for value, failed in results]
 
 
 # In the worker.
@@ -161,20 +169,26 @@ def _serve(dataset: Any, parent: int, pipe: Connection) -> None:
     does not outlive the rank."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # its threads did not survive the fork
-    torch.set_num_threads(1)  # nor did OpenMP's
+    use_one_core()  # threads did not survive the fork
     threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
     while True:
-        method, calls = pipe.recv()
-        try:
-            # Tensors would travel as descriptors of shared memory and need their worker to stay
-            # alive.
-            results = [(_convert(value, Tensor, Tensor.numpy), failed)
-                       for value, failed in _results(dataset, method, calls)]
-            answer = ForkingPickler.dumps((results, "", ""))
-        except Exception as error:  # as text: not every exception can be pickled
-            answer = ForkingPickler.dumps(([], describe(error), traceback.format_exc()))
-        pipe.send_bytes(answer)
+        pipe.send_bytes(ForkingPickler.dumps(answer_to(dataset, *pipe.recv())))
+
+
+def use_one_core() -> None:
+    """For a process beside others that decode."""
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    torch.set_num_threads(1)
+
+
+def answer_to(dataset: Any, method: str, calls: Sequence[Call]) -> Answer:
+    """What a worker sends back. Tensors are arrays: they would travel as descriptors of shared
+    memory and need their worker to stay alive."""
+    try:
+        return [(_convert(value, Tensor, Tensor.numpy), failed)
+                for value, failed in _results(dataset, method, calls)], "", ""
+    except Exception as error:  # as text: not every exception can be pickled
+        return [], describe(error), traceback.format_exc()
 
 
 def _end_with(parent: int) -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import shutil
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
 from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
@@ -22,6 +24,8 @@ from orchmllm.plan.layout import BatchLayout
 
 CHUNK = 256  # rows a worker is given at a time
 ALONE_BELOW = 2000  # rows that are indexed faster than worker processes start
+FILES = ("table.i64", "start.i64", "targets.i64", "sizes.i64", "problems.jsonl")
+JOURNAL = "written.jsonl"
 
 
 class Part(NamedTuple):
@@ -41,8 +45,8 @@ def build_index(
     fresh: bool = False, progress: Callable[[int], object] = lambda count: None,
 ) -> tuple[LengthIndex, int]:
     """(the index, rows that had to be read): all of them the first time and with `fresh`; later
-    those that were unusable. progress: called with the number of rows done. Raises ValueError for a
-    source without rows."""
+    those that were unusable. A build that was killed goes on where it was. progress: called with
+    the number of rows done. Raises ValueError for a source without rows."""
     if not len(source):
         raise ValueError(f"{source.config.path}: there are no rows to index")
     folder = index_folder(source, reader, index_dir)
@@ -51,36 +55,99 @@ def build_index(
         progress(len(old))
         return old, 0
     # Written aside and renamed: a reader sees a whole one or none.
-    new = folder.with_name(f"{folder.name}.{os.getpid()}.part")
-    shutil.rmtree(new, ignore_errors=True)  # of a killed process with the same number
-    new.mkdir(parents=True)
-    counts, num_read = [np.zeros(1, np.int64)], 0
-    try:
-        with (open(new / "table.i64", "wb") as table, open(new / "targets.i64", "wb") as targets,
-              open(new / "problems.jsonl", "w", encoding="utf-8") as problems,
-              open(new / "sizes.i64", "wb") as sizes):
-            for part, count in _parts(source, reader, index_dir, old, num_workers):
-                part.table.tofile(table)
-                part.targets.tofile(targets)
-                np.array(part.sizes, np.int64).tofile(sizes)
-                problems.writelines(json.dumps(problem) + "\n" for problem in part.problems)
-                counts.append(part.counts)
-                num_read += count
-                progress(len(part.counts))
-        np.cumsum(np.concatenate(counts)).tofile(new / "start.i64")
+    with _aside(folder, fresh) as new:
+        written = _Written(new)
+        progress(written.rows)
+        num_read = 0
+        for part, count in _parts(source, reader, index_dir, old, num_workers, written.rows):
+            written.add(part)
+            num_read += count
+            progress(len(part.counts))
+        written.close()
         if folder.is_dir():
             shutil.rmtree(folder)
+        (new / JOURNAL).unlink()
         new.replace(folder)
-    finally:
-        shutil.rmtree(new, ignore_errors=True)
     return LengthIndex(folder), num_read
+
+
+@contextmanager
+def _aside(folder: Path, fresh: bool) -> Iterator[Path]:
+    """A folder for this process alone: the one that a build of this index has left which did not
+    come to its end, unless `fresh`. It stays where this one does not either."""
+    kept = folder.with_name(f"{folder.name}.part")
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with open(kept.with_suffix(".lock"), "wb") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:  # another process builds it, or the file system has no locks
+            kept = folder.with_name(f"{folder.name}.{os.getpid()}.part")
+            fresh = True
+        if fresh:
+            shutil.rmtree(kept, ignore_errors=True)
+        kept.mkdir(exist_ok=True)
+        yield kept
+
+
+class _Written:
+    """What is written of an index, and its rows. The journal says after each part how long every
+    file is then: what a killed build has written beyond its last line is cut off."""
+
+    def __init__(self, folder: Path) -> None:
+        self.rows, sizes = 0, [0] * len(FILES)
+        for line in _lines(folder / JOURNAL):
+            rows, *told = line
+            if any(size > (folder / name).stat().st_size
+                   for name, size in zip(FILES, told, strict=True)):
+                break  # its disk had lost power
+            self.rows, sizes = rows, told
+        self._files = [open(folder / name, "ab") for name in FILES]
+        for file, size in zip(self._files, sizes, strict=True):
+            file.truncate(size)
+        self._journal = open(folder / JOURNAL, "w", encoding="utf-8")
+        self._segments = sizes[0] // (7 * 8)
+        if self.rows:
+            self._note()
+        else:
+            self._files[1].write(bytes(8))  # the first row begins at 0
+
+    def add(self, part: Part) -> None:
+        """Writes rows that follow."""
+        start = self._segments + np.cumsum(part.counts)
+        problems = "".join(json.dumps(problem) + "\n" for problem in part.problems)
+        for file, data in zip(self._files, (
+                part.table, start, part.targets, np.array(part.sizes, np.int64),
+                problems.encode()), strict=True):
+            file.write(data if isinstance(data, bytes) else data.astype(np.int64).tobytes())
+        self.rows, self._segments = self.rows + len(part.counts), int(start[-1])
+        self._note()
+
+    def _note(self) -> None:
+        for file in self._files:
+            file.flush()
+        self._journal.write(json.dumps([self.rows, *(f.tell() for f in self._files)]) + "\n")
+        self._journal.flush()
+
+    def close(self) -> None:
+        """Closes the files."""
+        for file in (*self._files, self._journal):
+            file.close()
+
+
+def _lines(journal: Path) -> Iterator[list[int]]:
+    """The whole lines of a journal; none where there is none."""
+    text = journal.read_text(encoding="utf-8") if journal.exists() else ""
+    for line in text.splitlines(keepends=True):
+        if line.endswith("\n"):
+            yield json.loads(line)
 
 
 def _parts(
     source: DataSource, reader: LengthReader, index_dir: Path, old: LengthIndex | None,
-    num_workers: int,
+    num_workers: int, first: int,
 ) -> Iterator[tuple[Part, int]]:
-    chunks = [range(k, min(k + CHUNK, len(source))) for k in range(0, len(source), CHUNK)]
+    """The rows from `first` on."""
+    chunks = [range(k, min(k + CHUNK, len(source))) for k in range(first, len(source), CHUNK)]
     if num_workers < 2 or len(source) < ALONE_BELOW:
         for chunk in chunks:
             yield _index_chunk(source, reader, old, chunk)

@@ -181,8 +181,6 @@ def test_a_folder_that_lacks_something_is_told_what(tmp_path, capsys):
             assert command.main([str(recipe), "--ranks", "2"]) == 2
             told = capsys.readouterr().err
             assert why in told and "orchmllm data index" in told and told.count("\n") == 1
-    assert dry_run_command.main([str(recipe), "data.preprocess=[a:1]"]) == 2
-    assert "not yet what a processor of transformers makes" in capsys.readouterr().err
 
 
 @pytest.mark.slow

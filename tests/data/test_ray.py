@@ -1,0 +1,159 @@
+"""Readers of a Ray cluster in place of worker processes: the same steps whoever decodes, and
+nothing is lost with a node, a reader or the room for objects. The clusters are real, of several
+nodes on this machine."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import threading
+from pathlib import Path
+
+import psutil
+import pytest
+
+from orchmllm.config.recipe import load_recipe
+from tests.lib.commands import make_demo_data, python
+from tests.lib.ranks import RankFailure, run_ranks
+from tests.lib.ray_clusters import cluster, variables
+from tests.lib.training import train
+from tests.lib.whole_folders import write_model, write_rows
+
+SMALL = """
+data: {{path: {folder}/demo, index_dir: {folder}/index, num_workers: 1}}
+model:
+  vision: {{num_layers: 1, hidden_size: 32, intermediate_size: 32}}
+  audio: {{num_layers: 1, hidden_size: 32, intermediate_size: 32}}
+  llm: {{num_layers: 1, hidden_size: 48, intermediate_size: 32}}
+train: {{num_steps: 12, batch_size: 2, warmup_steps: 2}}
+balance: {{dispatch: load, ranks_per_node: 2}}
+checkpoint: {{every_steps: -1}}
+"""
+HUNG_S = 20.0
+
+
+@pytest.fixture(scope="module")
+def recipe(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("ray")
+    make_demo_data(folder / "demo", 40)
+    for path in sorted((folder / "demo").rglob("*.jpg"))[:2]:
+        path.write_bytes(path.read_bytes()[:-200])
+    path = folder / "r.yaml"
+    path.write_text(SMALL.format(folder=folder))
+    return path
+
+
+def a_reader() -> psutil.Process:
+    return next(p for p in psutil.process_iter() if p.name().startswith("ray::Reader"))
+
+
+def stop_a_reader() -> None:
+    """One of them does nothing for HUNG_S."""
+    reader = a_reader()
+    reader.send_signal(signal.SIGSTOP)
+    threading.Timer(HUNG_S, reader.send_signal, [signal.SIGCONT]).start()
+
+
+def losses(world, recipe: Path, name: str, env: dict[str, str], *overrides: str,
+           killed: int = 0) -> list:
+    """killed: a process that is killed in step 5; a reader is stopped in step 2 then, and one is
+    killed in step 9."""
+    os.environ.update(env)
+
+    def on_step(step, row: dict) -> None:
+        if killed and world.rank == 0 and step.index == 2:
+            stop_a_reader()
+        if killed and world.rank == 0 and step.index == 5:
+            os.kill(killed, signal.SIGKILL)
+        if killed and world.rank == 0 and step.index == 9:
+            a_reader().kill()
+
+    rows = train(world, load_recipe(recipe, [
+        f"run.dir={recipe.parent}/{name}", "run.resume=never", *overrides]), on_step=on_step)
+    return [(row["loss"], row["grad_norm"], row["num_failed_media"]) for row in rows]
+
+
+def listed(recipe: Path, name: str) -> str:
+    """What the run has put into quarantine."""
+    return (recipe.parent / name / "quarantine.jsonl").read_text()
+
+
+@pytest.fixture(scope="module")
+def without(recipe) -> list:
+    return run_ranks(losses, 2, recipe, "without", {})[0]
+
+
+@pytest.mark.dist
+def test_losses_and_quarantine_are_those_without_ray(recipe, without):
+    with cluster(2):
+        got = run_ranks(losses, 2, recipe, "ray", variables(), "data.preprocess=ray")[0]
+    assert got == without and sum(row[2] for row in without)
+    assert listed(recipe, "ray") == listed(recipe, "without")
+
+
+@pytest.mark.slow
+@pytest.mark.dist
+def test_every_dispatch_and_a_reader_with_other_files(recipe, without):
+    with cluster(2):
+        for dispatch in ("bytes", "tensors"):
+            got = run_ranks(losses, 2, recipe, dispatch, variables(), "data.preprocess=ray",
+                            f"balance.dispatch={dispatch}")[0]
+            assert got == without, dispatch
+            assert listed(recipe, dispatch) == listed(recipe, "without")
+        with pytest.raises(RankFailure) as failure:
+            run_ranks(other_files, 2, recipe, variables())
+    texts = {text for _, text, _ in failure.value.errors.values()}
+    assert len(texts) == 1
+    assert "cannot be used: " in (text := texts.pop()) and "every node has to see" in text
+
+
+def other_files(world, recipe: Path, env: dict[str, str]) -> None:
+    """Ranks whose data are not those that the recipe names by the time readers open them."""
+    from orchmllm import trainer
+    from orchmllm.runtime.build import build_dataset
+
+    make_demo_data(recipe.parent / f"other{world.rank}", 30)
+    other = load_recipe(recipe, [f"data.path={recipe.parent}/other{world.rank}"])
+    trainer.build_dataset = lambda recipe, *args, **keys: build_dataset(other, *args, **keys)
+    losses(world, recipe, "other", env, "data.preprocess=ray")
+
+
+@pytest.mark.slow
+@pytest.mark.dist
+def test_a_node_a_reader_and_room_are_lost(recipe, without):
+    """Three nodes: one without cores for the ranks and two with a reader each, of which one is
+    killed in step 5; a reader is stopped for 20 s in step 2, and the one that is left is killed in
+    step 9; little room for objects."""
+    with cluster(0, 1, 1, store_mib=80) as nodes:
+        logs = Path(nodes.head_node.get_logs_dir_path())
+        [raylet] = nodes.list_all_nodes()[-1].all_processes["raylet"]
+        got = run_ranks(losses, 2, recipe, "lost", variables(), "data.preprocess=ray",
+                        killed=raylet.process.pid)[0]
+        said = "".join(path.read_text() for path in logs.glob("worker-*.err"))
+    assert got == without
+    assert listed(recipe, "lost") == listed(recipe, "without")
+    assert "data.preprocess: lost: node " in said and "Ray starts another reader" in said
+    assert re.search(r"step \d+, rank \d has waited 10 s for what it needs of \d+ examples, first "
+                     r"\S+data.jsonl, row \d+: node \S+, process \d+", said)
+
+
+@pytest.mark.slow
+@pytest.mark.dist
+@pytest.mark.whole
+def test_train_starts_a_cluster_of_its_own_for_a_model_of_transformers(tmp_path, monkeypatch):
+    """No cluster is there. A processor of transformers runs in the readers."""
+    monkeypatch.setenv("HOME", str(tmp_path))  # Ray writes a token for its cluster there
+    write_model("qwen3_vl", tmp_path / "model")
+    rows = write_rows(tmp_path)
+    (tmp_path / "r.yaml").write_text(f"model: {{pretrained: model}}\ndata: {{path: {rows.name}, "
+                                     "num_workers: 1}\ntrain: {num_steps: 6}\n")
+    found = {}
+    for name, overrides in (("without", []), ("ray", ["data.preprocess=ray"])):
+        done = python("-m", "orchmllm", "train", "r.yaml", f"run.dir={name}", *overrides,
+                      "launch.nproc_per_node=2", cwd=tmp_path)
+        assert done.returncode == 0, done.stderr
+        found[name] = [json.loads(line)["loss"] for line in
+                      (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
+    assert found["ray"] == found["without"] and len(found["ray"]) == 6
