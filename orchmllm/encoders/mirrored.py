@@ -90,7 +90,7 @@ class Mirrored(Tensor):
                 if not (value.is_new and are_known):
                     raise RuntimeError(f"{func} would change integers of a batch in place, which "
                                        "the host and the device both keep")
-                _on_host(func, *tree_map_only(cls, lambda x: x.host, (args, kwargs))[0])
+                on_host(func, *tree_map_only(cls, lambda x: x.host, (args, kwargs))[0])
                 return value
         for x in tensors:
             x.is_new = False
