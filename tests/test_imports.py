@@ -30,7 +30,7 @@ ALLOWED = {
     "data": ("config", "plan", "batch", "comm", "orchestrator"),
     "runtime": ("launch", "config", "plan", "batch", "comm", "models", "orchestrator", "data"),
     "hf": ("config", "plan", "models", "data"),
-    "composition": ("models", "data", "hf"),
+    "composition": ("batch", "models", "data", "hf"),
     "sharding": ("config", "plan", "batch", "counts", "comm", "models", "data", "hf", "encoders"),
     "proof": ("config", "plan", "batch", "counts", "comm", "encoders", "models", "data",
               "sharding"),

@@ -36,7 +36,8 @@ from transformers.modeling_outputs import (
 
 from orchmllm.composition.configuration import ComposedConfig, audio_rows
 from orchmllm.composition.weights import load_linked
-from orchmllm.composition.whisper import PackedWhisperEncoder, windows
+from orchmllm.composition.whisper import PackedWhisperEncoder
+from orchmllm.models.audio import windows
 from orchmllm.models.parts import Connector
 
 
@@ -150,6 +151,11 @@ class ComposedPreTrainedModel(PreTrainedModel):
     _skip_keys_device_placement = ("past_key_values",)
     _supports_flash_attn = _supports_sdpa = _supports_flex_attn = True
     _supports_attention_backend = True
+
+    @classmethod
+    def is_custom_code(cls) -> bool:
+        """See PackedWhisperEncoder: initial values of towers are those of their own classes."""
+        return False
 
     @classmethod
     def from_pretrained(cls, folder: str | PathLike | None, *args: Any, **options: Any) -> Any:
