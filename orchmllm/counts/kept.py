@@ -13,8 +13,8 @@ from typing import Any
 from uuid import uuid4
 
 FOLDER = f"{os.environ.get('XDG_CACHE_HOME') or '~/.cache'}/orchmllm/counts"
-# Of this package, by which counts differ.
-_CODE = ("composition", "counts", "encoders", "models", "proof")
+# Of this package, by which counts and proofs differ.
+_CODE = ("comm", "composition", "counts", "data", "encoders", "models", "plan", "proof")
 log = logging.getLogger("orchmllm.counts")
 
 
@@ -54,5 +54,5 @@ def _digest(text: str) -> str:
 
 def _code() -> str:
     root = Path(__file__).parents[1]
-    return _digest("".join(path.read_text(encoding="utf-8") for room in _CODE
-                           for path in sorted((root / room).glob("*.py"))))
+    files = [path for room in _CODE for path in sorted((root / room).rglob("*.py"))]
+    return _digest("".join(f.read_text(encoding="utf-8") for f in [root / "batch.py", *files]))
