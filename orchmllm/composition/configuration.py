@@ -16,14 +16,15 @@ class ComposedConfig(PreTrainedConfig):
     spatial_merge_size: m x m patches of an image become one row (1 of a tower that merges them
     itself); image_size: height and width in pixels of the images or tiles that a tower for images
     of one size gets, which may have been trained with others; audio_stack: positions of a clip
-    that become one."""
+    that become one; audio_packed: a clip is encoded without silence after it, by Whisper's encoder
+    (orchmllm.composition.whisper), and not as a window of one length."""
 
     model_type = COMPOSED
     def __init__(
         self, text_config: Any = None, vision_config: Any = None, audio_config: Any = None, *,
         image_token_id: int | None = None, audio_token_id: int | None = None,
         spatial_merge_size: int = 1, image_size: Sequence[int] | None = None, audio_stack: int = 2,
-        **options: Any,
+        audio_packed: bool = False, **options: Any,
     ) -> None:
         for name, part in (("text_config", text_config), ("vision_config", vision_config),
                            ("audio_config", audio_config)):
@@ -33,7 +34,7 @@ class ComposedConfig(PreTrainedConfig):
                 setattr(self, name, part)
         self.image_token_id, self.audio_token_id = image_token_id, audio_token_id
         self.spatial_merge_size, self.audio_stack = spatial_merge_size, audio_stack
-        self.image_size = image_size
+        self.image_size, self.audio_packed = image_size, audio_packed
         tied = getattr(getattr(self, "text_config", None), "tie_word_embeddings", False)
         super().__init__(**{"tie_word_embeddings": tied, **options})
 

@@ -4,7 +4,8 @@ the LLM.
 A tower is asked how it is called: one whose forward takes `grid_thw` gets the patches of images of
 any size and merges them itself; any other one gets images, or tiles of images, of one size, and its
 last positions are those of the patches (class and register tokens come first). A clip is a window
-of its tower, silence included, and the positions of its own frames become rows.
+of its tower, silence included, and the positions of its own frames become rows; or, packed, its
+own frames alone are encoded.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ from transformers.modeling_outputs import (
 
 from orchmllm.composition.configuration import ComposedConfig, audio_rows
 from orchmllm.composition.weights import load_linked
+from orchmllm.composition.whisper import PackedWhisperEncoder, windows
 from orchmllm.models.parts import Connector
 
 
@@ -123,6 +125,23 @@ class _Windows:
                                           pooler_output=rows.split(counts))
 
 
+class _Clips:
+    """get_audio_features of a tower for clips of any length."""
+
+    def get_audio_features(self, input_features: Tensor, feature_attention_mask: Tensor, **_: Any
+                           ) -> BaseModelOutputWithPooling:
+        """input_features (n, mel bands, frames); feature_attention_mask (n, frames): 1 at those of
+        the clip; pooler_output: rows of each clip."""
+        stack, states = self.config.audio_stack, self.audio_tower(
+            input_features, feature_attention_mask).last_hidden_state
+        frames = np.array(feature_attention_mask.sum(-1).tolist(), np.int64)
+        counts = audio_rows(frames, stack)
+        groups = windows(states, (frames + 1) // 2, counts, 0, stack, stack)
+        rows = self.audio_projector(groups.flatten(0, 1))
+        return BaseModelOutputWithPooling(last_hidden_state=states,
+                                          pooler_output=rows.split(counts.tolist()))
+
+
 class ComposedPreTrainedModel(PreTrainedModel):
     config_class = ComposedConfig
     base_model_prefix = "model"
@@ -148,7 +167,9 @@ class ComposedModel(ComposedPreTrainedModel):
         if cls is ComposedModel:
             vision = getattr(config, "vision_config", None)
             kinds = [_Grids if takes_grids(vision) else _Images] if vision else []
-            cls = _with_features(*kinds, *[_Windows] * hasattr(config, "audio_config"))
+            if hasattr(config, "audio_config"):
+                kinds.append(_Clips if config.audio_packed else _Windows)
+            cls = _with_features(*kinds)
         return super().__new__(cls)
 
     def __reduce__(self) -> tuple:
@@ -164,7 +185,8 @@ class ComposedModel(ComposedPreTrainedModel):
             self.vision_projector = Connector(
                 width_of(vision), config.spatial_merge_size**2, width)
         if audio := getattr(config, "audio_config", None):
-            self.audio_tower = tower_class(audio)._from_config(audio)
+            tower = PackedWhisperEncoder if config.audio_packed else tower_class(audio)
+            self.audio_tower = tower._from_config(audio)
             self.audio_projector = Connector(width_of(audio), config.audio_stack, width)
         if any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in self.modules()):
             raise ValueError("a tower has batch normalisation, by which images that are encoded "
@@ -181,9 +203,9 @@ class ComposedModel(ComposedPreTrainedModel):
     def forward(
         self, input_ids: Tensor | None = None, pixel_values: Tensor | None = None,
         image_grid_thw: Tensor | None = None, input_features: Tensor | None = None,
-        input_features_mask: Tensor | None = None, attention_mask: Tensor | None = None,
-        position_ids: Tensor | None = None, past_key_values: Any = None,
-        inputs_embeds: Tensor | None = None, **options: Any,
+        input_features_mask: Tensor | None = None, feature_attention_mask: Tensor | None = None,
+        attention_mask: Tensor | None = None, position_ids: Tensor | None = None,
+        past_key_values: Any = None, inputs_embeds: Tensor | None = None, **options: Any,
     ) -> BaseModelOutputWithPast:
         """The last hidden states, (b, n, width), of input_ids (b, n), or of their inputs_embeds (b,
         n, width); media are as get_image_features and get_audio_features take them, and come with
@@ -196,9 +218,10 @@ class ComposedModel(ComposedPreTrainedModel):
             features = self.get_image_features(pixel_values=pixel_values, **grids).pooler_output
             inputs_embeds = _placed(inputs_embeds, input_ids, self.config.image_token_id, features)
         if input_features is not None:
+            masks = {"feature_attention_mask": feature_attention_mask} if self.config.audio_packed \
+                else {"input_features_mask": input_features_mask}
             features = self.get_audio_features(
-                input_features=input_features, input_features_mask=input_features_mask
-            ).pooler_output
+                input_features=input_features, **masks).pooler_output
             inputs_embeds = _placed(inputs_embeds, input_ids, self.config.audio_token_id, features)
         return self.language_model(
             inputs_embeds=inputs_embeds, attention_mask=attention_mask, position_ids=position_ids,
@@ -243,18 +266,19 @@ class ComposedForConditionalGeneration(ComposedPreTrainedModel, GenerationMixin)
     def forward(
         self, input_ids: Tensor | None = None, pixel_values: Tensor | None = None,
         image_grid_thw: Tensor | None = None, input_features: Tensor | None = None,
-        input_features_mask: Tensor | None = None, attention_mask: Tensor | None = None,
-        position_ids: Tensor | None = None, past_key_values: Any = None,
-        inputs_embeds: Tensor | None = None, labels: Tensor | None = None,
-        logits_to_keep: int | Tensor = 0, **options: Any,
+        input_features_mask: Tensor | None = None, feature_attention_mask: Tensor | None = None,
+        attention_mask: Tensor | None = None, position_ids: Tensor | None = None,
+        past_key_values: Any = None, inputs_embeds: Tensor | None = None,
+        labels: Tensor | None = None, logits_to_keep: int | Tensor = 0, **options: Any,
     ) -> CausalLMOutputWithPast:
         """Logits (b, k, vocabulary), see ComposedModel.forward; labels (b, n) as other models take
         them."""
         out = self.model(
             input_ids=input_ids, pixel_values=pixel_values, image_grid_thw=image_grid_thw,
             input_features=input_features, input_features_mask=input_features_mask,
-            attention_mask=attention_mask, position_ids=position_ids,
-            past_key_values=past_key_values, inputs_embeds=inputs_embeds, **options)
+            feature_attention_mask=feature_attention_mask, attention_mask=attention_mask,
+            position_ids=position_ids, past_key_values=past_key_values,
+            inputs_embeds=inputs_embeds, **options)
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         logits = self.lm_head(out.last_hidden_state[:, kept])
         loss = None

@@ -9,18 +9,18 @@ from functools import lru_cache
 from typing import Any
 
 import numpy as np
-from transformers import AutoProcessor, ProcessorMixin
+from transformers import AutoProcessor, BatchFeature, ProcessorMixin
 
 from orchmllm.composition.configuration import ComposedConfig, audio_rows
 
 PARTS = ("image_processor", "feature_extractor", "tokenizer")
 SETTINGS = ("image_token", "audio_token", "patch_size", "spatial_merge_size", "audio_stack",
-            "chat_template")
+            "audio_packed", "chat_template")
 
 
 class ComposedProcessor(ProcessorMixin):
     """Parts by their names, of which the image processor or the feature extractor may be missing.
-    patch_size: pixels of the side of a patch; spatial_merge_size, audio_stack: see
+    patch_size: pixels of the side of a patch; spatial_merge_size, audio_stack, audio_packed: see
     ComposedConfig; image_token, audio_token: what stands for a medium in a text, and, as often as
     it has rows of features, in what the model is given."""
 
@@ -32,8 +32,8 @@ class ComposedProcessor(ProcessorMixin):
 
     def __init__(
         self, *, image_token: str = "", audio_token: str = "", patch_size: int = 1,
-        spatial_merge_size: int = 1, audio_stack: int = 1, chat_template: str | None = None,
-        **parts: Any,
+        spatial_merge_size: int = 1, audio_stack: int = 1, audio_packed: bool = False,
+        chat_template: str | None = None, **parts: Any,
     ) -> None:
         super().__init__(chat_template=chat_template, **parts)
         if hasattr(self, "image_processor"):
@@ -43,7 +43,7 @@ class ComposedProcessor(ProcessorMixin):
             self.audio_token = audio_token
             self.audio_token_id = self.tokenizer.convert_tokens_to_ids(audio_token)
         self.patch_size, self.spatial_merge_size = patch_size, spatial_merge_size
-        self.audio_stack = audio_stack
+        self.audio_stack, self.audio_packed = audio_stack, audio_packed
 
     def __reduce__(self) -> tuple:
         """For pickle and copy, which would make one of other parts, or not find the class."""
@@ -77,10 +77,34 @@ class ComposedProcessor(ProcessorMixin):
         return self.image_token * rows
 
     def _process_audio(self, audio: Any, **options: Any) -> tuple[dict, list[str]]:
-        made = self.feature_extractor(audio, **options)
-        made["input_features_mask"] = made.pop("attention_mask")
-        return made, [self.audio_token * audio_rows(int(np.sum(frames)), self.audio_stack)
-                      for frames in np.asarray(made["input_features_mask"])]
+        if self.audio_packed:
+            made = self._of_clips(audio, options)
+        else:
+            made = self.feature_extractor(audio, **options)
+            made["input_features_mask"] = made.pop("attention_mask")
+        mask = np.asarray(made["feature_attention_mask" if self.audio_packed
+                               else "input_features_mask"])
+        return made, [self.audio_token * rows
+                      for rows in audio_rows(mask.sum(-1), self.audio_stack).tolist()]
+
+    def _of_clips(self, audio: Sequence[np.ndarray], options: Mapping[str, Any]) -> BatchFeature:
+        """Frames of clips, each of which is computed as if silence came after it, filled to the
+        longest. Raises ValueError for a clip that is longer than a window."""
+        extractor, frames = self.feature_extractor, []
+        for clip in audio:
+            if len(clip) > extractor.n_samples:
+                raise ValueError(f"a clip has {len(clip)} samples, of at most "
+                                 f"{extractor.n_samples}: cut it")
+            heard = np.pad(clip, (0, extractor.n_fft))
+            made = extractor(heard, **{**options, "padding": False, "truncation": False,
+                                       "return_attention_mask": False, "return_tensors": "np"})
+            frames.append(made["input_features"][0][:, : -(-len(clip) // extractor.hop_length)])
+        lengths = np.array([clip.shape[1] for clip in frames])
+        filled = [np.pad(clip, ((0, 0), (0, lengths.max() - clip.shape[1]))) for clip in frames]
+        return BatchFeature({
+            "input_features": np.stack(filled),
+            "feature_attention_mask": (np.arange(lengths.max()) < lengths[:, None]).astype(
+                np.int32)}, tensor_type=options.get("return_tensors"))
 
     @property
     def unused_input_names(self) -> list[str]:
@@ -88,7 +112,8 @@ class ComposedProcessor(ProcessorMixin):
 
     @property
     def model_input_names(self) -> list[str]:
-        return [*super().model_input_names, "input_features_mask"]
+        return [*super().model_input_names, "feature_attention_mask" if self.audio_packed
+                else "input_features_mask"]
 
 
 def _of_parts(*parts: str) -> ComposedProcessor:

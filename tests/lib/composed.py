@@ -72,7 +72,7 @@ LLMS = {
     "qwen3_moe": lambda n: transformers.Qwen3MoeConfig(
         **_TEXT, vocab_size=n, head_dim=8, num_experts=4, num_experts_per_tok=2,
         moe_intermediate_size=12)}
-# name -> (tower, clips, LLM, tiles, tokens without a row in the LLM's table)
+# name -> (tower, clips, which may be `packed`, LLM, tiles, tokens without a row in the LLM's table)
 COMPOSED = {
     "siglip_whisper_qwen2": ("siglip", True, "qwen2", 0, True),
     "clip_tiled_qwen3_moe": ("clip", False, "qwen3_moe", 4, False),
@@ -80,6 +80,7 @@ COMPOSED = {
     "qwen2_5_vl_qwen3": ("qwen2_5_vl", False, "qwen3", 0, True),
     "internvit_tiled_llama": ("internvit", False, "llama", 4, True),
     "dinov2_qwen2": ("dinov2", False, "qwen2", 0, False),
+    "qwen2_vl_packed_whisper_qwen2": ("qwen2_vl", "packed", "qwen2", 0, True),
     "whisper_qwen3": ("", True, "qwen3", 0, False)}
 
 
@@ -92,7 +93,8 @@ def write_parts(name: str, folder: Path) -> Parts:
     torch.manual_seed(0)
     tower, hears, llm, tiles, added = COMPOSED[name]
     parts = Parts(folder / "llm", folder / "vision" if tower else None,
-                  folder / "audio" if hears else None, tiles)
+                  folder / "audio" if hears else None, tiles,
+                  audio_packed=hears == "packed")
     if tower:
         model, images = VISION[tower]()
         _save(model, parts.vision)

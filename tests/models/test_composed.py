@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import pickle
 import shutil
@@ -10,9 +11,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 import transformers
 from PIL import Image
 from torch.utils.flop_counter import FlopCounterMode
+from transformers.models.whisper.modeling_whisper import WhisperEncoder
 
 from orchmllm.config.model import ModelConfig
 from orchmllm.models.flops import Lengths, phase_work
@@ -40,6 +43,18 @@ def given(processor, hears: bool, shows: bool) -> dict:
     return {n: v.double() if v.is_floating_point() else v for n, v in out.items()}
 
 
+def alone(tower, frames: torch.Tensor) -> torch.Tensor:
+    """Positions (P, C) of one clip, frames (mel bands, n), by torch's convolutions and the layers
+    of Whisper."""
+    stock = WhisperEncoder._from_config(copy.deepcopy(tower.config), attn_implementation="sdpa")
+    stock.double().load_state_dict(tower.state_dict())
+    x = F.gelu(stock.conv2(F.gelu(stock.conv1(frames[None])))).transpose(1, 2)
+    x = x + stock.embed_positions.weight[: x.shape[1]]
+    for layer in stock.layers:
+        x = layer(x, None)
+    return stock.layer_norm(x)[0]
+
+
 def features(model, given: dict) -> dict[int, list[torch.Tensor]]:
     """token -> rows of features, by the parts, one medium and one square of patches at a time."""
     inner, config, found = model.model, model.config, {}
@@ -60,9 +75,12 @@ def features(model, given: dict) -> dict[int, list[torch.Tensor]]:
                 for row in (0, 1) for column in (0, 1)]
     if "input_features" in given:
         found[config.audio_token_id] = []
-        for window, mask in zip(given["input_features"], given["input_features_mask"], strict=True):
-            states = inner.audio_tower(window[None]).last_hidden_state[0]
+        mask_of = given["feature_attention_mask" if config.audio_packed else "input_features_mask"]
+        for window, mask in zip(given["input_features"], mask_of, strict=True):
             positions = (int(mask.sum()) + 1) // 2
+            states = (alone(inner.audio_tower, window[:, : int(mask.sum())]) if config.audio_packed
+                      else inner.audio_tower(window[None]).last_hidden_state[0])
+            states = F.pad(states, (0, 0, 0, 1))
             found[config.audio_token_id] += [
                 inner.audio_projector(states[k: k + 2].reshape(1, -1))
                 for k in range(0, positions, 2)]
@@ -81,7 +99,7 @@ def test_the_model_is_its_parts_called_by_hand(name, tmp_path):
         tmp_path / "model", dtype=torch.float64, experts_implementation="eager")
     processor = transformers.AutoProcessor.from_pretrained(tmp_path / "model", backend="pil")
     model, processor = pickle.loads(pickle.dumps((model, processor)))
-    inputs = given(processor, hears, bool(tower))
+    inputs = given(processor, bool(hears), bool(tower))
     ids, config = inputs["input_ids"][0], model.config
     media = features(model, inputs)
     assert media.keys() == {t for t in (config.image_token_id, config.audio_token_id) if t}

@@ -31,7 +31,7 @@ COUNTS = [3, 1, 0, 2, 0, 4, 2, 0, *[0, 2, *[0] * 6], *[0] * 8, 2, 3]
 def write_rows(folder: Path, name: str) -> None:
     """Images and clips in turn, of those that a composition takes."""
     tower, hears, *_ = composed.COMPOSED[name]
-    kinds = ["image"] * bool(tower) + ["audio"] * hears
+    kinds = ["image"] * bool(tower) + ["audio"] * bool(hears)
     rng = np.random.default_rng(0)
     with open(folder / "data.jsonl", "w", encoding="utf-8") as file:
         for i, count in enumerate(COUNTS):

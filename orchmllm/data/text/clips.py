@@ -24,8 +24,10 @@ class Clips:
     def __init__(self, processor: Any, config: Any) -> None:
         extractor = processor.feature_extractor
         self.geometry = AudioGeometry(extractor.sampling_rate)
-        # Other towers than those of omni models encode windows of one length, with their padding.
-        self._windows = not hasattr(config.audio_config, "n_window")
+        # Towers but those of omni models and packed ones encode windows of one length, with their
+        # padding.
+        self._windows = not (hasattr(config.audio_config, "n_window")
+                             or getattr(config, "audio_packed", False))
         longest_s = getattr(processor, "max_audio_len", extractor.chunk_length)
         self._most_samples = longest_s // extractor.chunk_length * extractor.n_samples
         self._token = processor.audio_token

@@ -29,6 +29,9 @@ def main(argv: list[str]) -> int:
                         "most N tiles of the tower's size (default: it is resized to that size)")
     parser.add_argument("--audio-stack", type=int, default=2, metavar="N", help="positions of a "
                         "clip, of 20 ms, that become one of the LLM (default: 2)")
+    parser.add_argument("--audio-packed", action="store_true", help="encode the clips of a Whisper "
+                        "model without the silence after them, which it has seen while it was "
+                        "trained (default: as windows of 30 s)")
     parser.add_argument("--chat-template", type=Path, metavar="FILE", help="a Jinja template that "
                         "writes <|image_pad|> and <|audio_pad|> for media, instead of the LLM's")
     args = parser.parse_args(argv)
@@ -43,7 +46,7 @@ def main(argv: list[str]) -> int:
 
     template = args.chat_template.read_text(encoding="utf-8") if args.chat_template else ""
     config = compose(Parts(args.llm, args.vision, args.audio, args.tiles, args.audio_stack,
-                           template), args.out)
+                           template, args.audio_packed), args.out)
     key = "pretrained" if (args.out / PARTS).is_file() else "config"
     parts = [f"{kind}: {part.model_type}" for kind in ("vision", "audio", "text")
              if (part := getattr(config, f"{kind}_config", None))]

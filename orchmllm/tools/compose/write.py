@@ -23,6 +23,7 @@ from transformers import (
     AutoTokenizer,
     PreTrainedConfig,
     PreTrainedTokenizerBase,
+    WhisperConfig,
 )
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, rename_source_key
@@ -51,7 +52,7 @@ class Parts(NamedTuple):
     """Folders of save_pretrained, of which vision or audio may be missing. That of a vision tower
     may be one of CLIP's kind, or of a whole model that has such a tower; that of Whisper has its
     decoder, which is left out. tiles: an image is cut into at most so many, and shown as a whole as
-    well (0: it is not cut). audio_stack: see ComposedConfig. template: a chat template instead of
+    well (0: it is not cut). audio_stack, audio_packed: see ComposedConfig. template: a chat template instead of
     that of the LLM."""
 
     llm: Path
@@ -60,6 +61,7 @@ class Parts(NamedTuple):
     tiles: int = 0
     audio_stack: int = 2
     template: str = ""
+    audio_packed: bool = False
 
 
 def compose(parts: Parts, out: Path) -> ComposedConfig:
@@ -82,6 +84,9 @@ def compose(parts: Parts, out: Path) -> ComposedConfig:
         given["audio_config"] = _part_config(parts.audio, "audio_config")
         named["feature_extractor"] = _read(AutoFeatureExtractor, parts.audio)
         named["audio_stack"] = given["audio_stack"] = parts.audio_stack
+        named["audio_packed"] = given["audio_packed"] = parts.audio_packed
+        if parts.audio_packed:
+            _check_whisper(parts.audio, given["audio_config"], named["feature_extractor"])
     config = ComposedConfig(text, **given, dtype=text.dtype,
                             architectures=[ComposedForConditionalGeneration.__name__])
     for why in refusals(config):
@@ -159,6 +164,17 @@ def _read(kind: type, folder: Path, **options: Any) -> Any:
 def _part_config(folder: Path, name: str) -> PreTrainedConfig:
     config = _read(AutoConfig, folder)
     return getattr(config, name, config)
+
+
+def _check_whisper(folder: Path, config: PreTrainedConfig, extractor: Any) -> None:
+    """Raises ValueError for a part whose clips cannot be encoded without silence after them."""
+    if not isinstance(config, WhisperConfig):
+        raise ValueError(f"{folder}: clips are packed in the encoder of Whisper alone, and this is "
+                         f"a {config.model_type}: leave --audio-packed out")
+    if extractor.nb_max_frames > 2 * config.max_source_positions:
+        raise ValueError(f"{folder}: its feature extractor takes clips of "
+                         f"{extractor.nb_max_frames} frames, of which its max_source_positions "
+                         f"({config.max_source_positions}) are too few")
 
 
 def _text_config(folder: Path) -> PreTrainedConfig:
