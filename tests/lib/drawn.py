@@ -7,7 +7,7 @@ import json
 import shutil
 import tempfile
 from collections.abc import Mapping
-from functools import lru_cache
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ def model_of(**changes: Mapping[str, Any] | int) -> ModelConfig:
     return ModelConfig(config=str(_folder(json.dumps(changes, sort_keys=True))))
 
 
-@lru_cache(maxsize=None)
+@cache
 def _folder(changes: str) -> Path:
     config = json.loads((Path(MODEL.config) / "config.json").read_text())
     given = json.loads(changes)

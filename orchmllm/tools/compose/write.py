@@ -52,8 +52,8 @@ class Parts(NamedTuple):
     """Folders of save_pretrained, of which vision or audio may be missing. That of a vision tower
     may be one of CLIP's kind, or of a whole model that has such a tower; that of Whisper has its
     decoder, which is left out. tiles: an image is cut into at most so many, and shown as a whole as
-    well (0: it is not cut). audio_stack, audio_packed: see ComposedConfig. template: a chat template instead of
-    that of the LLM."""
+    well (0: it is not cut). audio_stack, audio_packed: see ComposedConfig. template: a chat
+    template instead of that of the LLM."""
 
     llm: Path
     vision: Path | None = None
