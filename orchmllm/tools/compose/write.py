@@ -100,22 +100,34 @@ def compose(parts: Parts, out: Path) -> ComposedConfig:
             raise ValueError(f"{parts.vision}: its image processor makes images of {size[0]} x "
                              f"{size[1]} pixels, which its tower refuses: {error}") from error
     links = _links(model, parts, out)
-    template = parts.template or _template_of(tokenizer, parts.llm, tokens)
-    processor = ComposedProcessor(
-        **named, chat_template=template, **{f"{kind}_token": t for kind, t in tokens.items()})
-    out.mkdir(parents=True)
-    config.save_pretrained(out)
-    processor.save_pretrained(out)
-    if (parts.llm / GENERATION_CONFIG_NAME).is_file():
-        shutil.copyfile(parts.llm / GENERATION_CONFIG_NAME, out / GENERATION_CONFIG_NAME)
-    if links:
-        _write_links(links, out)
+    template = parts.template or template_of(tokenizer, parts.llm, tokens)
+    write_folder(out, config, named, template, tokens)
     try:
-        Processor(out)  # as training opens it, with its proofs
+        if (parts.llm / GENERATION_CONFIG_NAME).is_file():
+            shutil.copyfile(parts.llm / GENERATION_CONFIG_NAME, out / GENERATION_CONFIG_NAME)
+        if links:
+            _write_links(links, out)
     except BaseException:
         shutil.rmtree(out)
         raise
     return config
+
+
+def write_folder(out: Path, config: ComposedConfig, parts: Mapping[str, Any], template: str,
+                 tokens: Mapping[str, str]) -> None:
+    """The configuration and the processor of a model, in a folder that must not exist. parts: of
+    the processor and its settings, see ComposedProcessor; tokens: that stand for media, by kind.
+    Raises ValueError, and leaves no folder, where the processor cannot be used."""
+    processor = ComposedProcessor(
+        **parts, chat_template=template, **{f"{kind}_token": t for kind, t in tokens.items()})
+    out.mkdir(parents=True)
+    try:
+        config.save_pretrained(out)
+        processor.save_pretrained(out)
+        Processor(out)  # as training opens it, with its proofs
+    except BaseException:
+        shutil.rmtree(out)
+        raise
 
 
 def save_parts(model: ComposedForConditionalGeneration, folder: Path, max_file_bytes: int) -> None:
@@ -211,7 +223,7 @@ def _images(parts: Parts, vision: PreTrainedConfig) -> tuple[Any, list[int] | No
     return images, size, next(m for m in (2, 3, 1) if not any(side % m for side in sides))
 
 
-def _template_of(tokenizer: PreTrainedTokenizerBase, folder: Path, tokens: Mapping[str, str]
+def template_of(tokenizer: PreTrainedTokenizerBase, folder: Path, tokens: Mapping[str, str]
                  ) -> str:
     """The chat template of the LLM, which writes media as well. Raises ValueError where it does not
     write texts as before."""

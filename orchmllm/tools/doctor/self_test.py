@@ -165,7 +165,7 @@ def in_order_loader(trainer: Trainer):
 
     size = trainer.progress.global_batch_size
     return StepLoader(trainer.dataset, GlobalSampler(range(size), size, shuffle=False),
-                      trainer.orchestrator, num_steps=1, prefetch=0)
+                      trainer.orchestrator, num_steps=1, prefetch=0, feed=trainer._feed)
 
 
 def compare(what: str, got: dict[str, torch.Tensor], want: dict[str, torch.Tensor]) -> None:

@@ -1,29 +1,29 @@
-"""Examples made from their index alone: random lengths, rows and labels, no files."""
+"""Examples made from their index alone: random lengths, media and labels, no files; and a tiny
+model that they are for."""
 
 from __future__ import annotations
 
-import zlib
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
-from orchmllm.batch import IGNORE_INDEX, Example
-from orchmllm.config.model import AudioConfig, LLMConfig, ModelConfig, VisionConfig
+from orchmllm.batch import IGNORE_INDEX, ProcessedExample, joined
+from orchmllm.config.model import ModelConfig
 from orchmllm.config.recipe import DataConfig, FsdpConfig, Recipe, RunConfig, TrainConfig
+from orchmllm.data.lengths import MeasuredExample
+from orchmllm.data.segments import KINDS
 from orchmllm.plan.geometry import AudioGeometry, VisionGeometry, text_lengths
 from orchmllm.plan.layout import AUDIO, TEXT, VISION, BatchLayout
 
 VOCAB = 64
-MODEL = ModelConfig(
-    vision=VisionConfig(num_layers=2, hidden_size=16, intermediate_size=32, num_heads=2,
-                        max_side=112),
-    audio=AudioConfig(num_layers=2, hidden_size=16, intermediate_size=32, num_heads=2,
-                      num_mels=8),
-    llm=LLMConfig(vocab_size=VOCAB, num_layers=2, hidden_size=32, intermediate_size=48,
-                  num_heads=4, num_kv_heads=2),
-)
+TOKENS = {VISION: 64, AUDIO: 65}  # of media, as the model's config.json has them
+MODEL = ModelConfig(config=str(Path(__file__).parent / "model"))
 
 
 def recipe(**changes) -> Recipe:
@@ -34,6 +34,16 @@ def recipe(**changes) -> Recipe:
     return replace(base, **changes)
 
 
+class _Reader:
+    """What a feed asks of the reader of a dataset."""
+
+    processor = SimpleNamespace(arithmetic=dict)  # nothing travels as bytes
+
+    def __init__(self, dataset: SyntheticDataset) -> None:
+        self.blank = dataset.blank
+        self.image_row_bytes = lambda raw: 4 * dataset.vision.row_size
+
+
 @dataclass
 class SyntheticDataset:
     """Example i has the modalities of kinds[i % len(kinds)], a string of T, V and A segments in
@@ -42,11 +52,15 @@ class SyntheticDataset:
     kinds: Sequence[str] = ("TVT", "TAT", "T", "TVTAT", "VVT", "AT", "TT", "TVAVT")
     size: int = 24
     unlabelled: frozenset[int] = frozenset()
-    vision: VisionGeometry = field(default_factory=lambda: MODEL.vision.geometry)
-    audio: AudioGeometry = field(default_factory=lambda: MODEL.audio.geometry)
+    vision: VisionGeometry = field(default_factory=lambda: VisionGeometry(max_side=112))
+    audio: AudioGeometry = field(default_factory=lambda: AudioGeometry(num_mels=8, stack=2))
 
     def __len__(self) -> int:
         return self.size
+
+    @property
+    def reader(self) -> _Reader:
+        return _Reader(self)
 
     def split(self, num_validation: int) -> tuple[range, range]:
         return range(self.size - num_validation), range(self.size - num_validation, self.size)
@@ -72,44 +86,67 @@ class SyntheticDataset:
         return f"synthetic, row {i + 1}"
 
     def layout(self, i: int) -> BatchLayout:
-        targets = int((self.load(i, segments=()).labels != IGNORE_INDEX).sum())
+        targets = int((self._text(i)[1][1:] != IGNORE_INDEX).sum())
         return BatchLayout.from_segments(i, targets, list(self._segments(i)))
 
-    def load(self, i: int, *, text: bool = True, segments: Sequence[int] | None = None,
-             encoded: Sequence[int] = (), on_error=None) -> Example:
-        parts = list(self._segments(i))
-        media = {}
-        for k, (modality, lengths) in enumerate(parts):
-            if modality == TEXT or (segments is not None and k not in segments):
-                continue
-            if k in encoded:
-                media[k] = torch.frombuffer(bytearray(self.read(i, k)), dtype=torch.uint8)
-                continue
-            rng = np.random.default_rng([11, i, k])
-            media[k] = torch.from_numpy(
-                rng.integers(0, 256, (lengths.rows, self.vision.row_size), dtype=np.uint8)
-                if modality == VISION
-                else rng.standard_normal((lengths.rows, self.audio.row_size), dtype=np.float32))
-        if not text:
-            return Example(i, None, None, media)
+    def load(self, i: int, *, text: bool = True, segments: Collection[int] | None = None,
+             encoded: Collection[int] = (), raw: Collection[str] = (),
+             row: MeasuredExample | None = None, on_error=None) -> ProcessedExample:
+        """See orchmllm.data.processed.ProcessedReader.load."""
+        layout = self.layout(i)
+        at = np.flatnonzero(layout.modality != TEXT).tolist()
+        parts: dict[int, Any] = {k: self._medium(i, k, layout) for k in at if k not in encoded and (
+            segments is None or k in segments)}
+        media = self._of_example(layout)
+        if segments is None:
+            for kind in (KINDS[VISION], KINDS[AUDIO]):
+                if held := [p[kind.content] for p in parts.values() if kind.content in p]:
+                    media[kind.content] = joined(held, 0)
+            parts = {}
+        parts |= {k: MeasuredExample(layout, None, None, [], None) for k in encoded}
+        ids, labels = self._text(i) if text else (None, None)
+        return ProcessedExample(i, ids, labels, media, layout, parts, {
+            k: KINDS[int(layout.modality[k])].content for k in at})
+
+    def blank(self, modality: int) -> dict[str, Tensor]:
+        """The tensors of a small black image or a silent clip."""
+        if modality == VISION:
+            return {"pixel_values": torch.zeros(16, self.vision.row_size),
+                    "image_grid_thw": torch.tensor([[1, 4, 4]])}
+        return _clip(torch.zeros(1, self.audio.num_mels, 8))
+
+    def _text(self, i: int) -> tuple[Tensor, Tensor]:
+        """Ids and labels (n,), of which the latter are learnt in about 7 of 10 places of text."""
         rng = np.random.default_rng([13, i])
-        n = sum(lengths.num_tokens for _, lengths in parts)
-        token_ids = torch.from_numpy(rng.integers(1, VOCAB, n).astype(np.int32))
-        is_text = np.concatenate(
-            [np.full(lengths.num_tokens, m == TEXT) for m, lengths in parts])
-        labels = rng.integers(1, VOCAB, n).astype(np.int32)
-        labels[~is_text | (rng.random(n) < 0.3) | (i in self.unlabelled)] = IGNORE_INDEX
-        return Example(i, torch.where(torch.from_numpy(is_text), token_ids, 0),
-                       torch.from_numpy(labels), media)
+        ids = np.concatenate([
+            np.full(n.num_tokens, TOKENS[modality]) if modality != TEXT
+            else rng.integers(1, VOCAB, n.num_tokens) for modality, n in self._segments(i)])
+        lost = (ids >= VOCAB) | (rng.random(len(ids)) < 0.3) | (i in self.unlabelled)
+        return torch.from_numpy(ids), torch.from_numpy(np.where(lost, IGNORE_INDEX, ids))
 
-    def read(self, i: int, segment: int, *, on_error=None) -> bytes:
-        """A medium as it would be stored: compressed rows."""
-        rows = self.load(i, text=False, segments=[segment]).media[segment]
-        return zlib.compress(rows.numpy().tobytes(), 1)
+    @staticmethod
+    def _of_example(layout: BatchLayout) -> dict[str, Tensor]:
+        """What says how the media of an example divide."""
+        of = {m: np.flatnonzero(layout.modality == m) for m in (VISION, AUDIO)}
+        out = {}
+        if len(of[VISION]):
+            out["image_grid_thw"] = torch.from_numpy(layout.grid[of[VISION]])
+        if len(of[AUDIO]):
+            frames = layout.rows[of[AUDIO]]
+            inside = np.arange(frames.max()) < frames[:, None]
+            out["feature_attention_mask"] = torch.from_numpy(inside.astype(np.int32))
+        return out
 
-    def decode(self, modality: int, data: bytes, rows: int, *, segment: int,
-               on_error=None) -> torch.Tensor:
-        dtype, size = ((torch.uint8, self.vision.row_size) if modality == VISION
-                       else (torch.float32, self.audio.row_size))
-        out = torch.frombuffer(bytearray(zlib.decompress(data)), dtype=dtype)
-        return out.reshape(rows, size)
+    def _medium(self, i: int, k: int, layout: BatchLayout) -> dict[str, Tensor]:
+        rng, rows = np.random.default_rng([11, i, k]), int(layout.rows[k])
+        if layout.modality[k] == VISION:
+            pixels = rng.integers(0, 256, (rows, self.vision.row_size)) / 127.5 - 1
+            return {"pixel_values": torch.from_numpy(pixels.astype(np.float32)),
+                    "image_grid_thw": torch.from_numpy(layout.grid[k: k + 1])}
+        frames = rng.standard_normal((1, self.audio.num_mels, rows), dtype=np.float32)
+        return _clip(torch.from_numpy(frames))
+
+
+def _clip(frames: Tensor) -> dict[str, Tensor]:
+    return {"input_features": frames,
+            "feature_attention_mask": torch.ones(1, frames.shape[2], dtype=torch.int32)}
