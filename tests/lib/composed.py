@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 
 import torch
+import torch.nn.functional as F
 import transformers
+from transformers.models.whisper.modeling_whisper import WhisperEncoder
 
 from orchmllm.hf.folder import PARTS
 from orchmllm.tools.compose.write import Parts, compose
@@ -114,6 +117,23 @@ def write_parts(name: str, folder: Path) -> Parts:
     config = LLMS[llm](len(words) + (0 if added else 8))
     _save(transformers.AutoModelForCausalLM.from_config(config), parts.llm)
     return parts
+
+
+def stock_whisper(tower) -> WhisperEncoder:
+    """That of transformers, with the weights of a packed one."""
+    stock = WhisperEncoder._from_config(copy.deepcopy(tower.config), attn_implementation="sdpa")
+    stock.to(tower.dtype).load_state_dict(tower.state_dict())
+    return stock
+
+
+def alone(stock: WhisperEncoder, frames: torch.Tensor) -> torch.Tensor:
+    """Positions (P, C) of one clip, frames (mel bands, n), by torch's convolutions and the layers
+    of Whisper."""
+    x = F.gelu(stock.conv2(F.gelu(stock.conv1(frames[None])))).transpose(1, 2)
+    x = x + stock.embed_positions.weight[: x.shape[1]]
+    for layer in stock.layers:
+        x = layer(x, None)
+    return stock.layer_norm(x)[0]
 
 
 def write_composed(name: str, folder: Path, linked: bool = False) -> Parts:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import pickle
 import shutil
@@ -15,7 +14,6 @@ import torch.nn.functional as F
 import transformers
 from PIL import Image
 from torch.utils.flop_counter import FlopCounterMode
-from transformers.models.whisper.modeling_whisper import WhisperEncoder
 
 from orchmllm.config.model import ModelConfig
 from orchmllm.models.flops import Lengths, phase_work
@@ -43,18 +41,6 @@ def given(processor, hears: bool, shows: bool) -> dict:
     return {n: v.double() if v.is_floating_point() else v for n, v in out.items()}
 
 
-def alone(tower, frames: torch.Tensor) -> torch.Tensor:
-    """Positions (P, C) of one clip, frames (mel bands, n), by torch's convolutions and the layers
-    of Whisper."""
-    stock = WhisperEncoder._from_config(copy.deepcopy(tower.config), attn_implementation="sdpa")
-    stock.double().load_state_dict(tower.state_dict())
-    x = F.gelu(stock.conv2(F.gelu(stock.conv1(frames[None])))).transpose(1, 2)
-    x = x + stock.embed_positions.weight[: x.shape[1]]
-    for layer in stock.layers:
-        x = layer(x, None)
-    return stock.layer_norm(x)[0]
-
-
 def features(model, given: dict) -> dict[int, list[torch.Tensor]]:
     """token -> rows of features, by the parts, one medium and one square of patches at a time."""
     inner, config, found = model.model, model.config, {}
@@ -78,7 +64,8 @@ def features(model, given: dict) -> dict[int, list[torch.Tensor]]:
         mask_of = given["feature_attention_mask" if config.audio_packed else "input_features_mask"]
         for window, mask in zip(given["input_features"], mask_of, strict=True):
             positions = (int(mask.sum()) + 1) // 2
-            states = (alone(inner.audio_tower, window[:, : int(mask.sum())]) if config.audio_packed
+            states = (composed.alone(composed.stock_whisper(inner.audio_tower),
+                                     window[:, : int(mask.sum())]) if config.audio_packed
                       else inner.audio_tower(window[None]).last_hidden_state[0])
             states = F.pad(states, (0, 0, 0, 1))
             found[config.audio_token_id] += [
