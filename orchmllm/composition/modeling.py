@@ -152,6 +152,11 @@ class ComposedPreTrainedModel(PreTrainedModel):
     _supports_attention_backend = True
 
     @classmethod
+    def is_custom_code(cls) -> bool:
+        """See PackedWhisperEncoder: initial values of towers are those of their own classes."""
+        return False
+
+    @classmethod
     def from_pretrained(cls, folder: str | PathLike | None, *args: Any, **options: Any) -> Any:
         """As of any model; of a folder that `orchmllm compose` wrote, towers and LLM are read from
         the folders of the parts, and connectors are drawn."""

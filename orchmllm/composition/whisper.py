@@ -65,6 +65,12 @@ class PackedWhisperEncoder(WhisperEncoder):
         super().__init__(config)
         self.config._attn_implementation = towers.NAME
 
+    @classmethod
+    def is_custom_code(cls) -> bool:
+        """False: of custom code transformers leaves out the initial values that a module without
+        parameters of its own sets, here the sinusoids of positions."""
+        return False
+
     def forward(self, input_features: Tensor, feature_attention_mask: Tensor, **_: Any
                 ) -> BaseModelOutput:
         """input_features: (n, mel bands, frames); feature_attention_mask (n, frames): 1 at those of

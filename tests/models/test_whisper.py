@@ -3,15 +3,23 @@ leaks between them."""
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 from transformers import WhisperConfig
-from transformers.models.whisper.modeling_whisper import WhisperEncoder
+from transformers.models.whisper.modeling_whisper import WhisperEncoder, sinusoids
 
 from orchmllm.composition.whisper import PackedWhisperEncoder, packed_conv1d
+from orchmllm.config.recipe import FsdpConfig
+from orchmllm.plan.assign import PHASES
+from orchmllm.sharding.hf import load_whole
 from tests.lib.composed import alone, stock_whisper
+from tests.lib.drawn import build
+from tests.lib.ranks import run_ranks
+from tests.lib.synthetic import MODEL
 
 pytestmark = pytest.mark.whole
 FRAMES = [13, 1, 6, 14, 2]  # odd, even, and shorter than a kernel
@@ -78,16 +86,6 @@ def test_bfloat16_is_close_to_float32():
     assert all(g.isfinite().all() for g in half.values())
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
-def test_no_clips_keep_every_parameter_attached(dtype):
-    tower, (mel, mask) = encoder(dtype), batch([], dtype)
-    out = tower(mel, mask).last_hidden_state
-    assert out.shape == (0, 32) and out.requires_grad
-    out.float().square().sum().backward()
-    for name, p in tower.named_parameters():
-        assert not p.requires_grad or (p.grad is not None and not p.grad.any()), name
-
-
 def test_clips_do_not_see_each_other():
     tower, (mel, mask) = encoder(), batch(FRAMES)
     out = tower(mel, mask).last_hidden_state.split([(n + 1) // 2 for n in FRAMES])
@@ -104,6 +102,20 @@ def test_clips_of_a_window_are_encoded_as_by_whisper():
     with torch.no_grad():
         got, want = tower(mel, mask).last_hidden_state, stock(mel).last_hidden_state.flatten(0, 1)
     assert float((got - want).abs().max() / want.abs().max()) <= 1e-5
+
+
+def drawn_positions(world) -> Tensor:
+    whole = load_whole(Path(MODEL.folder), MODEL, FsdpConfig(), torch.device("cpu"),
+                       dict.fromkeys(PHASES, "none"))
+    return whole.hf.model.audio_tower.embed_positions.weight.full_tensor().detach()
+
+
+@pytest.mark.dist
+def test_positions_of_drawn_weights_are_whispers_sinusoids():
+    """They do not learn: built alone, in a composition, and by rows on two ranks."""
+    composed = build().hf.model.audio_tower.embed_positions.weight
+    for found in (encoder().embed_positions.weight, composed, run_ranks(drawn_positions, 2)[0]):
+        assert not found.requires_grad and torch.equal(found, sinusoids(*found.shape))
 
 
 def test_what_cannot_be_encoded_is_refused():
