@@ -10,6 +10,7 @@ import pytest
 
 from orchmllm.data.text.tokenizer import ChatTokenizer
 from tests.lib.commands import make_demo_data
+from tests.lib.drawn import write_model
 from tests.lib.formats import write_media
 from tests.lib.preprocess import SECRET, SMALL, Process
 from tests.lib.servers import web_server
@@ -42,6 +43,7 @@ def web(tmp_path):
 def recipe(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("preprocess")
     make_demo_data(folder / "demo", 40)
+    write_model(folder / "demo" / "tiny", folder / "demo" / "tokenizer.json")
     for path in sorted((folder / "demo").rglob("*.jpg"))[:2]:
         path.write_bytes(path.read_bytes()[:-200])
     (folder / "secret").write_text(SECRET + "\n")

@@ -8,22 +8,21 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from torch import Tensor
+from torch.utils._pytree import tree_flatten
 
 from orchmllm.config.recipe import load_recipe
 from orchmllm.data.loading.preprocess_client import RemoteWorkers
 from orchmllm.data.loading.preprocess_handshake import Servers
 from orchmllm.data.loading.workers import Workers
-from orchmllm.data.stream import open_dataset
+from orchmllm.hf.whole_model import open_dataset
 from orchmllm.plan.layout import TEXT
 from tests.lib.launched import Command
 
 SECRET = "0123456789abcdef" * 2
 SMALL = """
 data: {{path: {folder}/demo, index_dir: {folder}/index, prefetch: 2}}
-model:
-  vision: {{num_layers: 1, hidden_size: 32, intermediate_size: 32}}
-  audio: {{num_layers: 1, hidden_size: 32, intermediate_size: 32}}
-  llm: {{num_layers: 1, hidden_size: 48, intermediate_size: 32}}
+model: {{config: {folder}/demo/tiny}}
 train: {{num_steps: 12, batch_size: 2, warmup_steps: 2}}
 balance: {{dispatch: load, ranks_per_node: 2}}
 checkpoint: {{every_steps: -1}}
@@ -66,10 +65,11 @@ def calls_of(dataset, examples) -> list:
 
 def same(a, b) -> bool:
     (x, failed), (y, also) = a, b
-    tensors = [(x.token_ids, y.token_ids), (x.labels, y.labels),
-               *((x.media[s], y.media[s]) for s in x.media)]
-    return (x.example_id == y.example_id and list(x.media) == list(y.media) and failed == also
-            and all(p is q is None or p.dtype == q.dtype and p.equal(q) for p, q in tensors))
+    (mine, form), (theirs, other) = (tree_flatten([
+        e.example_id, e.input_ids, e.labels, e.media, e.parts, e.arguments]) for e in (x, y))
+    return form == other and failed == also and all(
+        p.dtype == q.dtype and p.equal(q) if isinstance(p, Tensor) else p == q
+        for p, q in zip(mine, theirs, strict=True))
 
 
 def asked(dataset, addresses: list[str], calls, secret_file: str = "", timeout_s: float = 300.0):
