@@ -19,7 +19,7 @@ from transformers import PreTrainedConfig
 from transformers.modeling_outputs import BaseModelOutput
 from transformers.models.whisper.modeling_whisper import WhisperEncoder
 
-from orchmllm.batch import on_device
+from orchmllm.batch import SequenceLengths, on_device
 from orchmllm.models import towers
 
 
@@ -95,6 +95,7 @@ class PackedWhisperEncoder(WhisperEncoder):
                              f"{len(table)}: leave it out, or cut it")
         x = x + table.index_select(0, on_device(index_in_sequence(lengths), x.device))
         borders = torch.from_numpy(np.append(0, lengths.cumsum()).astype(np.int32))
+        borders.seqlens = SequenceLengths.from_lengths(lengths, x.device)  # not read in the blocks
         for layer in self.layers:
             x = layer(x[None], None, cu_seq_lens_q=borders, cu_seq_lens_k=borders,
                       is_causal=False)[0]

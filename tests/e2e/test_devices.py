@@ -85,7 +85,6 @@ def step(device: torch.device, fsdp: FsdpConfig, dispatch: str, noted: list[Exce
         whole = on_meta(model, fsdp, group)
         layout = BatchLayout.concat([data.layout(i) for i in range(4 * RANKS)], [4] * RANKS)
         micro = microbatch(whole, data, RandomPlanner(0)(layout, spec), 1, dispatch)
-        micro.ignored = micro.rank_plan.examples[:1]
     shard_on(device, whole, fsdp)
     optimizer = make_optimizer(whole, TrainConfig())
     planner = Orchestrator(spec, SimpleNamespace(rank=1, world_size=RANKS), device=device,

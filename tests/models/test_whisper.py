@@ -104,17 +104,19 @@ def test_clips_of_a_window_are_encoded_as_by_whisper():
     assert float((got - want).abs().max() / want.abs().max()) <= 1e-5
 
 
-def drawn_positions(world) -> Tensor:
+def drawn_positions(world) -> np.ndarray:
     whole = load_whole(Path(MODEL.folder), MODEL, FsdpConfig(), torch.device("cpu"),
                        dict.fromkeys(PHASES, "none"))
-    return whole.hf.model.audio_tower.embed_positions.weight.full_tensor().detach()
+    weight = whole.hf.model.audio_tower.embed_positions.weight
+    return weight.full_tensor().detach().numpy()
 
 
 @pytest.mark.dist
 def test_positions_of_drawn_weights_are_whispers_sinusoids():
     """They do not learn: built alone, in a composition, and by rows on two ranks."""
     composed = build().hf.model.audio_tower.embed_positions.weight
-    for found in (encoder().embed_positions.weight, composed, run_ranks(drawn_positions, 2)[0]):
+    by_rows = torch.from_numpy(run_ranks(drawn_positions, 2)[0])
+    for found in (encoder().embed_positions.weight, composed, by_rows):
         assert not found.requires_grad and torch.equal(found, sinusoids(*found.shape))
 
 

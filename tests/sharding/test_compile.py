@@ -33,7 +33,6 @@ from tests.lib.ranks import run_ranks
 from tests.lib.synthetic import MODEL, SHALLOW, SyntheticDataset, recipe
 from tests.lib.whole_models import Item
 
-GRAPHS = 2, 3  # of the LLM and of Whisper, without and with blocks that recompute
 LENGTHS = ([3, 3, 1, 0, 7, 2], [5], [1, 1], [4, 4, 4])
 
 
@@ -70,14 +69,14 @@ def test_the_operator_keeps_torchs_contract():
     ("none",), pytest.param(("full:1+selective:1", "full", "selective", "full:1+selective:1"),
                             marks=pytest.mark.slow)], ids=["kept", "recomputed"])
 def test_blocks_of_a_phase_share_one_graph(choices):
-    """Compiled without the code generator, which takes minutes; two blocks of the LLM and of each
-    tower that is given tensors alone, many lengths. One graph more for blocks that recompute."""
+    """Compiled without the code generator, which takes minutes; two blocks of the LLM, many
+    lengths. One graph more for blocks that recompute."""
     torch._dynamo.reset()
     counters.clear()
     made = [build(MODEL, torch.float64) for _ in range(2)]
     with mock.patch.object(compiled, "compile_block", partial(compile_block, backend="aot_eager")):
         compiled.compile_whole(made[0], torch.device("cpu"))
-    data = SyntheticDataset()
+    data = SyntheticDataset(kinds=("TVT", "T", "VVT", "TT"))
     for choice in choices:
         for whole in made:
             recompute(whole, dict.fromkeys(PHASES, choice))
@@ -91,9 +90,8 @@ def test_blocks_of_a_phase_share_one_graph(choices):
             (got, grads), (want, wanted) = results
             assert got == pytest.approx(want, rel=1e-12)
             assert models.difference(grads, wanted) <= 1e-10
-    graphs = counters["stats"]["unique_graphs"]
-    print(choices, "graphs", graphs, dict(counters["graph_break"]))
-    assert graphs == GRAPHS[len(choices) > 1] and not counters["graph_break"]
+    assert counters["stats"]["unique_graphs"] == 1 + (len(choices) > 1)
+    assert not counters["graph_break"]
 
 
 @pytest.mark.whole
@@ -207,4 +205,4 @@ def test_twenty_compiled_steps(tmp_path, fsdp, model, tolerance):
                     timeout_s=1700.0)
     for (values, stats), (expected, _) in zip(got, want, strict=True):
         np.testing.assert_allclose(values, expected, rtol=tolerance)
-        assert stats["unique_graphs"] == GRAPHS[0]
+        assert stats["unique_graphs"] == 2  # of the LLM and of Whisper
