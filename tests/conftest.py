@@ -41,7 +41,10 @@ def pytest_unconfigure() -> None:
 
 @pytest.fixture(scope="session")
 def demo_corpus(tmp_path_factory) -> Path:
-    """A folder with 16 examples of the demo's corpus, which no test changes."""
+    """A folder with 16 examples of the demo's corpus and a small model, which no test changes."""
     from tests.lib.commands import make_demo_data
+    from tests.lib.drawn import write_model
 
-    return make_demo_data(tmp_path_factory.mktemp("demo"), 16)
+    folder = make_demo_data(tmp_path_factory.mktemp("demo"), 16)
+    write_model(folder / "tiny", folder / "tokenizer.json")
+    return folder

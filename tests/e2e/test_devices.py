@@ -17,20 +17,26 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch._subclasses.fake_tensor import unset_fake_temporarily
+from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm
 
-from orchmllm import orchestrator
+from orchmllm import batch
 from orchmllm.comm.exchange import exchange_group
+from orchmllm.composition import whisper
+from orchmllm.config.balance import BalanceConfig
+from orchmllm.config.job import resolve
 from orchmllm.config.recipe import FsdpConfig, TrainConfig
-from orchmllm.models import attention, audio, llm
-from orchmllm.models.mllm import MultimodalModel
+from orchmllm.models import attention
+from orchmllm.models.flops import plan_spec
 from orchmllm.orchestrator import Orchestrator
-from orchmllm.plan.layout import ENCODERS
+from orchmllm.plan.layout import BatchLayout
 from orchmllm.runtime.display import RunDisplay
-from orchmllm.sharding.fsdp import shard
 from orchmllm.sharding.optimizer import clip_gradients, learning_parts, make_optimizer
 from tests.lib.accelerator import accelerator
-from tests.lib.no_sync import Mixes, NoSync, Waits, microbatch
+from tests.lib.drawn import model_of
+from tests.lib.gradients import RandomPlanner
+from tests.lib.no_sync import Mixes, NoSync, Waits
 from tests.lib.ranks import run_ranks
+from tests.lib.simulated import microbatch, on_meta, shard_on
 from tests.lib.synthetic import SHALLOW, SyntheticDataset, recipe
 from tests.lib.training import train
 
@@ -68,45 +74,45 @@ class Groups(NoSync):
         return super().__torch_dispatch__(func, types, args, kwargs)
 
 
-def step(device: torch.device, fsdp: FsdpConfig, dispatch: str, audio_mode: str,
-         noted: list[Exception], encoder_layers: int = 2) -> Groups:
+def step(device: torch.device, fsdp: FsdpConfig, dispatch: str, noted: list[Exception],
+         encoder_layers: int = 2) -> Groups:
     """Dispatch, forward, backward, clipping and AdamW of one rank, watched."""
     with unset_fake_temporarily():
-        model_config, spec, micro = microbatch(RANKS, 1, audio_mode, dispatch)
-        model_config = replace(model_config, **{
-            m: replace(getattr(model_config, m), num_layers=encoder_layers) for m in ENCODERS})
-        group = exchange_group(device, 60.0)
-        with torch.device("meta"):
-            model = MultimodalModel(model_config, group)
-    model = shard(model, replace(fsdp, compile=False), device, ranks_per_node=2)
-    model.to_empty(device=device)
-    optimizer = make_optimizer(model, TrainConfig())
+        model = model_of(vision={"depth": encoder_layers}, audio={"encoder_layers": encoder_layers})
+        spec = plan_spec(resolve(recipe(
+            model=model, balance=BalanceConfig(dispatch=dispatch)), RANKS, RANKS))
+        group, data = exchange_group(device, 60.0), SyntheticDataset()
+        whole = on_meta(model, fsdp, group)
+        layout = BatchLayout.concat([data.layout(i) for i in range(4 * RANKS)], [4] * RANKS)
+        micro = microbatch(whole, data, RandomPlanner(0)(layout, spec), 1, dispatch)
+    shard_on(device, whole, fsdp)
+    optimizer = make_optimizer(whole, TrainConfig())
     planner = Orchestrator(spec, SimpleNamespace(rank=1, world_size=RANKS), device=device,
                            group=group, device_group=group)
     with (Groups(device.type, noted) as watch,
           patch.object(attention, "is_compiling", lambda: fsdp.compile)):
-        batch = planner.dispatch(micro, 10)
-        loss = model(batch)
+        row = planner.dispatch(micro, 10)
+        loss = whole(row)
         (loss / 10).backward()
-        clip_gradients(learning_parts(model), 1.0, device)
+        clip_gradients(learning_parts(whole), 1.0, device)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
     assert len(watch.own_operators) == 2 * fsdp.compile
-    assert loss.device == device and batch.labels.device == device
+    assert loss.device == device and row.targets.device == device
     return watch
 
 
-DISPATCHES, MODES = ("tensors", "load", "bytes"), ("packed", "padded", "fixed")
-SOME = list(zip((*DISPATCHES, "load"), (*MODES, "packed"), CHECKPOINTING, strict=True))
-ALL = list(product(DISPATCHES, MODES, CHECKPOINTING))
+DISPATCHES = ("tensors", "load", "bytes")
+SOME = list(zip((*DISPATCHES, "load"), CHECKPOINTING, strict=True))
+ALL = list(product(DISPATCHES, CHECKPOINTING))
 
 
 def settings(world, chosen: list[tuple], encoder_layers: int) -> list[dict[str, set[str]]]:
     found, noted = [], []
     with accelerator(RANKS) as device:
-        for dispatch, mode, fsdp in chosen:
-            found.append(step(device, fsdp, dispatch, mode, noted, encoder_layers).groups)
-            assert not noted, (dispatch, mode, fsdp, noted)
+        for dispatch, fsdp in chosen:
+            found.append(step(device, fsdp, dispatch, noted, encoder_layers).groups)
+            assert not noted, (dispatch, fsdp, noted)
     return found
 
 
@@ -131,7 +137,7 @@ def read_by_norms(read, backward: bool = False):
     def look(x) -> None:
         read(x)
 
-    def forward(self, x, forward=llm.RMSNorm.forward):
+    def forward(self, x, forward=Qwen2RMSNorm.forward):
         out = forward(self, x)
         if not backward:
             look(out)
@@ -139,12 +145,12 @@ def read_by_norms(read, backward: bool = False):
             out.register_hook(look)
         return out
 
-    return patch.object(llm.RMSNorm, "forward", forward)
+    return patch.object(Qwen2RMSNorm, "forward", forward)
 
 
 PLANTED = {
-    "an index on the host": (lambda: patch.object(audio, "on_device", on_host), Mixes),
-    "a batch on the host": (lambda: patch.object(orchestrator, "on_device", on_host), Mixes),
+    "an index on the host": (lambda: patch.object(whisper, "on_device", on_host), Mixes),
+    "a batch on the host": (lambda: patch.object(batch, "on_device", on_host), Mixes),
     "another index": (lambda: read_by_norms(lambda x: x[:, torch.tensor([0])]), Mixes),
     "item": (lambda: read_by_norms(lambda x: x.sum().item()), Waits),
     "bool": (lambda: read_by_norms(lambda x: bool((x > 0).all())), Waits),
@@ -164,7 +170,7 @@ def planted(world) -> dict[str, type | None]:
         for name, (plant, _) in PLANTED.items():
             noted = []
             with plant(), suppress(RuntimeError, NotImplementedError):
-                step(device, FsdpConfig(), "load", "packed", noted)
+                step(device, FsdpConfig(), "load", noted)
             found[name] = type(noted[0]) if noted else None
     return found
 

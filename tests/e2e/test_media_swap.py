@@ -12,17 +12,14 @@ from pathlib import Path
 
 import pytest
 
-from orchmllm.config.model import AudioConfig, LLMConfig, ModelConfig, VisionConfig
+from orchmllm.config.model import ModelConfig
 from orchmllm.config.recipe import DataConfig, Recipe, RunConfig, TrainConfig
+from orchmllm.tools.compose.drawn import shapes, write_drawn
 from tests.lib.commands import ROOT
 from tests.lib.ranks import run_ranks
 
 NUM_EXAMPLES, NUM_HELD_OUT, NUM_STEPS = 3000, 256, 450
-MODEL = ModelConfig(
-    vision=VisionConfig(num_layers=2, hidden_size=96, intermediate_size=384, max_side=112),
-    audio=AudioConfig(num_layers=2, hidden_size=96, intermediate_size=384, stack=4),
-    llm=LLMConfig(num_layers=3, hidden_size=128, intermediate_size=384),
-)
+SHAPES = shapes((3, 128, 384, 4), (2, 96, 384, 4), (2, 96, 384, 4), vocab_size=512, audio_stack=4)
 
 
 def chosen(rows: list[dict]) -> list[dict]:
@@ -80,8 +77,10 @@ def test_swapped_media_raise_the_loss(tmp_path):
     for what, keys in (("all", ("images", "audios")), ("images", ("images",)),
                        ("audios", ("audios",))):
         write(tmp_path / f"swapped_{what}.jsonl", swapped(rows, keys))
+    write_drawn(SHAPES, tmp_path / "tokenizer.json", tmp_path / "larger", max_side=112)
     recipe = Recipe(
-        run=RunConfig(dir=str(tmp_path / "run")), model=MODEL,
+        run=RunConfig(dir=str(tmp_path / "run")),
+        model=ModelConfig(config=str(tmp_path / "larger")),
         data=DataConfig(path=str(tmp_path / "data.jsonl"), num_validation=NUM_HELD_OUT),
         train=TrainConfig(num_steps=NUM_STEPS, batch_size=8, lr=2e-3, warmup_steps=20))
     losses = run_ranks(train_and_swap, 2, recipe, timeout_s=3500)[0]

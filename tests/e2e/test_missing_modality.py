@@ -76,6 +76,6 @@ def two_examples_on_four_ranks(world, cases) -> list[float]:
     for case in cases:
         trainer = Trainer(case.recipe, world, dataset=case.dataset)
         loader = StepLoader(case.dataset, GlobalSampler(range(2), 2, shuffle=False),
-                                    trainer.orchestrator, num_steps=1)
+                            trainer.orchestrator, num_steps=1, feed=trainer._feed)
         losses += [trainer.train_step(step)["loss"] for step in loader]
     return losses

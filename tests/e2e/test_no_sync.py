@@ -1,25 +1,20 @@
-"""A training step waits for its device once, to log: on `meta`, where nothing can be read, on CPU
-with every operator watched that would wait on a GPU, and on a GPU by its own account."""
+"""A training step waits for its device once, to log: on CPU with every operator watched that
+would wait on a GPU, and on a GPU by its own account."""
 
 from __future__ import annotations
-
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from orchmllm.batch import on_device
 from orchmllm.config.recipe import FsdpConfig
 from orchmllm.data.loading.step_loader import StepLoader
 from orchmllm.data.sampler import GlobalSampler
 from orchmllm.launch import World
-from orchmllm.models.mllm import MultimodalModel
-from orchmllm.orchestrator import Orchestrator
 from orchmllm.trainer import Trainer
-from tests.lib.no_sync import NoSync, Waits, microbatch
+from tests.lib.no_sync import NoSync, Waits
 from tests.lib.ranks import run_ranks
 from tests.lib.synthetic import SyntheticDataset, recipe
 
@@ -41,37 +36,12 @@ def test_the_watch_lets_pass_what_does_not_wait():
         torch.ones(3).cumsum(0).index_select(0, torch.tensor([1]))
 
 
-@pytest.mark.parametrize("audio_mode", ["packed", "padded", "fixed"])
-@pytest.mark.parametrize("dispatch, chunk_rows", [("tensors", 0), ("load", 16)])
-def test_a_step_on_meta_reads_nothing(audio_mode, dispatch, chunk_rows):
-    """Dispatch, forward with its exchanges, backward, clipping and AdamW on a device without data,
-    on one of four ranks."""
-    dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=4)
-    try:
-        model_config, spec, micro = microbatch(4, 1, audio_mode, dispatch)
-        assert micro.rank_plan.encode["vision"].moves and micro.rank_plan.llm.moves
-        with torch.device("meta"):
-            model = MultimodalModel(model_config)
-        model.llm.loss_chunk_rows = chunk_rows
-        optimizer = torch.optim.AdamW(model.parameters())
-        orchestrator = Orchestrator(spec, SimpleNamespace(rank=1, world_size=4), device="meta")
-        with NoSync("meta"):
-            loss = model(orchestrator.dispatch(micro, 10))
-            (loss / 10).backward()
-            norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
-        assert loss.device.type == norm.device.type == "meta"
-    finally:
-        dist.destroy_process_group()
-
-
 def watched_step(world: World, spoil: bool = False) -> str:
     """One step of the real trainer after a first one, watched; what was waited for, or nothing."""
     data = SyntheticDataset()
     trainer = Trainer(recipe(fsdp=FsdpConfig(compute_dtype="bfloat16")), world, dataset=data)
     loader = iter(StepLoader(data, GlobalSampler(range(16), 8, shuffle=False),
-                             trainer.orchestrator, num_steps=2, prefetch=0))
+                             trainer.orchestrator, num_steps=2, prefetch=0, feed=trainer._feed))
     trainer.train_step(next(loader))
     step = next(loader)
     watch = NoSync()
@@ -121,7 +91,8 @@ def test_a_step_on_a_gpu_waits_once(tmp_path, compute_dtype):
         fsdp = FsdpConfig(param_dtype="float32", compute_dtype=compute_dtype, loss_chunk_rows=64)
         trainer = Trainer(recipe(fsdp=fsdp), World(0, 1, 0, 1, "", 0), dataset=data)
         loader = iter(StepLoader(data, GlobalSampler(range(24), 8, shuffle=False),
-                                 trainer.orchestrator, num_steps=3, prefetch=0))
+                                 trainer.orchestrator, num_steps=3, prefetch=0,
+                                 feed=trainer._feed))
         for _ in range(2):
             trainer.train_step(next(loader))
         step, gather, syncs = next(loader), trainer._gather, []

@@ -15,9 +15,11 @@ import soundfile
 from PIL import Image
 
 from orchmllm.config.balance import BalanceConfig
+from orchmllm.config.model import ModelConfig
 from orchmllm.config.recipe import CheckpointConfig, DataConfig, RunConfig
 from orchmllm.data.media.medium import MediaError
 from orchmllm.runtime.run_state import MIN_UNREADABLE
+from tests.lib.drawn import write_model
 from tests.lib.formats import write_jsonl
 from tests.lib.ranks import run_ranks
 from tests.lib.rows import row_problems
@@ -26,7 +28,6 @@ from tests.lib.tokenizers import write_tokenizer
 from tests.lib.training import train
 
 pytestmark = pytest.mark.dist
-TINY = replace(SHALLOW, llm=replace(SHALLOW.llm, vocab_size=512))
 
 
 def row(mark: str = "", name: str = "") -> dict:
@@ -36,7 +37,7 @@ def row(mark: str = "", name: str = "") -> dict:
 
 
 def corpus(folder: Path, rows: list) -> Path:
-    write_tokenizer(folder)
+    write_model(folder / "model", write_tokenizer(folder))
     Image.new("RGB", (56, 56), "red").save(folder / "good.png")
     noise = np.random.default_rng(0).integers(0, 255, (112, 112, 3), dtype=np.uint8)
     Image.fromarray(noise).save(folder / "whole.png")
@@ -48,7 +49,8 @@ def corpus(folder: Path, rows: list) -> Path:
 
 def run_of(folder: Path, num_steps: int, dispatch: str = "load", **data):
     base = recipe(
-        model=TINY, balance=BalanceConfig(enabled=False, ranks_per_node=2, dispatch=dispatch),
+        model=ModelConfig(config=str(folder / "model")),
+        balance=BalanceConfig(enabled=False, ranks_per_node=2, dispatch=dispatch),
         data=DataConfig(path=str(folder), index_dir=str(folder / "index"), prefetch=1,
                         **{"max_failed_in_a_row": 0, "max_failed_percent": 100.0,
                            "max_lost_percent": 100.0, **data}),
@@ -63,9 +65,9 @@ class FailsOnRank1(SyntheticDataset):
 
     def load(self, i, *, on_error=None, **how):
         out = super().load(i, **how)
-        if self.rank == 1 and out.media and not hasattr(self, "failed"):
+        if self.rank == 1 and out.parts and not hasattr(self, "failed"):
             self.failed = True
-            on_error(next(iter(out.media)), MediaError("b.jpg", "the disk of rank 1 is broken"))
+            on_error(next(iter(out.parts)), MediaError("b.jpg", "the disk of rank 1 is broken"))
         return out
 
 

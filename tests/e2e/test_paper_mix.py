@@ -13,20 +13,21 @@ from pathlib import Path
 import pytest
 
 from orchmllm.config.balance import BalanceConfig
+from orchmllm.config.model import ModelConfig
 from orchmllm.config.recipe import DataConfig, RunConfig, load_recipe
-from orchmllm.data.stream import open_dataset
+from orchmllm.hf.whole_model import open_dataset
 from orchmllm.plan.assign import PHASES
 from orchmllm.plan.layout import AUDIO, VISION
 from orchmllm.runtime.build import build_dataset
 from orchmllm.tools.data.command import main
 from tests.lib.commands import ROOT
 from tests.lib.corpora import write_paper_mix
+from tests.lib.drawn import write_model
 from tests.lib.ranks import run_ranks
-from tests.lib.synthetic import SHALLOW, recipe
+from tests.lib.synthetic import recipe
 from tests.lib.training import train
 
 RECIPE = ROOT / "recipes" / "paper_mix.yaml"
-TINY = replace(SHALLOW, llm=replace(SHALLOW.llm, vocab_size=512))
 BATCH, STEPS = 12, 8  # 96 draws of 56 examples: into the second epoch
 
 
@@ -34,6 +35,8 @@ BATCH, STEPS = 12, 8  # 96 draws of 56 examples: into the second epoch
 def root(tmp_path_factory):
     root = tmp_path_factory.mktemp("mix")
     write_paper_mix(root)
+    tokenizer = root / load_recipe(RECIPE).data.tokenizer
+    write_model(root / "model", tokenizer)
     return root
 
 
@@ -42,14 +45,18 @@ def absolute(root: Path, streaming: bool, indexed: bool) -> DataConfig:
     data = load_recipe(RECIPE).data
     sources = tuple(replace(s, path=str(root / s.path), weight=w * streaming)
                     for s, w in zip(data.sources, (2.0, 1.0, 1.0), strict=True))
-    return replace(data, sources=sources, tokenizer=str(root / data.tokenizer), prefetch=2,
+    return replace(data, sources=sources, tokenizer="", prefetch=2,
                    streaming=streaming, num_shards=4,
                    index_dir=str(root / ("index" if indexed else "none")))
 
 
-def run_recipe(data: DataConfig, run_dir: Path, dispatch: str):
-    base = recipe(model=TINY, balance=BalanceConfig(ranks_per_node=2, dispatch=dispatch), data=data,
-                  run=RunConfig(dir=str(run_dir)))
+def model_of(root: Path) -> ModelConfig:
+    return ModelConfig(config=str(root / "model"))
+
+
+def run_recipe(root: Path, data: DataConfig, run_dir: Path, dispatch: str):
+    base = recipe(model=model_of(root), data=data, run=RunConfig(dir=str(run_dir)),
+                  balance=BalanceConfig(ranks_per_node=2, dispatch=dispatch))
     return replace(base, train=replace(base.train, num_steps=STEPS, global_batch_size=BATCH),
                    checkpoint=replace(base.checkpoint, every_steps=3, asynchronous=False))
 
@@ -85,7 +92,7 @@ def test_trained_together_and_resumed_on_other_ranks(root, tmp_path, streaming, 
                      "model.vision.max_side=112", "model.audio.num_mels=8"]) == 0
     data = absolute(root, streaming, indexed=dispatch == "load")
     data = replace(data, num_workers=num_workers)
-    run = run_recipe(data, tmp_path / "two", dispatch)
+    run = run_recipe(root, data, tmp_path / "two", dispatch)
     (seen, rows), (also, _) = run_ranks(sources_seen, 2, run)
     assert seen == also and len(seen) == STEPS
     drawn = {source for step in seen for source, *_ in step}
@@ -98,10 +105,10 @@ def test_trained_together_and_resumed_on_other_ranks(root, tmp_path, streaming, 
         moved = sum(r["phases"][phase]["moved_bytes"] for r in steps)
         assert moved > 0 or dispatch == "load"  # which reads a medium where it is needed
     assert not (tmp_path / "two" / "quarantine.jsonl").exists()
-    run_ranks(sources_seen, 2, run_recipe(data, tmp_path / "stopped", dispatch), 5)
+    run_ranks(sources_seen, 2, run_recipe(root, data, tmp_path / "stopped", dispatch), 5)
     for ranks in resumed_on:
         shutil.copytree(tmp_path / "stopped", tmp_path / f"resumed{ranks}")
-        run = run_recipe(data, tmp_path / f"resumed{ranks}", dispatch)
+        run = run_recipe(root, data, tmp_path / f"resumed{ranks}", dispatch)
         resumed, continued = run_ranks(sources_seen, ranks, run)[0]
         assert resumed == seen[3:]  # the checkpoint of step 3
         losses = [r["loss"] for r in continued if "loss" in r]
@@ -111,12 +118,12 @@ def test_trained_together_and_resumed_on_other_ranks(root, tmp_path, streaming, 
 def test_worker_processes_can_take_the_dataset(root):
     """What travels to a worker is where things are, not what is open."""
     data = absolute(root, False, indexed=False)
-    dataset = open_dataset(data, TINY, seed=0)
+    dataset = open_dataset(data, model_of(root), seed=0)
     copy = pickle.loads(pickle.dumps(dataset))
     for i in range(len(dataset)):
         a, b = dataset.load(i), copy.load(i)
-        assert a.token_ids.equal(b.token_ids)
-        assert all(a.media[s].equal(b.media[s]) for s in a.media)
+        assert a.input_ids.equal(b.input_ids) and a.media.keys() == b.media.keys()
+        assert all(a.media[name].equal(b.media[name]) for name in a.media)
     assert {int(m) for i in range(len(copy)) for m in copy.layout(i).modality} >= {VISION, AUDIO}
 
 

@@ -100,12 +100,12 @@ BROKEN = frozenset(range(1, 24, 4))  # examples of kinds TAT and AT
 class BrokenMedia(SyntheticDataset):
     """The first medium of each example in BROKEN cannot be decoded."""
 
-    def load(self, i, *, text=True, segments=None, on_error=None):
-        example = super().load(i, text=text, segments=segments)
-        if i in BROKEN and example.media:
-            first = min(example.media)
+    def load(self, i, *, on_error=None, **how):
+        example = super().load(i, **how)
+        if i in BROKEN and example.parts:
+            first = min(example.parts)
             on_error(first, ValueError("clip is corrupt"))
-            example.media[first].zero_()
+            example.parts[first]["input_features"].zero_()
         return example
 
 

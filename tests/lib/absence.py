@@ -13,11 +13,11 @@ import torch
 
 from orchmllm.config.recipe import Recipe, load_recipe
 from orchmllm.data.sampler import make_sampler
-from orchmllm.models.mllm import MultimodalModel
 from orchmllm.runtime.build import build_dataset
 from orchmllm.trainer import Trainer
-from tests.lib.commands import TINY
-from tests.lib.gradients import example_loss
+from tests.lib.commands import TINY, on_corpus
+from tests.lib.gradients import example_loss, plain_model
+from tests.lib.ranks import run_ranks
 
 UNUSABLE = {3, 11}  # rows of the demo corpus whose clip, or one of two images, is damaged
 BATCH, STEPS = 6, 5
@@ -57,7 +57,7 @@ def damaged_corpus(demo: Path, folder: Path) -> Path:
 def run_recipe(corpus: Path, folder: Path, failure: Failure, dispatch: str,
                accumulation: int = 2) -> Recipe:
     return load_recipe("recipes/demo.yaml", [
-        *TINY, f"data.path={corpus}", f"data.index_dir={corpus / 'none'}", f"run.dir={folder}",
+        *TINY, *on_corpus(corpus), f"data.index_dir={corpus / 'none'}", f"run.dir={folder}",
         f"balance.dispatch={dispatch}", f"train.nonfinite={failure.nonfinite}",
         f"train.global_batch_size={BATCH}", f"train.accumulation_steps={accumulation}",
         f"train.num_steps={STEPS}", "train.lr=1e-2", "train.weight_decay=0.1",
@@ -109,6 +109,8 @@ def _state_after(world, run: Recipe, failure: Failure) -> State:
     model, state = trainer.model, trainer.optimizer.state
     out = {}
     for name, p in model.named_parameters():
+        if not p.requires_grad:
+            continue
         moments = [state[p][key].full_tensor().numpy() for key in ("exp_avg", "exp_avg_sq")]
         out[name] = (p.detach().full_tensor().numpy(), *moments,
                                  np.asarray(state[p]["step"], float))
@@ -117,12 +119,16 @@ def _state_after(world, run: Recipe, failure: Failure) -> State:
 
 def reference_state(run: Recipe, left_out: frozenset[int], unusable: set[int]) -> State:
     """The same of a run that never had the steps `left_out` and the examples `unusable`."""
-    torch.manual_seed(run.run.seed)
-    model, train = MultimodalModel(run.model).double(), run.train
+    return run_ranks(_reference_state, 1, run, left_out, unusable)[0]
+
+
+def _reference_state(world, run: Recipe, left_out: frozenset[int], unusable: set[int]) -> State:
+    model, train = plain_model(run), run.train
+    learning = {f"hf.{name}": p for name, p in model.named_parameters() if p.requires_grad}
     dataset = build_dataset(replace(run, data=replace(run.data, strict=True)))
-    decayed = [p for p in model.parameters()
-               if p.dim() > 1 and p is not model.llm.embed_tokens.weight]
-    rest = [p for p in model.parameters() if not any(p is q for q in decayed)]
+    table = model.get_input_embeddings().weight
+    decayed = [p for p in learning.values() if p.dim() > 1 and p is not table]
+    rest = [p for p in learning.values() if p.dim() <= 1 or p is table]
     optimizer = torch.optim.AdamW(
         [{"params": decayed, "weight_decay": train.weight_decay},
          {"params": rest, "weight_decay": 0.0}], betas=(train.beta1, train.beta2), foreach=False)
@@ -130,16 +136,16 @@ def reference_state(run: Recipe, left_out: frozenset[int], unusable: set[int]) -
     for step in sorted({*range(STEPS)} - left_out):
         losses = [example_loss(model, dataset, int(i)) for i in sampler.batch(step)
                   if i not in unusable]
-        for p in model.parameters():
+        for p in learning.values():
             p.grad = torch.zeros_like(p)
         (sum(x for x, _ in losses) / sum(n for _, n in losses)).backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), train.max_grad_norm)
+        torch.nn.utils.clip_grad_norm_(learning.values(), train.max_grad_norm)
         for group in optimizer.param_groups:
             group["lr"] = _rate(step, train)
         optimizer.step()
     return {name: tuple(x.detach().numpy().astype(float) for x in (
         p, *(optimizer.state[p][key] for key in ("exp_avg", "exp_avg_sq", "step"))))
-        for name, p in model.named_parameters()}
+        for name, p in learning.items()}
 
 
 def _rate(step: int, train) -> float:

@@ -4,7 +4,7 @@ of how many numbers. NCCL waits for ever where ranks differ."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import NamedTuple
 
@@ -16,21 +16,21 @@ from torch.distributed.tensor import debug
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from orchmllm.batch import Microbatch
 from orchmllm.comm.exchange import exchange_group
 from orchmllm.config.balance import BalanceConfig
 from orchmllm.config.job import resolve
 from orchmllm.config.recipe import FsdpConfig, TrainConfig
 from orchmllm.models.flops import plan_spec
-from orchmllm.models.mllm import MultimodalModel
 from orchmllm.orchestrator import Orchestrator
 from orchmllm.plan.layout import ENCODERS, BatchLayout
-from orchmllm.plan.step import build_plan
-from orchmllm.sharding.fsdp import reshard, shard
+from orchmllm.plan.step import StepPlan, build_plan
+from orchmllm.sharding.fsdp import reshard
 from orchmllm.sharding.optimizer import clip_gradients, learning_parts, make_optimizer
 from tests.lib.accelerator import accelerator
+from tests.lib.drawn import model_of
 from tests.lib.recipes import frozen
-from tests.lib.synthetic import SHALLOW, SyntheticDataset, recipe
+from tests.lib.simulated import microbatch, on_meta, shard_on
+from tests.lib.synthetic import SyntheticDataset, recipe
 
 
 class Collective(NamedTuple):
@@ -76,13 +76,12 @@ class Setting:
     fsdp: FsdpConfig = FsdpConfig()
 
 
-def microbatch(num_ranks: int, rank: int, dispatch: str, seed: int):
-    """(spec, a rank's microbatch). Images go to the last rank, audio to the first and text to those
-    between, so that every rank lacks something; with seeds that leave 1 or 2 when divided by 3
-    media, or text, go anywhere."""
+def planned(data: SyntheticDataset, num_ranks: int, dispatch: str, seed: int) -> StepPlan:
+    """Images go to the last rank, audio to the first and text to those between, so that every rank
+    lacks something; with seeds that leave 1 or 2 when divided by 3 media, or text, go anywhere."""
     spec = plan_spec(resolve(
         recipe(balance=BalanceConfig(dispatch=dispatch)), num_ranks, num_ranks))
-    data, rng = SyntheticDataset(), np.random.default_rng(seed)
+    rng = np.random.default_rng(seed)
     layout = BatchLayout.concat(
         [data.layout((i + seed) % len(data)) for i in range(2 * num_ranks)], [2] * num_ranks)
     encode = {m: np.full(len(layout.segments[kind]), num_ranks - 1 if m == "vision" else 0)
@@ -91,16 +90,7 @@ def microbatch(num_ranks: int, rank: int, dispatch: str, seed: int):
         encode = {m: rng.integers(0, num_ranks, len(ranks)) for m, ranks in encode.items()}
     edge = seed % 3 != 2
     llm = rng.integers(edge, num_ranks - edge, layout.num_examples)
-    plan = build_plan(layout, encode, llm, spec)
-    mine = plan.for_rank(rank)
-    moved = dispatch == "tensors"
-    inputs = {m: torch.zeros(
-        len(mine.encode[m].send_index) if moved else int(mine.encode[m].lengths.sum()),
-        getattr(SHALLOW, m).geometry.row_size,
-        dtype=torch.uint8 if m == "vision" else torch.float32) for m in ENCODERS}
-    rows = len(mine.llm.send_index) if moved else int(mine.llm.lengths.sum())
-    return spec, Microbatch(plan, mine, inputs, torch.zeros(rows, 2, dtype=torch.int32),
-                            frozenset())
+    return build_plan(layout, encode, llm, spec)
 
 
 def collectives(num_ranks: int, rank: int, setting: Setting) -> list[Collective]:
@@ -108,21 +98,21 @@ def collectives(num_ranks: int, rank: int, setting: Setting) -> list[Collective]
     """
     debug._clear_python_sharding_prop_cache()  # they hold meshes of the rank before
     debug._clear_fast_path_sharding_prop_cache()
+    data = SyntheticDataset()
     with accelerator(num_ranks, rank) as device:
         with unset_fake_temporarily():
             group = exchange_group(device, 60.0)
-            with torch.device("meta"):
-                model = MultimodalModel(frozen(*setting.frozen, model=replace(
-                    SHALLOW, llm=replace(SHALLOW.llm, num_layers=2))), group)
-        model = shard(model, setting.fsdp, device, ranks_per_node=2)
-        model.to_empty(device=device)
+            model = on_meta(frozen(*setting.frozen, model=model_of(
+                vision={"depth": 1}, audio={"encoder_layers": 1})), setting.fsdp, group)
+        shard_on(device, model, setting.fsdp)
         optimizer = make_optimizer(model, TrainConfig())
 
         def loss(seed: int) -> torch.Tensor:
             with unset_fake_temporarily():
-                spec, micro = microbatch(num_ranks, rank, setting.dispatch, seed)
+                plan = planned(data, num_ranks, setting.dispatch, seed)
+                micro = microbatch(model, data, plan, rank, setting.dispatch)
                 planner = Orchestrator(
-                    spec, SimpleNamespace(rank=rank, world_size=num_ranks), device=device,
+                    plan.spec, SimpleNamespace(rank=rank, world_size=num_ranks), device=device,
                     group=group, device_group=group)
             return model(planner.dispatch(micro, 10)) / 10
 

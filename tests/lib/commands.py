@@ -11,12 +11,14 @@ from orchmllm.tools.init.demo import make_corpus
 
 ROOT = Path(__file__).resolve().parents[2]
 TINY = [  # overrides that make recipes/demo.yaml small
-    "launch.nproc_per_node=2", "model.vision.num_layers=1", "model.vision.hidden_size=32",
-    "model.vision.intermediate_size=32", "model.audio.num_layers=1", "model.audio.hidden_size=32",
-    "model.audio.intermediate_size=32", "model.llm.num_layers=1", "model.llm.hidden_size=48",
-    "model.llm.intermediate_size=32", "data.num_validation=0", "train.batch_size=2",
-    "train.num_steps=4", "data.prefetch=0",
+    "launch.nproc_per_node=2", "data.num_validation=0", "train.batch_size=2", "train.num_steps=4",
+    "data.prefetch=0",
 ]
+
+
+def on_corpus(data: Path) -> list[str]:
+    """Overrides for the corpus of the tests, and the small model that is in it."""
+    return [f"data.path={data}", f"model.config={data}/tiny"]
 
 
 def python(*args, env: dict | None = None, cwd: Path = ROOT) -> subprocess.CompletedProcess:
@@ -27,8 +29,8 @@ def python(*args, env: dict | None = None, cwd: Path = ROOT) -> subprocess.Compl
 
 def train_args(data: Path, run_dir: Path, *overrides: str) -> list[str]:
     """Arguments of Python for a small run of recipes/demo.yaml."""
-    return ["-m", "orchmllm.train", "recipes/demo.yaml", f"data.path={data}",
-            f"run.dir={run_dir}", *TINY, *overrides]
+    return ["-m", "orchmllm.train", "recipes/demo.yaml", *on_corpus(data), f"run.dir={run_dir}",
+            *TINY, *overrides]
 
 
 def make_demo_data(folder: Path, num_examples: int, seed: int = 0) -> Path:

@@ -11,7 +11,12 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from orchmllm.config.model import ModelConfig
+from orchmllm.models.families import model_class, read_config
+from orchmllm.models.hf import WholeModel
+from orchmllm.sharding.hf import freeze
 from orchmllm.tools.doctor.synthetic import MODEL
 
 TOWERS = ((2, 16, 32, 2), (2, 16, 32, 2))  # layers, width, width of the MLP, heads
@@ -47,3 +52,12 @@ def write_model(folder: Path, tokenizer: Path, max_side: int = 112) -> Path:
 
     write_drawn(shapes(LLM, *TOWERS, vocab_size=512, num_mels=8), tokenizer, folder, max_side)
     return folder
+
+
+def build(model: ModelConfig = MODEL, dtype: torch.dtype = torch.float32) -> WholeModel:
+    """A model with drawn weights, in train mode, in this process alone."""
+    torch.manual_seed(0)
+    config = read_config(Path(model.folder))
+    whole = WholeModel(model_class(config)._from_config(config, dtype=dtype), dtype).train()
+    freeze(whole, model)
+    return whole

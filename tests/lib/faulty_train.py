@@ -85,25 +85,21 @@ def lose_folder(fault: str, folder: Path, taken: threading.Event) -> None:
 def install(trainer, fault: str) -> None:
     """Makes this rank fail in the model at step AT."""
     if fault in ("raise in backward", "stall in vision"):
-        encode = trainer.model.vision.forward
-
-        def forward(*args):
-            out = encode(*args)
+        def late(block, args, out) -> None:
             if trainer.progress.step == AT:
                 if fault == "stall in vision":
                     time.sleep(600)
                 out.register_hook(fail)
-            return out
 
-        trainer.model.vision.forward = forward
+        trainer.model.blocks()["vision"][1].register_forward_hook(late)
 
     if fault == "memory in the update":
         trainer.optimizer.register_step_pre_hook(lambda *_: exhaust(trainer))
     if "held out" in fault:
-        trainer.model.llm.layers[1].register_forward_pre_hook(
+        trainer.model.blocks()["llm"][1].register_forward_pre_hook(
             lambda *_: None if torch.is_grad_enabled() else exhaust(trainer))
     if fault == "memory":
-        trainer.model.llm.layers[1].register_forward_pre_hook(lambda *_: exhaust(trainer))
+        trainer.model.blocks()["llm"][1].register_forward_pre_hook(lambda *_: exhaust(trainer))
     if fault == "stall after the forward":
         trainer.model.register_forward_hook(
             lambda *_: time.sleep(600 if trainer.progress.step == AT else 0))

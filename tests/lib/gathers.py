@@ -35,6 +35,6 @@ def log_gathers(model: nn.Module) -> list[Gather]:
     log: list[Gather] = []
     for name, module in model.named_modules():
         if isinstance(module, FSDPModule):
-            unit = name.replace("llm.hf.model", "llm")
-            module.set_custom_all_gather(_Logged(unit.replace("hf.", "") or "root", log))
+            unit = name.removeprefix("hf.").removeprefix("model.") or "root"
+            module.set_custom_all_gather(_Logged(unit, log))
     return log

@@ -81,12 +81,11 @@ def reference_gradients(case: Case) -> tuple[float, dict[str, np.ndarray]]:
     return run_ranks(_reference, 1, case)[0]
 
 
-def _reference(world: World, case: Case) -> tuple[float, dict[str, np.ndarray]]:
-    """The weights are those that are drawn for a run."""
-    model, dtype = case.recipe.model, case.recipe.fsdp.param_dtype
+def plain_model(recipe: Recipe) -> torch.nn.Module:
+    """The class of transformers with the weights that are drawn for a run, in a group of one."""
+    model, dtype = recipe.model, recipe.fsdp.param_dtype
     drawn = load_whole(Path(model.folder), model, FsdpConfig(param_dtype=dtype),
-                       torch.device("cpu"), dict.fromkeys(PHASES, "none"),
-                       seed=case.recipe.run.seed)
+                       torch.device("cpu"), dict.fromkeys(PHASES, "none"), seed=recipe.run.seed)
     plain = model_class(config := read_config(Path(model.folder)))._from_config(
         config, dtype=getattr(torch, dtype)).train()
     with torch.no_grad():
@@ -94,6 +93,11 @@ def _reference(world: World, case: Case) -> tuple[float, dict[str, np.ndarray]]:
                                          strict=True):
             assert name == other
             p.copy_(q.full_tensor()).requires_grad_(q.requires_grad)
+    return plain
+
+
+def _reference(world: World, case: Case) -> tuple[float, dict[str, np.ndarray]]:
+    plain = plain_model(case.recipe)
     total, targets = torch.zeros((), dtype=torch.float64), 0
     for i in range(BATCH):
         loss, count = example_loss(plain, case.dataset, i)

@@ -2,20 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 from torch.utils._pytree import tree_leaves
 
-from orchmllm.batch import Microbatch
-from orchmllm.config.balance import BalanceConfig
-from orchmllm.config.job import resolve
 from orchmllm.encoders.mirrored import Mirrored
-from orchmllm.models.flops import plan_spec
-from orchmllm.plan.layout import ENCODERS, BatchLayout
-from tests.lib.gradients import RandomPlanner
-from tests.lib.synthetic import MODEL, SyntheticDataset, recipe
 
 WAITING = ("local_scalar_dense", "nonzero", "masked_select", "unique", "is_nonzero", "equal.",
            "repeat_interleave.Tensor", "assert_async", "masked_scatter_backward")
@@ -61,7 +52,9 @@ class NoSync(TorchDispatchMode):
 
     def _guarded(self, name: str, method):
         def read(tensor, *args, **kwargs):
-            self._watch(f"Tensor.{name}", tensor.device.type == self.device)
+            # What Mirrored reads of the host it reads without modes.
+            watched = self in _get_current_dispatch_mode_stack()
+            self._watch(f"Tensor.{name}", watched and tensor.device.type == self.device)
             return method(tensor, *args, **kwargs)
         return read
 
@@ -96,22 +89,3 @@ class NoSync(TorchDispatchMode):
             blocking = not (args[2] if len(args) > 2 else kwargs.get("non_blocking"))
             self._watch("a copy", args[0].device.type != args[1].device.type and blocking)
         return func(*args, **kwargs)
-
-
-def microbatch(num_ranks: int, rank: int, audio_mode: str, dispatch: str):
-    """(spec, a rank's microbatch with inputs on the CPU) of a random rearrangement."""
-    model = replace(MODEL, audio=replace(MODEL.audio, mode=audio_mode))
-    chosen = recipe(model=model, balance=BalanceConfig(dispatch=dispatch))
-    spec = plan_spec(resolve(chosen, num_ranks, num_ranks))
-    data = SyntheticDataset(audio=model.audio.geometry)
-    layout = BatchLayout.concat([data.layout(i) for i in range(4 * num_ranks)], [4] * num_ranks)
-    plan = RandomPlanner(0)(layout, spec)
-    mine = plan.for_rank(rank)
-    moved = dispatch == "tensors"
-    inputs = {
-        m: torch.zeros(len(mine.encode[m].send_index) if moved
-                       else int(mine.encode[m].lengths.sum()), getattr(model, m).geometry.row_size,
-                       dtype=torch.uint8 if m == "vision" else torch.float32) for m in ENCODERS}
-    rows = len(mine.llm.send_index) if moved else int(mine.llm.lengths.sum())
-    text = torch.zeros(rows, 2, dtype=torch.int32)
-    return model, spec, Microbatch(plan, mine, inputs, text, frozenset({int(mine.examples[0])}))

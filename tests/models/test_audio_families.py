@@ -6,7 +6,7 @@ import pytest
 import torch
 import transformers
 
-from orchmllm.config.model import AudioConfig, ModelConfig
+from orchmllm.config.model import ModelConfig
 from orchmllm.config.recipe import Recipe, TrainConfig
 from orchmllm.hf.sources import PretrainedError, find_sources
 from orchmllm.hf.whole_model import check
@@ -14,6 +14,7 @@ from orchmllm.models.families import model_class, read_config
 from orchmllm.models.hf import WholeModel
 from tests.lib import whole_models as models
 from tests.lib.processors import CLIPS
+from tests.lib.recipes import frozen
 from tests.lib.whole_models import Item
 
 pytestmark = pytest.mark.whole
@@ -42,7 +43,7 @@ def test_of_an_omni_model_the_thinker_is_trained(tmp_path):
 
 def test_an_encoder_that_is_not_there_has_no_settings(tmp_path):
     models.build("internvl").config.save_pretrained(tmp_path)
-    model = ModelConfig(config=str(tmp_path), audio=AudioConfig(frozen=True))
+    model = frozen("audio", model=ModelConfig(config=str(tmp_path)))
     with pytest.raises(PretrainedError, match="model.audio.frozen has no effect with a internvl"):
         find_sources(model)
     for name in ("audio_lr", "audio_weight_decay"):

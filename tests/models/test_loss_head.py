@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -15,11 +16,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from orchmllm.batch import IGNORE_INDEX
-from orchmllm.config.model import LLMConfig, ModelConfig
+from orchmllm.config.job import resolve
 from orchmllm.config.recipe import FsdpConfig
 from orchmllm.models.flops import Lengths
 from orchmllm.models.loss import LossHead, answers_with_loss
-from orchmllm.sharding.memory import Loads, MemoryModel
+from orchmllm.sharding.fits import memory_of
+from orchmllm.sharding.memory import Loads
+from tests.lib.drawn import model_of
+from tests.lib.synthetic import recipe
 
 
 def gradients(dtype: torch.dtype, num_targets: int, device: str = "cpu") -> list[Tensor]:
@@ -71,10 +75,11 @@ def test_the_loss_takes_the_memory_of_one_chunk(dtype, frozen):
     events = sorted((e.start_ns(), e.nbytes()) for e in prof.profiler.kineto_results.events()
                     if e.name() == "[memory]")
     peak = float(np.cumsum([size for _, size in events]).max())
-    model = ModelConfig(llm=LLMConfig(vocab, 1, size, 512, 4, 4, frozen=frozen))
+    model = model_of(num_layers=1, text={"vocab_size": vocab, "hidden_size": size})
+    one = recipe(model=replace(model, llm=replace(model.llm, frozen=frozen)), fsdp=FsdpConfig(
+        compute_dtype=dtype, loss_chunk_rows=chunk))
     lengths = Lengths(*[np.array([rows])] * 3)
-    memory = MemoryModel(model, FsdpConfig(compute_dtype=dtype, loss_chunk_rows=chunk), 1)
-    predicted = float(memory.loss_bytes(Loads({"llm": lengths}, {}))[0])
+    predicted = float(memory_of(resolve(one, 1, 1)).loss_bytes(Loads({"llm": lengths}, {}))[0])
     assert peak == pytest.approx(predicted, rel=0.03)
 
 

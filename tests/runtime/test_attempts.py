@@ -26,7 +26,8 @@ from orchmllm.runtime.files import identify
 from orchmllm.runtime.resumable import check_resumable
 from orchmllm.runtime.run_checkpoints import RunCheckpoints
 from orchmllm.runtime.run_state import Progress
-from tests.lib.commands import TINY
+from tests.lib.commands import TINY, on_corpus
+from tests.lib.drawn import model_of
 from tests.lib.ranks import run_ranks
 from tests.lib.resume import run_recipe, settings, train_recorded
 from tests.lib.synthetic import SyntheticDataset, recipe
@@ -156,7 +157,7 @@ def test_the_examples_a_step_may_be_written_in_other_ways(was):
 
 def opened(folder: Path, *overrides: str) -> dict:
     """The settings of a run on the data in `folder`."""
-    run = load_recipe("recipes/demo.yaml", [*TINY, f"data.path={folder}", *overrides])
+    run = load_recipe("recipes/demo.yaml", [*TINY, *on_corpus(folder), *overrides])
     return settings(run, build_dataset(run))
 
 
@@ -262,7 +263,7 @@ def test_a_shuffled_or_edited_file_is_refused(demo_corpus, tmp_path):
         (folder / f"part-{k:02d}.jsonl").write_text("".join(rows[k % (len(rows) - 1):][:2]))
     tokenizer = f"data.tokenizer={folder}"
     run = load_recipe("recipes/demo.yaml", [
-        *TINY, f"data.path={folder}/part-{{00..19}}.jsonl", tokenizer])
+        *TINY, *on_corpus(folder), f"data.path={folder}/part-{{00..19}}.jsonl", tokenizer])
     dataset = build_dataset(run)  # reads the files anew for each of its fingerprints
     was = settings(run, dataset)
     for path in sorted(folder.glob("part-*")):
@@ -389,8 +390,7 @@ def resumed_with_changes(world, folder: Path) -> dict[str, str]:
 
     start("seed", replace(run, run=replace(run.run, seed=5)))
     start("batch", replace(run, train=replace(run.train, global_batch_size=12)))
-    start("model", replace(run, model=replace(run.model, llm=replace(
-        run.model.llm, num_layers=3))))
+    start("model", replace(run, model=model_of(num_layers=1, text={"num_hidden_layers": 3})))
     start("dtype", replace(run, fsdp=replace(run.fsdp, param_dtype="bfloat16")))
     start("folder", replace(run, run=replace(run.run, resume="no/such/folder")))
     more = replace(run, train=replace(run.train, num_steps=4, lr=5e-3))
@@ -427,7 +427,7 @@ def test_runs_that_go_on_with_a_key_changed(tmp_path):
     refused = {
         "seed": "run.seed is 5, the checkpoint has 0: the order of all examples would change",
         "batch": "train.global_batch_size is 12, the checkpoint has 6: a resumed run keeps its 6",
-        "model": "model.llm.num_layers is 3, the checkpoint has 1: the checkpoint's tensors are",
+        "model": "model.config_json is ",
         "dtype": "fsdp.param_dtype is 'bfloat16', the checkpoint has 'float32': ",
         "folder": "manifest.json", "copied": "run.seed is 5, the checkpoint has 0",
         "damaged": "attempts.jsonl: line 1 is damaged"}

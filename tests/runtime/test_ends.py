@@ -44,7 +44,7 @@ class Faulty(SyntheticDataset):
             raise OSError("the disk is gone")
         example = super().load(i, **how)
         if hit and self.fault == "media" and on_error is not None:
-            for segment in example.media:
+            for segment in example.parts:
                 error = MediaError(f"{i}", "broken", segment)
                 error.modality = 1
                 on_error(segment, error)

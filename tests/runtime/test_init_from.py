@@ -20,6 +20,7 @@ from orchmllm.sharding.optimizer import make_optimizer
 from orchmllm.train import main as train_command
 from orchmllm.trainer import Trainer
 from tests.lib import whole_models as models
+from tests.lib.drawn import model_of
 from tests.lib.ranks import RankFailure, run_ranks
 from tests.lib.recipes import frozen
 from tests.lib.resume import flip, run_recipe
@@ -115,9 +116,9 @@ def first_and_refused(world, folder: Path) -> dict[str, np.ndarray]:
             trained(world, second)
         assert "\n" not in str(error.value)
 
-    wider = replace(SHALLOW, audio=replace(SHALLOW.audio, intermediate_size=999))
-    refused(r"audio.blocks.0.fc1.bias is \(\d+,\) there and \(999,\) here", newest, wider)
-    deeper = replace(SHALLOW, llm=replace(SHALLOW.llm, num_layers=2))
+    wider = model_of(num_layers=1, audio={"encoder_ffn_dim": 999})
+    refused(r"audio_tower.layers.0.fc1.bias is \(\d+,\) there and \(999,\) here", newest, wider)
+    deeper = model_of(vision={"depth": 1}, audio={"encoder_layers": 1})
     refused("layers.1.*is no such parameter there and", newest, deeper)
     refused("is no complete checkpoint .*give a run folder.*model.pretrained", folder / "nothing")
     if world.rank == 0:

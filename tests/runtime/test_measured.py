@@ -90,7 +90,7 @@ def run(world, folder: str) -> tuple[list[dict], int]:
 
     trainer._gather = waits
     if world.rank:
-        trainer.model.llm.register_forward_pre_hook(lambda *_: time.sleep(SLEEP_S))
+        trainer.model.blocks()["llm"][0].register_forward_pre_hook(lambda *_: time.sleep(SLEEP_S))
     rows: list[dict] = []
     trainer.run(rows)
     trainer.close()

@@ -10,9 +10,9 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from orchmllm import orchestrator
 from orchmllm.comm import exchange
 from orchmllm.config.recipe import FsdpConfig
+from orchmllm.encoders import planned
 from orchmllm.sharding.fsdp import make_mesh
 from tests.lib.collectives import Collective, Setting, collectives, difference
 from tests.lib.ranks import run_ranks
@@ -49,7 +49,7 @@ def without_what_is_empty(x, exchanged, group=None):
 
 
 PLANTS = {"": nullcontext, "an exchange left out": lambda: patch.object(
-    orchestrator, "exchange_rows", without_what_is_empty)}
+    planned, "exchange_rows", without_what_is_empty)}
 
 
 def of_ranks(

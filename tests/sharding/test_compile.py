@@ -3,7 +3,6 @@ losses. Compiling is no stall."""
 
 from __future__ import annotations
 
-import copy
 import time
 from dataclasses import replace
 from functools import partial
@@ -17,20 +16,19 @@ import torch.distributed as dist
 from torch._dynamo.utils import counters
 
 from orchmllm.batch import SequenceLengths
-from orchmllm.config.balance import BalanceConfig
 from orchmllm.config.recipe import FsdpConfig
 from orchmllm.models import attention_op
 from orchmllm.models.attention import packed_attention
 from orchmllm.models.hf import WholeModel
-from orchmllm.models.mllm import MultimodalModel
 from orchmllm.models.phase_clock import PhaseClock
-from orchmllm.plan.assign import PHASES, PhasePolicy
+from orchmllm.plan.assign import PHASES
 from orchmllm.runtime.health import HangWatchdog
 from orchmllm.sharding import compiled
-from orchmllm.sharding.blocks import recompute, stacks
-from orchmllm.sharding.compiled import check_compiles, compile_block
+from orchmllm.sharding.blocks import recompute
+from orchmllm.sharding.compiled import compile_block
 from orchmllm.trainer import Trainer
 from tests.lib import whole_models as models
+from tests.lib.drawn import build, model_of
 from tests.lib.ranks import run_ranks
 from tests.lib.synthetic import MODEL, SHALLOW, SyntheticDataset, recipe
 from tests.lib.whole_models import Item
@@ -67,70 +65,33 @@ def test_the_operator_keeps_torchs_contract():
         attention_op.packed(*qkv(15, torch.float32), seqlens.cu_seqlens, seqlens.host, True)
 
 
-def run_block(block, first: bool, phase: str, lengths: list[int], padded: bool
-              ) -> list[torch.Tensor]:
-    """Output, and gradients of input and parameters. first: of the LLM, it is given a view."""
-    seqlens = SequenceLengths.from_lengths(lengths)
-    rows, size = seqlens.total, getattr(MODEL, phase).hidden_size
-    torch.manual_seed(rows)
-    if padded:
-        rows = len(lengths) * max(lengths)
-        real = torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]
-    x = torch.randn(rows, size, requires_grad=True)
-    head = size // getattr(MODEL, phase).num_heads
-    if phase == "llm":
-        tables = torch.randn(2, 1, rows, head).unbind(0)
-        rows_of_llm = x.unsqueeze(0) if first else x.unsqueeze(0).clone()
-        out = block(rows_of_llm, attention_mask=None, position_embeddings=tables,
-                    packed_seqlens=seqlens)
-    elif phase == "vision":
-        out = block(x, torch.randn(2, rows, 1, head).unbind(0), seqlens)
-    else:
-        out = block(x, real if padded else seqlens)
-    out = out[0] if isinstance(out, tuple) else out
-    return [out, *torch.autograd.grad(out.square().sum(), [x, *block.parameters()])]
-
-
-@pytest.mark.parametrize("phase, padded", [
-    ("vision", False), pytest.param("audio", False, marks=pytest.mark.slow), ("audio", True),
-    pytest.param("llm", False, marks=pytest.mark.slow)])
-def test_blocks_of_a_phase_share_one_graph(phase, padded):
-    """Compiled without the code generator, which takes minutes; two blocks, many lengths."""
+@pytest.mark.parametrize("choices", [
+    ("none",), pytest.param(("full:1+selective:1", "full", "selective", "full:1+selective:1"),
+                            marks=pytest.mark.slow)], ids=["kept", "recomputed"])
+def test_blocks_of_a_phase_share_one_graph(choices):
+    """Compiled without the code generator, which takes minutes; two blocks of the LLM, many
+    lengths. One graph more for blocks that recompute."""
     torch._dynamo.reset()
     counters.clear()
-    blocks = stacks(MultimodalModel(MODEL))[phase]
-    same = copy.deepcopy(blocks)
-    for block in blocks:
-        compile_block(block, backend="aot_eager")
-    for lengths in ([4, 4], [7, 2, 1, 0, 3], [16], [1], [8, 8]):
-        lengths = [n for n in lengths if n] if padded else lengths
-        for i, pair in enumerate(zip(blocks, same, strict=True)):
-            got, want = (run_block(b, i == 0, phase, lengths, padded) for b in pair)
-            for a, b in zip(got, want, strict=True):
-                torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
-    assert counters["stats"]["unique_graphs"] == 1 and not counters["graph_break"]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("phase", ["vision", "llm"])
-def test_blocks_that_recompute_the_same_share_one_graph(phase):
-    """One that recomputes everything and one that does not, then both the other way round."""
-    torch._dynamo.reset()
-    counters.clear()
-    model, same = (MultimodalModel(MODEL) for _ in range(2))
-    same.load_state_dict(model.state_dict())
-    blocks = stacks(model)[phase]
-    for choice in ("full:1+selective:1", "full", "selective", "full:1+selective:1"):
-        recompute(model, dict.fromkeys(PHASES, choice))
-        if choice == "full:1+selective:1" and not counters["stats"]["unique_graphs"]:
-            for block in blocks:
-                compile_block(block, backend="aot_eager")
-        for lengths in ([4, 4], [7, 2, 1, 3], [1]):
-            for i, pair in enumerate(zip(blocks, stacks(same)[phase], strict=True)):
-                got, want = (run_block(b, i == 0, phase, lengths, False) for b in pair)
-                for a, b in zip(got, want, strict=True):
-                    torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
-    assert counters["stats"]["unique_graphs"] == 2 and not counters["graph_break"]
+    made = [build(MODEL, torch.float64) for _ in range(2)]
+    with mock.patch.object(compiled, "compile_block", partial(compile_block, backend="aot_eager")):
+        compiled.compile_whole(made[0], torch.device("cpu"))
+    data = SyntheticDataset(kinds=("TVT", "T", "VVT", "TT"))
+    for choice in choices:
+        for whole in made:
+            recompute(whole, dict.fromkeys(PHASES, choice))
+        for examples in ([0, 1], [2], [3, 4, 5], [6, 7]):
+            results = []
+            for whole in made:
+                whole.hf.zero_grad()
+                loss = whole(whole.join([data.load(i) for i in examples]))
+                loss.backward()
+                results.append((float(loss.detach()), models.gradients(whole.hf)))
+            (got, grads), (want, wanted) = results
+            assert got == pytest.approx(want, rel=1e-12)
+            assert models.difference(grads, wanted) <= 1e-10
+    assert counters["stats"]["unique_graphs"] == 1 + (len(choices) > 1)
+    assert not counters["graph_break"]
 
 
 @pytest.mark.whole
@@ -169,13 +130,13 @@ def test_blocks_of_models_of_transformers_are_compiled_once(name, graphs):
 
 def test_what_cannot_be_compiled_is_refused_by_name():
     gpu, half = torch.device("cuda"), torch.bfloat16
-    check_compiles(MODEL, torch.device("cpu"), torch.float64)
-    check_compiles(MODEL, gpu, half)
-    with pytest.raises(ValueError, match="the vision phase .head size 8, torch.float32. has no"):
-        check_compiles(MODEL, gpu, torch.float32)
-    odd = replace(MODEL, llm=replace(MODEL.llm, hidden_size=48))  # head size 12
+    compiled.compile_whole(build(), torch.device("cpu"))
+    compiled.compile_whole(build(dtype=half), gpu)
+    with pytest.raises(ValueError, match="the llm phase .head size 8, torch.float32. has no"):
+        compiled.compile_whole(build(), gpu)
+    odd = build(model_of(text={"hidden_size": 48}), half)  # head size 12
     with pytest.raises(ValueError, match="the llm phase .head size 12"):
-        check_compiles(odd, gpu, half)
+        compiled.compile_whole(odd, gpu)
 
 
 def watched(world, folder: str, compiles: bool) -> str:
@@ -232,19 +193,16 @@ def losses(world, one, folder: str) -> tuple:
 @pytest.mark.slow
 @pytest.mark.dist
 @pytest.mark.timeout(3600)  # the code generator takes 20 CPU seconds a graph and rank, or more
-@pytest.mark.parametrize("name", ["selective", "hybrid, padded, bfloat16"])
-def test_twenty_compiled_steps(tmp_path, name):
+@pytest.mark.parametrize("fsdp, model, tolerance", [
+    (FsdpConfig(activation_checkpointing="selective"), MODEL, 1e-5),
+    (FsdpConfig(shard_size=1, compute_dtype="bfloat16"), SHALLOW, 2e-3)],
+    ids=["selective", "hybrid, bfloat16"])
+def test_twenty_compiled_steps(tmp_path, fsdp, model, tolerance):
     """Some without images or audio; validation compiles nothing more than a forward graph."""
-    fsdp, model, balance = FsdpConfig(activation_checkpointing="selective"), MODEL, BalanceConfig()
-    tolerance = 1e-5
-    if name != "selective":
-        fsdp = FsdpConfig(shard_size=1, compute_dtype="bfloat16")
-        model = replace(SHALLOW, audio=replace(SHALLOW.audio, mode="padded"))
-        balance, tolerance = BalanceConfig(audio=PhasePolicy("padded")), 2e-3
-    one = recipe(model=model, fsdp=fsdp, balance=balance)
+    one = recipe(model=model, fsdp=fsdp)
     want = run_ranks(losses, 2, one, str(tmp_path))
     got = run_ranks(losses, 2, replace(one, fsdp=replace(fsdp, compile=True)), str(tmp_path),
                     timeout_s=1700.0)
     for (values, stats), (expected, _) in zip(got, want, strict=True):
         np.testing.assert_allclose(values, expected, rtol=tolerance)
-        assert stats["unique_graphs"] == 3
+        assert stats["unique_graphs"] == 2  # of the LLM and of Whisper

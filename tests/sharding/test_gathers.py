@@ -23,11 +23,10 @@ from tests.lib.ranks import run_ranks
 from tests.lib.recipes import frozen
 from tests.lib.synthetic import MODEL, recipe
 
-VISION, AUDIO = ([m, f"{m}.blocks.0", f"{m}.blocks.1"] for m in ("vision", "audio"))
-LAYERS = ["llm.layers.0", "llm.layers.1"]
-FORWARD = ["root", *VISION, *AUDIO, "llm.embed_tokens", *LAYERS, "llm.lm_head"]
-BACKWARD = [*reversed(LAYERS), "audio", *AUDIO[:0:-1], "vision", *VISION[:0:-1]]
-CONNECTORS = ["audio.connector", "vision.connector"]  # units of their own where they learn alone
+VISION, AUDIO, LAYERS = ([f"{stack}.{k}" for k in (0, 1)] for stack in (
+    "vision_tower.blocks", "audio_tower.layers", "language_model.layers"))
+FORWARD = ["root", *VISION, *AUDIO, "language_model.embed_tokens", *LAYERS, "lm_head"]
+BACKWARD = [*reversed(LAYERS), *reversed(AUDIO), *reversed(VISION)]
 
 
 def case(model=MODEL, steps=1, **fsdp) -> Case:
@@ -39,15 +38,6 @@ def without(*names: str) -> list[str]:
     return [u for u in BACKWARD if not u.startswith(names)]
 
 
-def forward(model) -> list[str]:
-    """Units gathered in the forward pass."""
-    out = list(FORWARD)
-    for encoder in ("vision", "audio"):
-        if model.learns("connector") and not model.learns(encoder):
-            out.insert(out.index(f"{encoder}.blocks.1") + 1, f"{encoder}.connector")
-    return out
-
-
 # name -> (case, units gathered in the backward pass)
 CASES = {
     "as FSDP2 prefetches": (case(), BACKWARD),
@@ -56,14 +46,12 @@ CASES = {
     "one ahead, selective, chunked loss": (
         case(prefetch=1, activation_checkpointing="selective", loss_chunk_rows=7), BACKWARD),
     "all kept, one ahead": (case(reshard_after_forward=False, prefetch=1), []),
-    "LLM kept": (case(llm_reshard="none", prefetch=2), without("llm.layers")),
-    "frozen vision": (case(frozen("vision")), [*without("vision"), "vision.connector"]),
-    "frozen audio": (case(frozen("audio"), prefetch=1),
-                     [*LAYERS[::-1], "audio.connector", "vision", *VISION[:0:-1]]),
+    "LLM kept": (case(llm_reshard="none", prefetch=2), without("language_model.layers")),
+    "frozen vision": (case(frozen("vision")), without("vision")),
+    "frozen audio": (case(frozen("audio"), prefetch=1), without("audio")),
     "frozen encoders, two microbatches": (
-        case(frozen("vision", "audio"), steps=2, prefetch=2), [*LAYERS[::-1], *CONNECTORS]),
-    "connectors alone": (case(frozen("vision", "audio", "llm"), prefetch=1),
-                         [*LAYERS[::-1], *CONNECTORS]),
+        case(frozen("vision", "audio"), steps=2, prefetch=2), LAYERS[::-1]),
+    "connectors alone": (case(frozen("vision", "audio", "llm"), prefetch=1), LAYERS[::-1]),
     "frozen connectors": (case(frozen("vision", "audio", "connector"), prefetch=2), LAYERS[::-1]),
     "frozen LLM, connectors and audio, kept": (
         case(frozen("llm", "connector", "audio"), audio_reshard="none", prefetch=1),
@@ -120,13 +108,12 @@ def test_a_step_gathers_what_it_reads_and_nothing_twice(names):
     results = run_ranks(all_logged, 2, {name: CASES[name][0] for name in names})
     for name in names:
         one, backward = CASES[name]
-        ahead = forward(one.recipe.model)
         for log, *_ in (rank[name] for rank in results):
             per_microbatch = len(log) // one.accumulation_steps
-            assert per_microbatch == len(ahead) + len(backward), name
+            assert per_microbatch == len(FORWARD) + len(backward), name
             for at in range(0, len(log), per_microbatch):
                 part = log[at: at + per_microbatch]
-                assert [g.unit for g in part if not g.backward] == ahead, name
+                assert [g.unit for g in part if not g.backward] == FORWARD, name
                 assert [g.unit for g in part if g.backward] == backward, name
         for *_, exchanges, _ in (rank[name] for rank in results):
             sent_back = map(one.recipe.model.features_learn, ("vision", "audio"))
