@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from orchmllm.data.text.tokenizer import ChatTokenizer
+from orchmllm.data.processed import ProcessedReader
 from tests.lib.commands import make_demo_data
+from tests.lib.drawn import reader_of, with_processor
 from tests.lib.formats import write_media
 from tests.lib.preprocess import SECRET, SMALL, Process
 from tests.lib.servers import web_server
@@ -17,9 +18,9 @@ from tests.lib.tokenizers import write_tokenizer
 from tests.lib.videos import CLIPS, VIDEOS, write_clip, write_video
 
 
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory):
-    return ChatTokenizer(write_tokenizer(tmp_path_factory.mktemp("tokenizer")))
+@pytest.fixture(scope="session")
+def reader() -> ProcessedReader:
+    return reader_of(with_processor())
 
 
 @pytest.fixture(scope="module")

@@ -48,10 +48,10 @@ WAYS = {"replaced": replaced, "overwritten": overwritten, "appended": appended,
 
 
 @pytest.mark.parametrize("how", WAYS)
-def test_a_row_of_a_changed_file_is_not_read(how, folder, tokenizer, tmp_path):
+def test_a_row_of_a_changed_file_is_not_read(how, folder, reader, tmp_path):
     path = write_jsonl(folder / f"{how}.jsonl", ROWS)
     os.utime(path, (1, 1))
-    dataset = opened(path, tokenizer, tmp_path)
+    dataset = opened(path, reader, tmp_path)
     assert dataset.layout(0).num_targets
     WAYS[how](path)
     said = ("it is no longer there" if how == "removed" else
@@ -60,10 +60,10 @@ def test_a_row_of_a_changed_file_is_not_read(how, folder, tokenizer, tmp_path):
         dataset.layout(1)
 
 
-def test_nor_is_a_medium_in_a_changed_tar(folder, tokenizer, tmp_path):
+def test_nor_is_a_medium_in_a_changed_tar(folder, reader, tmp_path):
     path, newer = (write_tar(tmp_path / name, rows, folder)
                    for name, rows in (("a.tar", ROWS), ("b.tar", ROWS[::-1])))
-    dataset = opened(path, tokenizer, tmp_path)
+    dataset = opened(path, reader, tmp_path)
     image = next(m for m in media_of(dataset.conversation(0)) if m.path)
     assert image_header(image)
     newer.replace(path)
@@ -78,7 +78,7 @@ def run(world, path: str, tokenizer: str, num_workers: int) -> None:
                                       torch.device("cpu"))
     def dataset() -> ConversationDataset:
         return ConversationDataset(
-            [SourceConfig(path=path)], tokenizer=ChatTokenizer(tokenizer),
+            [SourceConfig(path=path)], reader=ChatTokenizer(tokenizer),
             vision=MODEL.vision.geometry, audio=MODEL.audio.geometry,
             index_dir=f"{path}-index{world.rank}")
 
@@ -95,7 +95,7 @@ def run(world, path: str, tokenizer: str, num_workers: int) -> None:
 
 @pytest.mark.dist
 @pytest.mark.parametrize("num_workers", [0, 1])
-def test_all_ranks_end_with_the_same_error(folder, tokenizer, num_workers):
+def test_all_ranks_end_with_the_same_error(folder, reader, num_workers):
     path = write_jsonl(folder / f"grows-{num_workers}.jsonl", ROWS)
     with pytest.raises(RankFailure) as failure:
         run_ranks(run, 2, str(path), str(tokenizer.path), num_workers)

@@ -18,10 +18,10 @@ PAIRS = [{"q": "one", "a": "1", "s": "train"}, {"q": "two", "a": "2", "s": "test
 
 
 @pytest.fixture
-def read(tokenizer, tmp_path):
+def read(reader, tmp_path):
     """read(path, columns, **keys): the dataset of one source."""
     return lambda path, columns=ASKED, **keys: opened(
-        path, tokenizer, tmp_path, columns=ColumnsConfig(**columns), **keys)
+        path, reader, tmp_path, columns=ColumnsConfig(**columns), **keys)
 
 
 def parts(dataset) -> list:

@@ -36,7 +36,7 @@ WAYS = (("load", 0), ("tensors", 0), ("load", 1), ("bytes", 1))
 
 
 def opened(path: str, tokenizer, index_dir) -> ConversationDataset:
-    return ConversationDataset([SourceConfig(path=path)], tokenizer=tokenizer, index_dir=index_dir,
+    return ConversationDataset([SourceConfig(path=path)], reader=reader, index_dir=index_dir,
                                vision=MODEL.vision.geometry, audio=MODEL.audio.geometry)
 
 
@@ -83,7 +83,7 @@ def data(tmp_path_factory):
 def test_each_row_is_read_once(data, indexed, tmp_path):
     paths, tokenizer = data
     for path in paths if indexed else ():
-        plain = opened(path, tokenizer, tmp_path)
+        plain = opened(path, reader, tmp_path)
         build_index(plain.sources[0], plain.reader, tmp_path, num_workers=1)
     [counts] = run_ranks(reads, 1, paths, tokenizer, str(tmp_path))
     assert counts == {(Path(path).name, *way): [1] * len(QUESTIONS)
@@ -92,9 +92,9 @@ def test_each_row_is_read_once(data, indexed, tmp_path):
 
 def test_a_row_that_is_not_as_it_was_indexed_is_not_learnt(data, tmp_path):
     paths, tokenizer = data
-    plain = opened(paths[1], tokenizer, tmp_path)
+    plain = opened(paths[1], reader, tmp_path)
     build_index(plain.sources[0], plain.reader, tmp_path, num_workers=1)
-    indexed = opened(paths[1], tokenizer, tmp_path)
+    indexed = opened(paths[1], reader, tmp_path)
     read, failures = indexed.sources[0].store.row, []
     indexed.sources[0].store.row = lambda i: read(i + 1)
     example = indexed.load(0, on_error=lambda *failure: failures.append(failure))
@@ -108,7 +108,7 @@ def test_a_row_that_is_not_as_it_was_indexed_is_not_learnt(data, tmp_path):
 
 def test_more_rows_than_are_kept_are_measured_once(data, tmp_path, monkeypatch):
     paths, tokenizer = data
-    one, many = (opened(paths[1], tokenizer, tmp_path) for _ in range(2))
+    one, many = (opened(paths[1], reader, tmp_path) for _ in range(2))
     counts, rows = count_reads(many.sources[0].store, len(many)), list(range(len(many)))
     monkeypatch.setattr(dataset, "CACHED_BYTES", 1)
     monkeypatch.setattr(dataset, "MEASURED_AT_ONCE", 5)
@@ -120,7 +120,7 @@ def test_more_rows_than_are_kept_are_measured_once(data, tmp_path, monkeypatch):
 
 def test_what_planning_keeps_is_bounded_in_bytes(data, tmp_path, monkeypatch):
     paths, tokenizer = data
-    whole, bounded = (opened(paths[1], tokenizer, tmp_path) for _ in range(2))
+    whole, bounded = (opened(paths[1], reader, tmp_path) for _ in range(2))
     monkeypatch.setattr(dataset, "CACHED_BYTES", 1)
     for i in range(len(QUESTIONS)):
         bounded.layout(i)

@@ -9,10 +9,14 @@ import tempfile
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from orchmllm.config.model import ModelConfig
 from orchmllm.tools.doctor.synthetic import MODEL
+from tests.lib.tokenizers import write_tokenizer
+
+if TYPE_CHECKING:
+    from orchmllm.data.processed import ProcessedReader
 
 TOWERS = ((2, 16, 32, 2), (2, 16, 32, 2))  # layers, width, width of the MLP, heads
 LLM = (2, 32, 48, 4)
@@ -35,10 +39,32 @@ def _folder(changes: str) -> Path:
         config[f"{part}_config"] |= values
     for part, key in LAYERS.items() if layers else ():
         config[f"{part}_config"][key] = layers
-    folder = Path(tempfile.mkdtemp(prefix="model_"))
-    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    folder = _made()
     (folder / "config.json").write_text(json.dumps(config))
     return folder
+
+
+def _made() -> Path:
+    """A folder that is there as long as this process."""
+    folder = Path(tempfile.mkdtemp(prefix="model_"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return folder
+
+
+@cache
+def with_processor() -> Path:
+    """A folder as write_model writes it, with the tokenizer of write_tokenizer, for all tests of a
+    process."""
+    folder = _made()
+    return write_model(folder / "model", write_tokenizer(folder))
+
+
+def reader_of(model: Path, max_example_tokens: int = 0) -> ProcessedReader:
+    """What measures and loads rows for a model's folder."""
+    from orchmllm.data.processed import ProcessedReader
+    from orchmllm.data.text.processor import Processor
+
+    return ProcessedReader(Processor(model), max_example_tokens)
 
 
 def write_model(folder: Path, tokenizer: Path, max_side: int = 112) -> Path:

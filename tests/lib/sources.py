@@ -8,20 +8,19 @@ from orchmllm.config.recipe import SourceConfig
 from orchmllm.data.dataset import ConversationDataset
 from orchmllm.data.formats.conversation import Conversation
 from orchmllm.data.formats.row_formats import FORMATS
+from orchmllm.data.lengths import LengthReader
 from orchmllm.data.media.medium import Medium
 from orchmllm.data.media.root import MediaRoot
 from orchmllm.data.storage.remote import NOWHERE, Storage
-from orchmllm.data.text.tokenizer import ChatTokenizer
-from orchmllm.plan.geometry import AudioGeometry, VisionGeometry
 from orchmllm.plan.layout import VISION
 
 
-def opened(path: Path | str, tokenizer: ChatTokenizer, folder: Path, storage: Storage = NOWHERE,
+def opened(path: Path | str, reader: LengthReader, folder: Path, storage: Storage = NOWHERE,
            **keys) -> ConversationDataset:
     """folder: its index is below it. keys: of the source."""
     return ConversationDataset(
-        [SourceConfig(path=str(path), **keys)], tokenizer=tokenizer, index_dir=folder / "index",
-        storage=storage, vision=VisionGeometry(max_side=224), audio=AudioGeometry())
+        [SourceConfig(path=str(path), **keys)], reader=reader, index_dir=folder / "index",
+        storage=storage)
 
 
 def read_row(row: dict) -> Conversation:
