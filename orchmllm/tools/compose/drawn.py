@@ -29,8 +29,8 @@ def shapes(llm: Sequence[int], vision: Sequence[int] = (), audio: Sequence[int] 
            vocab_size: int, num_mels: int = 80, longest_s: int = 60, audio_stack: int = 2
            ) -> dict[str, Any]:
     """A configuration. llm, vision, audio: layers, width, width of the MLP and heads; empty: there
-    is no such tower. longest_s: of a clip, in seconds. vocab_size: of the table of embeddings. Raises
-    ValueError."""
+    is no such tower. longest_s: of a clip, in seconds. vocab_size: of the table of embeddings.
+    Raises ValueError."""
     def named(values: Sequence[int], *names: str) -> dict[str, int]:
         return dict(zip(names, values, strict=True))
 
