@@ -18,8 +18,7 @@ from tests.lib.tokenizers import write_tokenizer
 if TYPE_CHECKING:
     from orchmllm.data.processed import ProcessedReader
 
-TOWERS = ((2, 16, 32, 2), (2, 16, 32, 2))  # layers, width, width of the MLP, heads
-LLM = (2, 32, 48, 4)
+TOWER, LLM = (16, 32, 2), (32, 48, 4)  # width, width of the MLP, heads
 LAYERS = {"text": "num_hidden_layers", "vision": "depth", "audio": "encoder_layers"}
 
 
@@ -67,9 +66,10 @@ def reader_of(model: Path, max_example_tokens: int = 0) -> ProcessedReader:
     return ProcessedReader(Processor(model), max_example_tokens)
 
 
-def write_model(folder: Path, tokenizer: Path, max_side: int = 112) -> Path:
+def write_model(folder: Path, tokenizer: Path, max_side: int = 112, num_layers: int = 2) -> Path:
     """Writes a model with its processor to `folder`; returns it. tokenizer: a tokenizer.json."""
     from orchmllm.tools.compose.drawn import shapes, write_drawn
 
-    write_drawn(shapes(LLM, *TOWERS, vocab_size=512, num_mels=8), tokenizer, folder, max_side)
+    llm, *towers = ((num_layers, *part) for part in (LLM, TOWER, TOWER))
+    write_drawn(shapes(llm, *towers, vocab_size=512, num_mels=8), tokenizer, folder, max_side)
     return folder
