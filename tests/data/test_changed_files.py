@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from orchmllm.config.balance import BalanceConfig
-from orchmllm.config.job import resolve
+from orchmllm.config.model import ModelConfig
 from orchmllm.config.recipe import SourceConfig
 from orchmllm.data.dataset import ConversationDataset
 from orchmllm.data.formats.conversation import media_of
@@ -17,14 +16,14 @@ from orchmllm.data.loading.step_loader import StepLoader
 from orchmllm.data.media.headers import image_header
 from orchmllm.data.sampler import GlobalSampler
 from orchmllm.data.storage.clients import StorageError
-from orchmllm.data.text.tokenizer import ChatTokenizer
-from orchmllm.models.flops import plan_spec
-from orchmllm.runtime.build import build_orchestrator
+from orchmllm.data.processed import ProcessedReader
 from orchmllm.tools.data.build_index import build_index
+from orchmllm.trainer import Trainer
+from tests.lib.drawn import with_processor
 from tests.lib.formats import QUESTIONS, llava_row, write_jsonl, write_tar
 from tests.lib.ranks import RankFailure, run_ranks
 from tests.lib.sources import opened
-from tests.lib.synthetic import MODEL, recipe
+from tests.lib.synthetic import recipe
 
 ROWS = [llava_row(*question) for question in QUESTIONS]
 
@@ -72,22 +71,20 @@ def test_nor_is_a_medium_in_a_changed_tar(folder, reader, tmp_path):
             read()
 
 
-def run(world, path: str, tokenizer: str, num_workers: int) -> None:
-    chosen = recipe(balance=BalanceConfig(dispatch="tensors"))
-    orchestrator = build_orchestrator(chosen, plan_spec(resolve(chosen, 2, 2)), 2,
-                                      torch.device("cpu"))
+def run(world, path: str, reader: ProcessedReader, num_workers: int) -> None:
     def dataset() -> ConversationDataset:
         return ConversationDataset(
-            [SourceConfig(path=path)], reader=ChatTokenizer(tokenizer),
-            vision=MODEL.vision.geometry, audio=MODEL.audio.geometry,
+            [SourceConfig(path=path)], reader=reader,
             index_dir=f"{path}-index{world.rank}")
 
     first = dataset()
     if num_workers:  # with an index they are the only ones that read rows
         build_index(first.sources[0], first.reader, Path(f"{path}-index{world.rank}"),
                     num_workers=1)
-    steps = StepLoader(dataset(), GlobalSampler(range(len(first)), 4), orchestrator,
-                       num_steps=9, prefetch=1, num_workers=num_workers)
+    chosen = recipe(model=ModelConfig(config=str(with_processor())))
+    trainer = Trainer(chosen, world, dataset=dataset())
+    steps = StepLoader(trainer.dataset, GlobalSampler(range(len(first)), 4), trainer.orchestrator,
+                       num_steps=9, prefetch=1, num_workers=num_workers, feed=trainer._feed)
     for step in steps:
         if step.index == 0 and world.rank == 1:
             appended(Path(path))
@@ -98,7 +95,7 @@ def run(world, path: str, tokenizer: str, num_workers: int) -> None:
 def test_all_ranks_end_with_the_same_error(folder, reader, num_workers):
     path = write_jsonl(folder / f"grows-{num_workers}.jsonl", ROWS)
     with pytest.raises(RankFailure) as failure:
-        run_ranks(run, 2, str(path), str(tokenizer.path), num_workers)
+        run_ranks(run, 2, str(path), reader, num_workers)
     (kind, text, _), other = failure.value.errors.values()
     assert kind == "RemoteError" and text == other[1]
     assert "has changed since this run opened it" in text and "start a new run" in text

@@ -20,6 +20,7 @@ from orchmllm.data.media.headers import image_header
 from orchmllm.data.media.medium import MediaError, Medium, RowError
 from orchmllm.data.storage.clients import StorageError
 from orchmllm.plan.layout import VISION
+from tests.lib.drawn import with_processor
 from tests.lib.formats import write_jsonl
 from tests.lib.sources import opened
 
@@ -87,19 +88,20 @@ def test_a_parquet_file_that_holds_much_more_than_it_is(reader, tmp_path):
             writer.write_table(part)
     assert path.stat().st_size < 400_000
     code = ("import sys; from tests.lib.sources import opened; from pathlib import Path\n"
-            "from orchmllm.data.text.tokenizer import ChatTokenizer\n"
+            "from tests.lib.drawn import reader_of\n"
             "def status(key):\n"
             "    lines = Path('/proc/self/status').read_text().splitlines()\n"
             "    return int(next(x for x in lines if x.startswith(key)).split()[1])\n"
+            "reader = reader_of(Path(sys.argv[2]))\n"
             "Path('/proc/self/clear_refs').write_text('5')\n"
             "before = status('VmRSS')\n"
-            "path = Path(sys.argv[1]); data = opened(path, ChatTokenizer(sys.argv[2]), "
+            "path = Path(sys.argv[1]); data = opened(path, reader, "
             "path.parent, row_format='text')\n"
             "assert len(data) == 3000\n"
             "assert all(len(data.sources[0].store.row(i)['text']) == 1_000_000 "
             "for i in [*range(150), 2999, 7])\n"
             "print(status('VmHWM') - before)")
-    done = subprocess.run([sys.executable, "-c", code, str(path), str(tokenizer.path)],
+    done = subprocess.run([sys.executable, "-c", code, str(path), str(with_processor())],
                           capture_output=True, text=True, check=True)
     print(f"{path.stat().st_size} bytes that hold 3 GB: {int(done.stdout) >> 10} MiB")
     assert int(done.stdout) < 300 << 10

@@ -11,6 +11,7 @@ from orchmllm.data.formats.conversation import chat
 from orchmllm.data.media.medium import RowError
 from orchmllm.data.media.root import MediaRoot
 from orchmllm.tools.data.command import main
+from tests.lib.drawn import with_processor
 from tests.lib.formats import write_jsonl
 from tests.lib.sources import opened
 
@@ -59,7 +60,8 @@ def test_members_of_a_tar_are_in_the_order_of_their_row(reader, tmp_path, name):
     assert dataset.problem(0) is None, dataset.problem(0)
     assert [medium.name for _, _, medium in dataset.media_of(0)] == [
         f"000.{member} in {path}" for member in expected]
-    shades = [int(rows[0, 0]) for _, rows in sorted(dataset.load(0).media.items())]
+    part = dataset.load(0, segments=[s for s, _, _ in dataset.media_of(0)], raw=["pixel_values"])
+    shades = [int(part.parts[s]["pixel_values"][0, 0]) for s in sorted(part.parts)]
     assert shades == [10 * members.index(member) for member in expected]
 
 
@@ -185,8 +187,8 @@ def test_keys_that_would_change_what_is_learnt_are_not_ignored(folder, reader, t
     for name, rows in IGNORED.items():
         write_jsonl(folder / f"{name}.jsonl", [row for row, _ in rows])
     sources = ", ".join(f"{{path: {folder}/{name}.jsonl}}" for name in IGNORED)
-    (tmp_path / "r.yaml").write_text(f"data: {{sources: [{sources}], index_dir: {tmp_path}/index, "
-                                     f"tokenizer: {tokenizer.path}}}\n")
+    (tmp_path / "r.yaml").write_text(f"data: {{sources: [{sources}], index_dir: {tmp_path}/index}}\n"
+                                     f"model: {{config: {with_processor()}}}\n")
     assert main(["lint", str(tmp_path / "r.yaml"), "--workers", "1"]) == 1
     told = {line.partition(": ")[0]: line for line in capsys.readouterr().out.splitlines()}
     for name, rows in IGNORED.items():

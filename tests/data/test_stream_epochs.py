@@ -17,7 +17,6 @@ from orchmllm.data import stream
 from orchmllm.data.formats.rows import JsonRows
 from orchmllm.data.sampler import StreamSampler
 from orchmllm.data.stream import StreamDataset
-from orchmllm.plan.geometry import AudioGeometry, VisionGeometry
 from orchmllm.runtime.resumable import check_resumable
 from tests.lib.formats import llava_row, write_jsonl, write_tar
 from tests.lib.resume import settings
@@ -44,8 +43,7 @@ def write_rows(folder, kind: str, sizes: list[int], name: str) -> SourceConfig:
 
 def opened(configs, reader, folder, web=None, **keys) -> StreamDataset:
     where = storage(folder / "cache", web.url) if web else storage(folder / "cache")
-    return StreamDataset(configs, seed=0, reader=reader, vision=VisionGeometry(),
-                         audio=AudioGeometry(), index_dir=folder / "index", storage=where, **keys)
+    return StreamDataset(configs, seed=0, reader=reader, index_dir=folder / "index", storage=where, **keys)
 
 
 def answer(dataset, i: int) -> str:

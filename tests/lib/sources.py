@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from orchmllm.batch import ProcessedExample
 from orchmllm.config.recipe import SourceConfig
 from orchmllm.data.dataset import ConversationDataset
 from orchmllm.data.formats.conversation import Conversation
@@ -21,6 +22,13 @@ def opened(path: Path | str, reader: LengthReader, folder: Path, storage: Storag
     return ConversationDataset(
         [SourceConfig(path=str(path), **keys)], reader=reader, index_dir=folder / "index",
         storage=storage)
+
+
+def same_example(a: ProcessedExample, b: ProcessedExample) -> bool:
+    """The same ids, labels and tensors of media."""
+    return (a.input_ids.equal(b.input_ids) and a.labels.equal(b.labels)
+            and a.arguments == b.arguments and a.media.keys() == b.media.keys()
+            and all(a.media[name].equal(b.media[name]) for name in b.media))
 
 
 def read_row(row: dict) -> Conversation:
