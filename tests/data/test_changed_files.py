@@ -6,7 +6,6 @@ import os
 from pathlib import Path
 
 import pytest
-import torch
 
 from orchmllm.config.model import ModelConfig
 from orchmllm.config.recipe import SourceConfig
@@ -14,9 +13,9 @@ from orchmllm.data.dataset import ConversationDataset
 from orchmllm.data.formats.conversation import media_of
 from orchmllm.data.loading.step_loader import StepLoader
 from orchmllm.data.media.headers import image_header
+from orchmllm.data.processed import ProcessedReader
 from orchmllm.data.sampler import GlobalSampler
 from orchmllm.data.storage.clients import StorageError
-from orchmllm.data.processed import ProcessedReader
 from orchmllm.tools.data.build_index import build_index
 from orchmllm.trainer import Trainer
 from tests.lib.drawn import with_processor

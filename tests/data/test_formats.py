@@ -44,8 +44,8 @@ def test_all_formats_give_the_same_examples(name, folder, reader, reference):
 
 
 def same_examples(dataset, reference) -> None:
-    """The same tokens, spans, lengths and media. A webdataset row has its media after the text: same
-    order per modality."""
+    """The same tokens, spans, lengths and media. A webdataset row has its media after the text:
+    same order per modality."""
     for i in range(len(reference)):
         assert canonical(dataset, i) == canonical(reference, i)
         a, b = dataset.layout(i), reference.layout(i)

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from orchmllm.config.balance import BalanceConfig
+from orchmllm.config.model import ModelConfig
 from orchmllm.config.recipe import DataConfig, RecipeError, RunConfig, SourceConfig, load_recipe
 from orchmllm.data.sampler import (
     CappedSampler,
@@ -19,22 +20,20 @@ from orchmllm.data.sampler import (
     shuffled,
 )
 from orchmllm.data.stream import StreamDataset, open_dataset
-from orchmllm.data.text.tokenizer import ChatTokenizer
-from orchmllm.plan.geometry import AudioGeometry, VisionGeometry
 from orchmllm.plan.grouping import capped
 from orchmllm.plan.layout import VISION
 from orchmllm.runtime.build import build_dataset
 from orchmllm.tools.data.build_index import build_index
 from orchmllm.tools.data.command import main
 from orchmllm.tools.data.composition import global_batches
+from tests.lib.drawn import with_processor
 from tests.lib.formats import QUESTIONS, llava_row, write_jsonl, write_media
 from tests.lib.gradients import BATCH, Case, all_gradients, reference_gradients, worst_difference
 from tests.lib.ranks import run_ranks
-from tests.lib.synthetic import SHALLOW, SyntheticDataset, recipe
-from tests.lib.tokenizers import write_tokenizer
+from tests.lib.synthetic import SyntheticDataset, recipe
 from tests.lib.training import train
 
-MODEL = replace(SHALLOW, llm=replace(SHALLOW.llm, vocab_size=512))
+MODEL = ModelConfig(config=str(with_processor()))
 REPEATS = (1, 3, 2)
 
 
@@ -43,7 +42,6 @@ def folder(tmp_path_factory):
     """Sources of 7, 11 and 13 rows."""
     folder = tmp_path_factory.mktemp("mixing")
     write_media(folder)
-    write_tokenizer(folder)
     for k, count in enumerate((7, 11, 13)):
         rows = [llava_row(*QUESTIONS[(5 * k + i) % 12]) for i in range(count)]
         for i, row in enumerate(rows):
@@ -55,7 +53,7 @@ def folder(tmp_path_factory):
 def data_of(folder, **keys) -> DataConfig:
     sources = tuple(SourceConfig(path=str(folder / f"{k}.jsonl"), repeats=r)
                     for k, r in enumerate(keys.pop("repeats", REPEATS)))
-    return DataConfig(sources=sources, tokenizer=str(folder), index_dir=str(folder / "index"),
+    return DataConfig(sources=sources, index_dir=str(folder / "index"),
                       **keys)
 
 
@@ -113,12 +111,11 @@ def test_sources_of_one_size_are_drawn_in_orders_of_their_own():
     assert common > 40 and not np.array_equal(first[:common], second[:common])
 
 
-def test_the_window_of_a_stream(folder):
+def test_the_window_of_a_stream(folder, reader):
     def rows(window: int) -> list[int]:
         stream = StreamDataset(
             [SourceConfig(path=str(folder / "2.jsonl"))], num_shards=1, seed=0, window=window,
-            tokenizer=ChatTokenizer(folder), vision=VisionGeometry(), audio=AudioGeometry(),
-            index_dir=folder / "index")
+            reader=reader, index_dir=folder / "index")
         return [stream.where(i)[1] for i in range(13)]
 
     assert rows(1) == list(range(13))
@@ -139,9 +136,8 @@ def recipe_of(folder, run_dir, **keys):
 def indexed(folder):
     data = data_of(folder)
     (folder / "r.yaml").write_text(
-        f"data: {{sources: [{', '.join(f'{{path: {s.path}}}' for s in data.sources)}], tokenizer: "
-        f"{folder}, index_dir: {folder}/index}}\nmodel: {{vision: {{max_side: 112, num_heads: 2, "
-        "hidden_size: 16}, audio: {num_mels: 8}, llm: {vocab_size: 512}}\n")
+        f"data: {{sources: [{', '.join(f'{{path: {s.path}}}' for s in data.sources)}], "
+        f"index_dir: {folder}/index}}\nmodel: {{config: {MODEL.config}}}\n")
     assert main(["index", str(folder / "r.yaml"), "--workers", "1"]) == 0
     return folder
 
@@ -266,8 +262,8 @@ def test_stats_are_of_batches_as_training_draws_them(how, folder, tmp_path):
                           ", ".join(f"{name}: {value * (k + 1)}" for name, value in keys.items())
                           for k in range(3)))
     (tmp_path / "r.yaml").write_text(
-        f"data:\n  sources:\n{sources}  tokenizer: {folder}\n  index_dir: {folder}/index\n"
-        "train: {batch_size: 2}\n")
+        f"data:\n  sources:\n{sources}  index_dir: {folder}/index\n"
+        f"model: {{config: {MODEL.config}}}\ntrain: {{batch_size: 2}}\n")
     loaded = load_recipe(tmp_path / "r.yaml", [o for o in how.split() if "=" in o])
     dataset = open_dataset(loaded.data, MODEL, seed=0)
     for source in dataset.sources:

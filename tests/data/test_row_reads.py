@@ -10,7 +10,6 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-import torch
 
 from orchmllm.config.balance import BalanceConfig
 from orchmllm.config.model import ModelConfig
@@ -55,10 +54,11 @@ def reads(world, paths: list[str], reader, index_dir: str) -> dict[tuple, list[i
     """(path, dispatch, number of workers) -> how often each row was read in a pass."""
     out = {}
     for dispatch, num_workers in WAYS:
-        data = [opened(path, reader, index_dir) for path in paths]
+        opened_paths = [opened(path, reader, index_dir) for path in paths]
         trainer = Trainer(recipe(model=ModelConfig(config=str(with_processor())),
-                                 balance=BalanceConfig(dispatch=dispatch)), world, dataset=data[0])
-        for path, data in zip(paths, data, strict=True):
+                                 balance=BalanceConfig(dispatch=dispatch)), world,
+                          dataset=opened_paths[0])
+        for path, data in zip(paths, opened_paths, strict=True):
             counts = count_reads(data.sources[0].store, len(data))
             steps = StepLoader(paths, reader, GlobalSampler(range(len(data)), 6, shuffle=False),
                                trainer.orchestrator, num_steps=2, num_workers=num_workers,

@@ -58,6 +58,13 @@ def with_processor() -> Path:
     return write_model(folder / "model", write_tokenizer(folder))
 
 
+def reader_in(folder: Path) -> ProcessedReader:
+    """Of a model that is written anew to folder/model, with the tokenizer and the chat template of
+    `folder`."""
+    shutil.rmtree(folder / "model", ignore_errors=True)
+    return reader_of(write_model(folder / "model", folder / "tokenizer.json"))
+
+
 def reader_of(model: Path, max_example_tokens: int = 0) -> ProcessedReader:
     """What measures and loads rows for a model's folder."""
     from orchmllm.data.processed import ProcessedReader

@@ -4,16 +4,27 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
+
 from orchmllm.batch import ProcessedExample
 from orchmllm.config.recipe import SourceConfig
 from orchmllm.data.dataset import ConversationDataset
 from orchmllm.data.formats.conversation import Conversation
 from orchmllm.data.formats.row_formats import FORMATS
 from orchmllm.data.lengths import LengthReader
+from orchmllm.data.media.decode import decode_samples
 from orchmllm.data.media.medium import Medium
 from orchmllm.data.media.root import MediaRoot
 from orchmllm.data.storage.remote import NOWHERE, Storage
+from orchmllm.plan.geometry import AudioGeometry
 from orchmllm.plan.layout import VISION
+
+SOUND = AudioGeometry(16000)
+
+
+def samples_of(medium: Medium) -> np.ndarray:
+    """(n,) float32 at the rate of SOUND, mono."""
+    return decode_samples(medium, SOUND)
 
 
 def opened(path: Path | str, reader: LengthReader, folder: Path, storage: Storage = NOWHERE,
