@@ -18,7 +18,7 @@ from orchmllm.data.sampler import GlobalSampler
 from orchmllm.data.storage.clients import StorageError
 from orchmllm.tools.data.build_index import build_index
 from orchmllm.trainer import Trainer
-from tests.lib.drawn import with_processor
+from tests.lib.drawn import drawn_model
 from tests.lib.formats import QUESTIONS, llava_row, write_jsonl, write_tar
 from tests.lib.ranks import RankFailure, run_ranks
 from tests.lib.sources import opened
@@ -70,7 +70,7 @@ def test_nor_is_a_medium_in_a_changed_tar(folder, reader, tmp_path):
             read()
 
 
-def run(world, path: str, reader: ProcessedReader, num_workers: int) -> None:
+def run(world, path: str, reader: ProcessedReader, num_workers: int, model: ModelConfig) -> None:
     def dataset() -> ConversationDataset:
         return ConversationDataset(
             [SourceConfig(path=path)], reader=reader,
@@ -80,8 +80,7 @@ def run(world, path: str, reader: ProcessedReader, num_workers: int) -> None:
     if num_workers:  # with an index they are the only ones that read rows
         build_index(first.sources[0], first.reader, Path(f"{path}-index{world.rank}"),
                     num_workers=1)
-    chosen = recipe(model=ModelConfig(config=str(with_processor())))
-    trainer = Trainer(chosen, world, dataset=dataset())
+    trainer = Trainer(recipe(model=model), world, dataset=dataset())
     steps = StepLoader(trainer.dataset, GlobalSampler(range(len(first)), 4), trainer.orchestrator,
                        num_steps=9, prefetch=1, num_workers=num_workers, feed=trainer._feed)
     for step in steps:
@@ -94,7 +93,7 @@ def run(world, path: str, reader: ProcessedReader, num_workers: int) -> None:
 def test_all_ranks_end_with_the_same_error(folder, reader, num_workers):
     path = write_jsonl(folder / f"grows-{num_workers}.jsonl", ROWS)
     with pytest.raises(RankFailure) as failure:
-        run_ranks(run, 2, str(path), reader, num_workers)
+        run_ranks(run, 2, str(path), reader, num_workers, drawn_model())
     (kind, text, _), other = failure.value.errors.values()
     assert kind == "RemoteError" and text == other[1]
     assert "has changed since this run opened it" in text and "start a new run" in text

@@ -187,7 +187,7 @@ def test_keys_that_would_change_what_is_learnt_are_not_ignored(folder, reader, t
     for name, rows in IGNORED.items():
         write_jsonl(folder / f"{name}.jsonl", [row for row, _ in rows])
     sources = ", ".join(f"{{path: {folder}/{name}.jsonl}}" for name in IGNORED)
-    (tmp_path / "r.yaml").write_text(f"data: {{sources: [{sources}], index_dir: {tmp_path}/index}}\n"
+    (tmp_path / "r.yaml").write_text(f"data: {{sources: [{sources}], index_dir: {tmp_path}/ix}}\n"
                                      f"model: {{config: {with_processor()}}}\n")
     assert main(["lint", str(tmp_path / "r.yaml"), "--workers", "1"]) == 1
     told = {line.partition(": ")[0]: line for line in capsys.readouterr().out.splitlines()}

@@ -21,7 +21,7 @@ from orchmllm.data.sampler import GlobalSampler
 from orchmllm.plan.layout import BatchLayout
 from orchmllm.tools.data.build_index import build_index
 from orchmllm.trainer import Trainer
-from tests.lib.drawn import with_processor
+from tests.lib.drawn import drawn_model
 from tests.lib.formats import FORMATS, QUESTIONS, write_media
 from tests.lib.ranks import run_ranks
 from tests.lib.sources import same_example
@@ -50,17 +50,16 @@ def count_reads(store, num_rows: int) -> Array:
     return counts
 
 
-def reads(world, paths: list[str], reader, index_dir: str) -> dict[tuple, list[int]]:
+def reads(world, paths: list[str], reader, index_dir: str, model: ModelConfig) -> dict[tuple, list[int]]:
     """(path, dispatch, number of workers) -> how often each row was read in a pass."""
     out = {}
     for dispatch, num_workers in WAYS:
         opened_paths = [opened(path, reader, index_dir) for path in paths]
-        trainer = Trainer(recipe(model=ModelConfig(config=str(with_processor())),
-                                 balance=BalanceConfig(dispatch=dispatch)), world,
+        trainer = Trainer(recipe(model=model, balance=BalanceConfig(dispatch=dispatch)), world,
                           dataset=opened_paths[0])
         for path, data in zip(paths, opened_paths, strict=True):
             counts = count_reads(data.sources[0].store, len(data))
-            steps = StepLoader(paths, reader, GlobalSampler(range(len(data)), 6, shuffle=False),
+            steps = StepLoader(data, GlobalSampler(range(len(data)), 6, shuffle=False),
                                trainer.orchestrator, num_steps=2, num_workers=num_workers,
                                feed=trainer._feed)
             assert [len(step.failed) for step in steps] == [0, 0]
@@ -80,7 +79,7 @@ def test_each_row_is_read_once(paths, reader, indexed, tmp_path):
     for path in paths if indexed else ():
         plain = opened(path, reader, tmp_path)
         build_index(plain.sources[0], plain.reader, tmp_path, num_workers=1)
-    [counts] = run_ranks(reads, 1, paths, reader, str(tmp_path))
+    [counts] = run_ranks(reads, 1, paths, reader, str(tmp_path), drawn_model())
     assert counts == {(Path(path).name, *way): [1] * len(QUESTIONS)
                       for path in paths for way in WAYS}
 
@@ -94,7 +93,7 @@ def test_a_row_that_is_not_as_it_was_indexed_is_not_learnt(paths, reader, tmp_pa
     example = indexed.load(0, on_error=lambda *failure: failures.append(failure))
     layout = indexed.layout(0)
     assert len(example.labels) == layout.num_tokens.sum() and (example.labels < 0).all()
-    assert [len(rows) for rows in example.media.values()] == layout.rows[layout.rows > 0].tolist()
+    assert len(example.media["pixel_values"]) == layout.rows.sum() > 0
     assert failures[-1][0] == 0 and str(failures[-1][1]).endswith(
         "the row has changed since it was indexed (`data lint` reads all rows again): its "
         "text does not have the indexed lengths")

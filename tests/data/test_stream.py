@@ -105,7 +105,8 @@ def test_weights(folder, reader):
 
 
 @pytest.mark.parametrize("counts, num_shards", [([200] + [20] * 15, 16), ([3000, 1, 2998], 3)])
-def test_the_rows_of_a_long_file_are_spread_over_the_epoch(counts, num_shards, folder, reader, tmp_path):
+def test_the_rows_of_a_long_file_are_spread_over_the_epoch(counts, num_shards, reader,
+                                                                  tmp_path):
     for k, count in enumerate(counts):
         write_jsonl(tmp_path / f"{k:03d}.jsonl", [llava_row([("text", "?")], f"{k}")] * count)
     dataset = StreamDataset([SourceConfig(path=str(tmp_path / "*.jsonl"))], num_shards=num_shards,

@@ -43,7 +43,8 @@ def write_rows(folder, kind: str, sizes: list[int], name: str) -> SourceConfig:
 
 def opened(configs, reader, folder, web=None, **keys) -> StreamDataset:
     where = storage(folder / "cache", web.url) if web else storage(folder / "cache")
-    return StreamDataset(configs, seed=0, reader=reader, index_dir=folder / "index", storage=where, **keys)
+    return StreamDataset(configs, seed=0, reader=reader, index_dir=folder / "index",
+                         storage=where, **keys)
 
 
 def answer(dataset, i: int) -> str:

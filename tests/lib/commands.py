@@ -25,8 +25,8 @@ def python(*args, env: dict | None = None, cwd: Path = ROOT) -> subprocess.Compl
 
 def train_args(data: Path, run_dir: Path, *overrides: str) -> list[str]:
     """Arguments of Python for a small run of recipes/demo.yaml."""
-    return ["-m", "orchmllm.train", "recipes/demo.yaml", *demo_of(data), f"run.dir={run_dir}", *TINY,
-            *overrides]
+    return ["-m", "orchmllm.train", "recipes/demo.yaml", *demo_of(data),
+            f"run.dir={run_dir}", *TINY, *overrides]
 
 
 def demo_of(data: Path) -> list[str]:

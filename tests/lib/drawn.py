@@ -58,6 +58,11 @@ def with_processor() -> Path:
     return write_model(folder / "model", write_tokenizer(folder))
 
 
+def drawn_model() -> ModelConfig:
+    """The model of with_processor."""
+    return ModelConfig(config=str(with_processor()))
+
+
 def reader_in(folder: Path) -> ProcessedReader:
     """Of a model that is written anew to folder/model, with the tokenizer and the chat template of
     `folder`."""
