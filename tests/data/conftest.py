@@ -14,7 +14,6 @@ from tests.lib.drawn import reader_of, with_processor
 from tests.lib.formats import write_media
 from tests.lib.preprocess import SECRET, SMALL, Process
 from tests.lib.servers import web_server
-from tests.lib.tokenizers import write_tokenizer
 from tests.lib.videos import CLIPS, VIDEOS, write_clip, write_video
 
 
@@ -65,11 +64,10 @@ def running(recipe):
 
 @pytest.fixture(scope="session")
 def videos(tmp_path_factory):
-    """Every file of VIDEOS and CLIPS, and a tokenizer."""
+    """Every file of VIDEOS and CLIPS."""
     folder = tmp_path_factory.mktemp("videos")
     for name, how in VIDEOS.items():
         write_video(folder / name, **how)
     for name, how in CLIPS.items():
         write_clip(folder / name, **how)
-    write_tokenizer(folder)
     return folder

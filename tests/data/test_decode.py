@@ -62,6 +62,18 @@ def test_image_modes(tmp_path):
 # Audio
 
 
+@pytest.mark.parametrize("num_samples", [1, 159, 160, 161, 400, 4801, 40000])
+def test_frames_of_a_clip_are_those_of_whisper(reader, num_samples):
+    from transformers import WhisperFeatureExtractor
+
+    samples = np.random.default_rng(0).uniform(-0.5, 0.5, num_samples).astype(np.float32)
+    [parts] = reader.processor.parts([samples])
+    padded = WhisperFeatureExtractor(feature_size=8)(samples, sampling_rate=16000)
+    frames = parts["input_features"][0].numpy()
+    assert frames.shape == (8, -(-num_samples // 160))
+    np.testing.assert_allclose(frames, padded.input_features[0][:, : frames.shape[1]], atol=1e-4)
+
+
 @pytest.mark.parametrize("rate", [8000, 11025, 22050, 44100, 48000])
 @pytest.mark.parametrize("num_samples", [1, 7, 1000, 12345])
 def test_resampled_length(tmp_path, rate, num_samples):

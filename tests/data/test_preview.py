@@ -37,10 +37,10 @@ def test_it_shows_the_tokens_and_labels_that_are_trained(recipe):
         learnt = example.labels[example.labels != IGNORE_INDEX]
         text = "".join(s.text for s in shown if s.learnt)
         assert text == dataset.tokenizer.decode(learnt) == f"{answer}<|im_end|>"
-        assert facts.startswith(f"{len(example.token_ids)} tokens: ")
+        assert facts.startswith(f"{len(example.input_ids)} tokens: ")
         assert facts.endswith(f"{len(learnt)} are learnt")
         assert [int(re.search(r"-> (\d+) (?:patches|mel frames)", s.text)[1]) for s in shown
-                if s.modality != TEXT] == [len(rows) for rows in example.media.values()]
+                if s.modality != TEXT] == example.lengths.rows[example.lengths.rows > 0].tolist()
 
 
 def test_terminal(recipe, capsys):
