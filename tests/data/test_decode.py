@@ -62,7 +62,7 @@ def test_image_modes(tmp_path):
 # Audio
 
 
-@pytest.mark.parametrize("num_samples", [1, 159, 160, 161, 400, 4801, 40000])
+@pytest.mark.parametrize("num_samples", [641, 800, 801, 4801, 40000])
 def test_frames_of_a_clip_are_those_of_whisper(reader, num_samples):
     from transformers import WhisperFeatureExtractor
 

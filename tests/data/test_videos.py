@@ -199,7 +199,8 @@ def test_a_header_that_decoding_contradicts_is_refused(videos):
     [medium] = expand(medium_at(videos / "plain.mp4"), VideoSampling(frames=1), {})
     header = medium.frame.video._replace(num_frames=25)
     wrong = medium._replace(frame=medium.frame._replace(video=header))
-    assert "its header says 25 frames, and it holds 24" in pictures([wrong], Processor)[wrong].reason
+    [error] = pictures([wrong], Processor).values()
+    assert "its header says 25 frames, and it holds 24" in error.reason
 
 
 @pytest.mark.parametrize("how", [bytes, lambda n: bytes(range(256)) * (n // 256 + 1)])
