@@ -145,8 +145,7 @@ def labels_of_a_run(world, run) -> list[tuple]:
     """Of each step (labels of this rank, denominator, examples, positions of those that failed)."""
     trainer = Trainer(run, world)
     return [([label for micro in step.micro for label in trainer.orchestrator.dispatch(
-                  micro, step.num_global_targets).labels.flatten().tolist()
-              if label != IGNORE_INDEX],
+                  micro, step.num_global_targets).targets.tolist()],
              step.num_global_targets, step.example_ids.tolist(),
              sorted({f.example for f in step.failed})) for step in trainer.loader()]
 

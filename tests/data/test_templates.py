@@ -219,7 +219,7 @@ def test_what_cannot_be_followed_is_refused_before_training(tmp_path, capsys, te
     (tmp_path / "chat_template.jinja").unlink()
     model = write_model(tmp_path / "model", tmp_path / "tokenizer.json")
     (model / "chat_template.jinja").write_text(template)
-    (tmp_path / "r.yaml").write_text(f"data: {{path: {tmp_path}/data.jsonl, index_dir: {tmp_path}}}\n"
+    (tmp_path / "r.yaml").write_text(f"data: {{path: {tmp_path}/data.jsonl, index_dir: ix}}\n"
                                      f"model: {{config: {model}}}\n")
     assert main(["lint", str(tmp_path / "r.yaml"), "--workers", "1"]) == 2
     assert f"error: {tmp_path}" in capsys.readouterr().err
