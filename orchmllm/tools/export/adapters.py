@@ -26,8 +26,8 @@ def write_model(
     orchmllm.tools.export.export.write_parts. tokenizer: None, since it is in the processor. Raises
     ValueError."""
     if tokenizer is not None:
-        raise ValueError(f"--tokenizer {tokenizer}: the tokenizer of a model is that of its folder, "
-                         f"{model.folder}: leave it out")
+        raise ValueError(f"--tokenizer {tokenizer}: the tokenizer of a model is that of its "
+                         f"folder, {model.folder}: leave it out")
     if is_other(Path(model.folder), state):
         log(f"warning: the tokenizer of {model.folder}, which the export gets, is not the one that "
             "the checkpoint was trained with (tokenizer.json, chat template or special tokens)")

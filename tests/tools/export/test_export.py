@@ -1,5 +1,5 @@
-"""From drawn weights over two sharded steps to a folder of transformers: every tensor is the trained
-one, and transformers' own models load it."""
+"""From drawn weights over two sharded steps to a folder of transformers: every tensor is the
+trained one, and transformers' own models load it."""
 
 from __future__ import annotations
 
