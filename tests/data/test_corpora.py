@@ -18,8 +18,8 @@ from tests.lib.recipes import RECIPES
 from tests.lib.sources import same_example
 
 
-def of_model() -> str:
-    return f"model.config={with_processor()}"
+def of_model() -> list[str]:
+    return [f"model.config={with_processor()}", "data.tokenizer="]
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +35,7 @@ def recipe(root, monkeypatch):
 
     def load(name: str, *overrides: str):
         return load_recipe(RECIPES / f"{name}.yaml",
-                           [f"data.index_dir={root / 'index'}", of_model(), *overrides])
+                           [f"data.index_dir={root / 'index'}", *of_model(), *overrides])
 
     return load
 
@@ -113,7 +113,7 @@ def test_mix_without_weights_is_every_example_once(recipe):
 
 
 def test_commands(recipe, root, tmp_path, capsys):
-    arguments = [str(RECIPES / "paper_mix.yaml"), f"data.index_dir={tmp_path}", of_model(),
+    arguments = [str(RECIPES / "paper_mix.yaml"), f"data.index_dir={tmp_path}", *of_model(),
                  "--workers", "1"]
     assert main(["index", *arguments]) == 0
     said = capsys.readouterr().out
@@ -133,10 +133,10 @@ def test_commands(recipe, root, tmp_path, capsys):
 def test_index_is_used_and_knows_what_changed(recipe, root, tmp_path, capsys, monkeypatch):
     write_paper_mix(tmp_path, seed=1)
     monkeypatch.chdir(tmp_path)
-    arguments = [str(RECIPES / "paper_mix.yaml"), "data.index_dir=index", of_model(), "--workers",
+    arguments = [str(RECIPES / "paper_mix.yaml"), "data.index_dir=index", *of_model(), "--workers",
                  "1"]
     assert main(["index", *arguments]) == 0
-    mixed = load_recipe(RECIPES / "paper_mix.yaml", ["data.index_dir=index", of_model()])
+    mixed = load_recipe(RECIPES / "paper_mix.yaml", ["data.index_dir=index", *of_model()])
     indexed = dataset_of(mixed)
     monkeypatch.chdir(tmp_path)
     plain = ConversationDataset(mixed.data.sources, reader=indexed.reader, index_dir="none")
