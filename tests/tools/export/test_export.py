@@ -46,7 +46,7 @@ def trained_parameters(world, run: Recipe) -> list[dict[str, np.ndarray]] | None
 
 
 class Trip:
-    """root/model: the folder that training on 2x2 ranks starts from; before, after: gathered
+    """root/model: the folder that training on 4 ranks starts from; before, after: gathered
     parameters; out: the export."""
 
     def __init__(self, root: Path) -> None:
@@ -55,7 +55,7 @@ class Trip:
         shutil.copy(Path(MODEL.folder) / "config.json", self.start)  # of the synthetic examples
         base = recipe(
             model=replace(MODEL, config=str(self.start)), run=RunConfig(dir=str(root / "run")),
-            fsdp=FsdpConfig(activation_checkpointing="selective", shard_size=2),
+            fsdp=FsdpConfig(activation_checkpointing="selective"),
             checkpoint=CheckpointConfig())
         run = replace(base, train=replace(base.train, num_steps=2, warmup_steps=0, lr=1e-2))
         self.before, self.after = run_ranks(trained_parameters, 4, run)[0]
@@ -75,7 +75,8 @@ def test_every_tensor_is_the_trained_one(trip):
     assert found.keys() == trip.after.keys()
     for name, value in found.items():
         assert torch.equal(value, torch.from_numpy(trip.after[name])), name
-        assert 0 < np.abs(trip.after[name] - trip.before[name]).max() < 0.1, name  # it learnt
+        moved = np.abs(trip.after[name] - trip.before[name]).max()
+        assert (moved > 0) == value.requires_grad and moved < 0.1, name  # Whisper's table is fixed
     assert len(list((trip.out / "llm").glob("model-*-of-*.safetensors"))) > 1
     assert not [p for p in trip.out.rglob("*") if p.suffix in (".bin", ".pt", ".pkl")]
 
