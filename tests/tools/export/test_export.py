@@ -76,7 +76,8 @@ def test_every_tensor_is_the_trained_one(trip):
     for name, value in found.items():
         assert torch.equal(value, torch.from_numpy(trip.after[name])), name
         moved = np.abs(trip.after[name] - trip.before[name]).max()
-        assert (moved > 0) == value.requires_grad and moved < 0.1, name  # Whisper's table is fixed
+        is_fixed = name.endswith("embed_positions.weight")  # Whisper's table
+        assert (moved > 0) != is_fixed and moved < 0.1, name
     assert len(list((trip.out / "llm").glob("model-*-of-*.safetensors"))) > 1
     assert not [p for p in trip.out.rglob("*") if p.suffix in (".bin", ".pt", ".pkl")]
 
