@@ -8,6 +8,7 @@ import shlex
 import pytest
 
 from orchmllm.cli import dispatch
+from tests.lib.commands import ROOT
 
 RECIPE = "recipes/demo.yaml"
 TRAIN = f"train {RECIPE} --validate data.path=DEMO run.dir=TMP/run"
@@ -73,18 +74,13 @@ OVERRIDES = [  # (what is set, what the answer contains, what is set then: it is
     ("run.seed=-1", "must be greater than or equal to 0", "run.seed=1"),
     (f"run.dir={RECIPE}", "cannot be written", ""),
     ("run.resume=nowhere", "choose auto, never or the path of a checkpoint", "run.resume=never"),
-    ("model.llm.hidden_size=50", "must be a multiple of 2 * num_heads (8)",
-     "model.llm.hidden_size=64"),
-    ("model.llm.pretrained=Qwen/Qwen2-7B", "nothing is downloaded", ""),
-    ("model.llm.pretrained=TMP", "config.json: No such file", ""),
+    ("model.config=Qwen/Qwen2-7B", "nothing is downloaded", ""),
+    ("model.config=TMP", "has no config.json", ""),
     ("data.path=nowhere", "nowhere: no such file or folder", ""),
     ("data.path=TMP/empty", "nothing to read", ""),
     ("data.path=TMP/rows.csv2", ".csv2 is not read", ""),
-    ("data.path=hf:nobody/nothing", "hf:nobody/tokenizer.json", ""),
+    ("data.path=hf:nobody/nothing", "hf:nobody/nothing", ""),
     ("data.path=s3://nobody/x.jsonl", "add its host and folder to data.remote.roots", ""),
-    ("data.tokenizer=nowhere", "give the path of a tokenizer.json",
-     "data.tokenizer=DEMO/tokenizer.json"),
-    ("data.tokenizer=TMP/rows.csv2", "not a tokenizer.json", ""),
 ]
 RECIPES = [  # (what the file holds, what the answer contains)
     ("model:\n\tllm: {}\n", "line 2: not valid YAML: a tab: YAML indents with spaces"),
@@ -102,8 +98,13 @@ ROWS = [  # (a data file, what the answer contains)
 
 
 @pytest.fixture
-def typed(tmp_path, demo_corpus, capsys):
-    """Runs what is typed; returns (exit code, what it said)."""
+def typed(tmp_path, demo_corpus, capsys, monkeypatch):
+    """Runs what is typed where the demo's recipe finds its data; returns (exit code, what it
+    said)."""
+    (tmp_path / "there").mkdir()
+    for name, there in (("recipes", ROOT / "recipes"), ("demo_data", demo_corpus)):
+        (tmp_path / "there" / name).symlink_to(there)
+    monkeypatch.chdir(tmp_path / "there")
     (tmp_path / "empty").mkdir()
     (tmp_path / "rows.csv2").write_text("x")
 

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import pytest
 
-from orchmllm.data.text.tokenizer import ChatTokenizer
+from orchmllm.data.processed import ProcessedReader
+from tests.lib.drawn import reader_of, with_processor
 from tests.lib.formats import write_media
 from tests.lib.servers import web_server
-from tests.lib.tokenizers import write_tokenizer
 from tests.lib.videos import CLIPS, VIDEOS, write_clip, write_video
 
 
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory):
-    return ChatTokenizer(write_tokenizer(tmp_path_factory.mktemp("tokenizer")))
+@pytest.fixture(scope="session")
+def reader() -> ProcessedReader:
+    return reader_of(with_processor())
 
 
 @pytest.fixture(scope="module")
@@ -34,11 +34,10 @@ def web(tmp_path):
 
 @pytest.fixture(scope="session")
 def videos(tmp_path_factory):
-    """Every file of VIDEOS and CLIPS, and a tokenizer."""
+    """Every file of VIDEOS and CLIPS."""
     folder = tmp_path_factory.mktemp("videos")
     for name, how in VIDEOS.items():
         write_video(folder / name, **how)
     for name, how in CLIPS.items():
         write_clip(folder / name, **how)
-    write_tokenizer(folder)
     return folder

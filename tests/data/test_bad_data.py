@@ -9,23 +9,22 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 
 from orchmllm.batch import IGNORE_INDEX
 from orchmllm.config.balance import BalanceConfig
 from orchmllm.config.recipe import DataConfig, RunConfig
 from orchmllm.data.dataset import ConversationDataset
 from orchmllm.data.media.medium import MediaError
-from orchmllm.data.text.tokenizer import ChatTokenizer
-from orchmllm.plan.layout import TEXT, VISION
+from orchmllm.plan.layout import TEXT
 from orchmllm.tools.data.command import main
 from orchmllm.trainer import Trainer
 from tests.lib.broken import write_broken_corpus
+from tests.lib.drawn import drawn_model, reader_of, with_processor
+from tests.lib.formats import llava_row, write_jsonl, write_media
 from tests.lib.ranks import RankFailure, run_ranks
-from tests.lib.synthetic import SHALLOW, SyntheticDataset, recipe
+from tests.lib.synthetic import recipe
 from tests.lib.training import train
 
-TINY = replace(SHALLOW, llm=replace(SHALLOW.llm, vocab_size=512))
 NO_LIMIT = dict(max_failed_in_a_row=0, max_failed_percent=100.0)
 
 
@@ -35,10 +34,9 @@ def corpus(tmp_path_factory):
     return folder, write_broken_corpus(folder)
 
 
-def opened(folder: Path, index_dir: Path | None = None) -> ConversationDataset:
+def opened(folder: Path, index_dir: Path | None = None, limit: int = 0) -> ConversationDataset:
     return ConversationDataset(
-        folder, tokenizer=ChatTokenizer(folder / "tokenizer.json"), vision=TINY.vision.geometry,
-        audio=TINY.audio.geometry, index_dir=index_dir or folder / "none")
+        folder, reader=reader_of(with_processor(), limit), index_dir=index_dir or folder / "none")
 
 
 def failures(dataset) -> dict[int, list]:
@@ -64,7 +62,7 @@ def test_every_broken_row_is_reported_once_with_its_reason(corpus):
 def test_lint_lists_them_all(corpus, tmp_path, capsys, monkeypatch):
     folder, expected = corpus
     (tmp_path / "r.yaml").write_text(f"data: {{path: {folder}, index_dir: {tmp_path}/index}}\n"
-                                     "model: {vision: {max_side: 112}}\n")
+                                     f"model: {{config: {with_processor()}}}\n")
     assert main(["lint", str(tmp_path / "r.yaml"), "--workers", "1", "--decode"]) == 1
     said = capsys.readouterr().out
     for number, reason in expected.items():
@@ -72,13 +70,11 @@ def test_lint_lists_them_all(corpus, tmp_path, capsys, monkeypatch):
         [line] = [x for x in said.splitlines() if x.startswith(start)]
         assert reason in line
     assert f"{len(expected)} problem(s) in" in said
-    dataset = ConversationDataset(folder, tokenizer=ChatTokenizer(folder), index_dir=tmp_path,
-                                  vision=TINY.vision.geometry, audio=TINY.audio.geometry)
-    assert failures(dataset).keys() == expected.keys()
+    assert failures(opened(folder, tmp_path)).keys() == expected.keys()
 
 
 def run_recipe(folder: Path, run_dir: Path, dispatch: str, **data):
-    base = recipe(model=TINY, balance=BalanceConfig(ranks_per_node=2, dispatch=dispatch),
+    base = recipe(model=drawn_model(), balance=BalanceConfig(ranks_per_node=2, dispatch=dispatch),
                   data=DataConfig(path=str(folder), index_dir=str(folder / "none"), prefetch=2,
                                   max_lost_percent=100.0, **{**NO_LIMIT, **data}),
                   run=RunConfig(dir=str(run_dir)))
@@ -128,38 +124,28 @@ def test_training_finishes_and_skips_alike(corpus, tmp_path, dispatch, num_worke
     assert sorted(line["row"] for line in resumed) == sorted(expected)
 
 
-class EveryThirdFails(SyntheticDataset):
-    """The media of every third example cannot be decoded, on whichever rank that is tried."""
-
-    def load(self, i, *, segments=None, encoded=(), on_error=None, **how):
-        example = super().load(i, segments=segments, encoded=encoded, **how)
-        for segment in set(example.media).difference(encoded) if i % 3 == 0 else ():
-            self._failed(list(self._segments(i))[segment][0], segment, on_error)
-        return example
-
-    def read(self, i, segment, *, on_error=None):
-        return b"broken" if i % 3 == 0 else super().read(i, segment)
-
-    def decode(self, modality, data, rows, *, segment, on_error=None):
-        if data != b"broken":
-            return super().decode(modality, data, rows, segment=segment)
-        self._failed(modality, segment, on_error)
-        return torch.zeros(rows, (self.vision if modality == VISION else self.audio).row_size,
-                           dtype=torch.uint8 if modality == VISION else torch.float32)
-
-    def _failed(self, modality, segment, on_error) -> None:
-        if on_error is not None:
-            on_error(segment, MediaError("a file", "broken", segment, modality))
+@pytest.fixture(scope="module")
+def third(tmp_path_factory) -> Path:
+    """Rows of which the media of every third cannot be decoded, though their headers can be
+    read."""
+    folder = tmp_path_factory.mktemp("third")
+    write_media(folder)
+    for name in ("0.png", "1.flac"):
+        data = (folder / name).read_bytes()
+        (folder / f"cut{name}").write_bytes(data[: len(data) * 3 // 4])
+    kinds = [[("image", "0.png")], [("audio", "1.flac")], [("image", "0.png"), ("audio", "1.flac")],
+             [("image", "1.jpg"), ("audio", "1.flac")]]
+    return write_jsonl(folder / "data.jsonl", [llava_row(
+        [*((kind, f"cut{name}" if i % 3 == 0 and name != "1.jpg" else name)
+           for kind, name in kinds[i % 4]), ("text", "?" * (1 + i % 5))], f"answer {i}")
+        for i in range(24)])
 
 
-def labels_of_a_run(world, dispatch: str, accumulation: int) -> list[tuple]:
+def labels_of_a_run(world, run) -> list[tuple]:
     """Of each step (labels of this rank, denominator, examples, positions of those that failed)."""
-    run = recipe(model=TINY, balance=BalanceConfig(dispatch=dispatch, ranks_per_node=2))
-    run = replace(run, train=replace(run.train, num_steps=3, batch_size=3,
-                                     accumulation_steps=accumulation))
-    trainer = Trainer(run, world, dataset=EveryThirdFails(kinds=["TVT", "TAT", "VAT", "TVTAT"]))
+    trainer = Trainer(run, world)
     return [([label for micro in step.micro for label in trainer.orchestrator.dispatch(
-                  micro, step.num_global_targets).labels.tolist() if label != IGNORE_INDEX],
+                  micro, step.num_global_targets).targets.tolist()],
              step.num_global_targets, step.example_ids.tolist(),
              sorted({f.example for f in step.failed})) for step in trainer.loader()]
 
@@ -169,13 +155,17 @@ def labels_of_a_run(world, dispatch: str, accumulation: int) -> list[tuple]:
     ("tensors", 1), ("load", 2), ("bytes", 2),
     *(pytest.param(*case, marks=pytest.mark.slow)
       for case in (("tensors", 2), ("load", 1), ("bytes", 1)))])
-def test_nothing_is_learnt_of_examples_that_failed_and_all_of_the_others(dispatch, accumulation):
+def test_nothing_is_learnt_of_examples_that_failed_and_all_of_the_others(
+        third, tmp_path, dispatch, accumulation):
     """Of all ranks and microbatches, label by label."""
-    data = EveryThirdFails(kinds=["TVT", "TAT", "VAT", "TVTAT"])
-    for steps in zip(*run_ranks(labels_of_a_run, 2, dispatch, accumulation), strict=True):
+    run = run_recipe(third, tmp_path / "run", dispatch)
+    run = replace(run, train=replace(run.train, num_steps=3, batch_size=3,
+                                     accumulation_steps=accumulation))
+    data = opened(third)
+    for steps in zip(*run_ranks(labels_of_a_run, 2, run), strict=True):
         _, denominator, examples, failed = steps[0]
         assert [examples[k] for k in failed] == [i for i in examples if i % 3 == 0] != []
-        want = np.concatenate([data.load(i, segments=()).labels for i in examples if i % 3])
+        want = np.concatenate([data.load(i).labels for i in examples if i % 3])
         want = sorted(want[want != IGNORE_INDEX].tolist())
         assert sorted(label for labels, *_ in steps for label in labels) == want
         assert denominator == len(want)
@@ -224,9 +214,7 @@ def test_cut_never_crosses_a_medium(corpus):
     good = [i for i in range(len(whole)) if whole.problem(i) is None]
     lengths = {i: whole.layout(i) for i in good}
     for limit in (20, 40, 60, 61, 62, 70, 80):
-        dataset = ConversationDataset(
-            folder, tokenizer=whole.tokenizer, vision=whole.vision, audio=whole.audio,
-            max_example_tokens=limit, index_dir=folder / "none")
+        dataset = opened(folder, limit=limit)
         for i in good:
             layout, full = dataset.layout(i), lengths[i]
             assert layout.num_tokens.sum() <= limit

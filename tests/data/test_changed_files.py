@@ -6,25 +6,23 @@ import os
 from pathlib import Path
 
 import pytest
-import torch
 
-from orchmllm.config.balance import BalanceConfig
-from orchmllm.config.job import resolve
+from orchmllm.config.model import ModelConfig
 from orchmllm.config.recipe import SourceConfig
 from orchmllm.data.dataset import ConversationDataset
 from orchmllm.data.formats.conversation import media_of
 from orchmllm.data.loading.step_loader import StepLoader
 from orchmllm.data.media.headers import image_header
+from orchmllm.data.processed import ProcessedReader
 from orchmllm.data.sampler import GlobalSampler
 from orchmllm.data.storage.clients import StorageError
-from orchmllm.data.text.tokenizer import ChatTokenizer
-from orchmllm.models.flops import plan_spec
-from orchmllm.runtime.build import build_orchestrator
 from orchmllm.tools.data.build_index import build_index
+from orchmllm.trainer import Trainer
+from tests.lib.drawn import drawn_model
 from tests.lib.formats import QUESTIONS, llava_row, write_jsonl, write_tar
 from tests.lib.ranks import RankFailure, run_ranks
 from tests.lib.sources import opened
-from tests.lib.synthetic import MODEL, recipe
+from tests.lib.synthetic import recipe
 
 ROWS = [llava_row(*question) for question in QUESTIONS]
 
@@ -48,10 +46,10 @@ WAYS = {"replaced": replaced, "overwritten": overwritten, "appended": appended,
 
 
 @pytest.mark.parametrize("how", WAYS)
-def test_a_row_of_a_changed_file_is_not_read(how, folder, tokenizer, tmp_path):
+def test_a_row_of_a_changed_file_is_not_read(how, folder, reader, tmp_path):
     path = write_jsonl(folder / f"{how}.jsonl", ROWS)
     os.utime(path, (1, 1))
-    dataset = opened(path, tokenizer, tmp_path)
+    dataset = opened(path, reader, tmp_path)
     assert dataset.layout(0).num_targets
     WAYS[how](path)
     said = ("it is no longer there" if how == "removed" else
@@ -60,10 +58,10 @@ def test_a_row_of_a_changed_file_is_not_read(how, folder, tokenizer, tmp_path):
         dataset.layout(1)
 
 
-def test_nor_is_a_medium_in_a_changed_tar(folder, tokenizer, tmp_path):
+def test_nor_is_a_medium_in_a_changed_tar(folder, reader, tmp_path):
     path, newer = (write_tar(tmp_path / name, rows, folder)
                    for name, rows in (("a.tar", ROWS), ("b.tar", ROWS[::-1])))
-    dataset = opened(path, tokenizer, tmp_path)
+    dataset = opened(path, reader, tmp_path)
     image = next(m for m in media_of(dataset.conversation(0)) if m.path)
     assert image_header(image)
     newer.replace(path)
@@ -72,22 +70,19 @@ def test_nor_is_a_medium_in_a_changed_tar(folder, tokenizer, tmp_path):
             read()
 
 
-def run(world, path: str, tokenizer: str, num_workers: int) -> None:
-    chosen = recipe(balance=BalanceConfig(dispatch="tensors"))
-    orchestrator = build_orchestrator(chosen, plan_spec(resolve(chosen, 2, 2)), 2,
-                                      torch.device("cpu"))
+def run(world, path: str, reader: ProcessedReader, num_workers: int, model: ModelConfig) -> None:
     def dataset() -> ConversationDataset:
         return ConversationDataset(
-            [SourceConfig(path=path)], tokenizer=ChatTokenizer(tokenizer),
-            vision=MODEL.vision.geometry, audio=MODEL.audio.geometry,
+            [SourceConfig(path=path)], reader=reader,
             index_dir=f"{path}-index{world.rank}")
 
     first = dataset()
     if num_workers:  # with an index they are the only ones that read rows
         build_index(first.sources[0], first.reader, Path(f"{path}-index{world.rank}"),
                     num_workers=1)
-    steps = StepLoader(dataset(), GlobalSampler(range(len(first)), 4), orchestrator,
-                       num_steps=9, prefetch=1, num_workers=num_workers)
+    trainer = Trainer(recipe(model=model), world, dataset=dataset())
+    steps = StepLoader(trainer.dataset, GlobalSampler(range(len(first)), 4), trainer.orchestrator,
+                       num_steps=9, prefetch=1, num_workers=num_workers, feed=trainer._feed)
     for step in steps:
         if step.index == 0 and world.rank == 1:
             appended(Path(path))
@@ -95,10 +90,10 @@ def run(world, path: str, tokenizer: str, num_workers: int) -> None:
 
 @pytest.mark.dist
 @pytest.mark.parametrize("num_workers", [0, 1])
-def test_all_ranks_end_with_the_same_error(folder, tokenizer, num_workers):
+def test_all_ranks_end_with_the_same_error(folder, reader, num_workers):
     path = write_jsonl(folder / f"grows-{num_workers}.jsonl", ROWS)
     with pytest.raises(RankFailure) as failure:
-        run_ranks(run, 2, str(path), str(tokenizer.path), num_workers)
+        run_ranks(run, 2, str(path), reader, num_workers, drawn_model())
     (kind, text, _), other = failure.value.errors.values()
     assert kind == "RemoteError" and text == other[1]
     assert "has changed since this run opened it" in text and "start a new run" in text

@@ -13,7 +13,13 @@ from orchmllm.data.sampler import make_sampler
 from orchmllm.plan.layout import AUDIO, TEXT, VISION
 from orchmllm.tools.data.command import dataset_of, main, open_recipe
 from tests.lib.corpora import write_librispeech_hf, write_paper_mix
+from tests.lib.drawn import with_processor
 from tests.lib.recipes import RECIPES
+from tests.lib.sources import same_example
+
+
+def of_model() -> list[str]:
+    return [f"model.config={with_processor()}", "data.tokenizer="]
 
 
 @pytest.fixture(scope="module")
@@ -29,7 +35,7 @@ def recipe(root, monkeypatch):
 
     def load(name: str, *overrides: str):
         return load_recipe(RECIPES / f"{name}.yaml",
-                           [f"data.index_dir={root / 'index'}", *overrides])
+                           [f"data.index_dir={root / 'index'}", *of_model(), *overrides])
 
     return load
 
@@ -38,9 +44,13 @@ def check_whole(dataset) -> None:
     """Every example can be used, and decodes to its planned lengths."""
     for i in range(len(dataset)):
         assert dataset.problem(i) is None
-        layout, example = dataset.layout(i), dataset.load(i)
-        assert {s: len(rows) for s, rows in example.media.items()} == {
-            s: int(layout.rows[s]) for s in np.flatnonzero(layout.modality != TEXT)}
+        layout = dataset.layout(i)
+        media = np.flatnonzero(layout.modality != TEXT).tolist()
+        for s, tensors in dataset.load(i, segments=media).parts.items():
+            frames = [n for name, rows in tensors.items() for n in (
+                [len(rows)] if name == "pixel_values" else
+                [rows.shape[-1]] if name == "input_features" else [])]
+            assert frames == [layout.rows[s]]
 
 
 def test_llava_mix(recipe):
@@ -103,7 +113,8 @@ def test_mix_without_weights_is_every_example_once(recipe):
 
 
 def test_commands(recipe, root, tmp_path, capsys):
-    arguments = [str(RECIPES / "paper_mix.yaml"), f"data.index_dir={tmp_path}", "--workers", "1"]
+    arguments = [str(RECIPES / "paper_mix.yaml"), f"data.index_dir={tmp_path}", *of_model(),
+                 "--workers", "1"]
     assert main(["index", *arguments]) == 0
     said = capsys.readouterr().out
     assert "llava: 24 rows of llava in JSON array" in said and "24 rows read" in said
@@ -122,22 +133,19 @@ def test_commands(recipe, root, tmp_path, capsys):
 def test_index_is_used_and_knows_what_changed(recipe, root, tmp_path, capsys, monkeypatch):
     write_paper_mix(tmp_path, seed=1)
     monkeypatch.chdir(tmp_path)
-    arguments = [str(RECIPES / "paper_mix.yaml"), "data.index_dir=index", "--workers", "1"]
+    arguments = [str(RECIPES / "paper_mix.yaml"), "data.index_dir=index", *of_model(), "--workers",
+                 "1"]
     assert main(["index", *arguments]) == 0
-    mixed = load_recipe(RECIPES / "paper_mix.yaml", ["data.index_dir=index"])
+    mixed = load_recipe(RECIPES / "paper_mix.yaml", ["data.index_dir=index", *of_model()])
     indexed = dataset_of(mixed)
     monkeypatch.chdir(tmp_path)
-    plain = ConversationDataset(mixed.data.sources, tokenizer=indexed.tokenizer,
-                                vision=indexed.vision, audio=indexed.audio, index_dir="none",
-                                max_example_tokens=4096)
+    plain = ConversationDataset(mixed.data.sources, reader=indexed.reader, index_dir="none")
     assert all(indexed.indexes) and not any(plain.indexes)
     for i in range(len(plain)):
         a, b = indexed.layout(i), plain.layout(i)
         assert a.num_targets == b.num_targets and np.array_equal(a.grid, b.grid)
         assert np.array_equal(a.num_tokens, b.num_tokens) and np.array_equal(a.rows, b.rows)
-        x, y = indexed.load(i), plain.load(i)
-        assert x.token_ids.equal(y.token_ids) and x.labels.equal(y.labels)
-        assert all(x.media[s].equal(y.media[s]) for s in y.media)
+        assert same_example(indexed.load(i), plain.load(i))
     capsys.readouterr()
     broken = next((tmp_path / "data" / "LibriSpeech" / "train-clean-100").rglob("*.flac"))
     whole = broken.read_bytes()

@@ -1,6 +1,7 @@
 """Tokenization, the conversation dataset and the demo corpus that they read."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -14,11 +15,10 @@ from orchmllm.data.dataset import ConversationDataset
 from orchmllm.data.formats.conversation import Turn
 from orchmllm.data.media.medium import MediaError, Medium
 from orchmllm.data.text.tokenizer import ChatTokenizer
-from orchmllm.plan.geometry import AudioGeometry, VisionGeometry
 from orchmllm.plan.layout import AUDIO, TEXT, VISION
 from tests.lib.commands import make_demo_data
-
-VISION_GEOMETRY, AUDIO_GEOMETRY = VisionGeometry(max_side=224), AudioGeometry()
+from tests.lib.drawn import reader_of
+from tests.lib.sources import same_example
 
 
 @pytest.fixture(scope="module")
@@ -27,22 +27,18 @@ def corpus(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def tokenizer(corpus):
-    return ChatTokenizer(corpus / "tokenizer.json")
-
-
-def open_dataset(path, tokenizer):
-    return ConversationDataset(path, tokenizer=tokenizer, vision=VISION_GEOMETRY,
-                               audio=AUDIO_GEOMETRY, index_dir=path / "index")
+def dataset(corpus):
+    return ConversationDataset(corpus, reader=reader_of(corpus / "model"),
+                               index_dir=corpus / "index")
 
 
 @pytest.fixture(scope="module")
-def dataset(corpus, tokenizer):
-    return open_dataset(corpus, tokenizer)
+def tokenizer(dataset):
+    return dataset.tokenizer
 
 
 @pytest.fixture
-def write_rows(tmp_path, tokenizer):
+def write_rows(tmp_path, reader):
     """Writes a JSONL file of rows with one image, one clip and the given changes; opens it."""
     Image.new("RGB", (60, 40), "red").save(tmp_path / "a.png")
     soundfile.write(tmp_path / "a.wav", np.sin(np.arange(4000) / 9), 8000)
@@ -51,7 +47,7 @@ def write_rows(tmp_path, tokenizer):
         row = {"id": "0", "images": ["a.png"], "audios": ["a.wav"], "conversations": [
             {"from": "human", "value": "<image>\nred? <audio>"}, {"from": "gpt", "value": "yes."}]}
         (tmp_path / "data.jsonl").write_text("\n" + json.dumps(row | changes) + "\n")
-        return open_dataset(tmp_path, tokenizer)
+        return ConversationDataset(tmp_path, reader=reader, index_dir=tmp_path / "index")
 
     return write
 
@@ -83,20 +79,21 @@ def test_corpus_holds_every_kind(corpus, dataset, tokenizer):
 # Text
 
 
-def test_labels_are_shifted_answers(dataset, tokenizer):
+def test_labels_are_answers(dataset, tokenizer):
     for i in range(len(dataset)):
         layout, example = dataset.layout(i), dataset.load(i, segments=())
-        tokens, labels = example.token_ids, example.labels
-        assert example.media == {} and tokens.dtype == labels.dtype == torch.int32
+        tokens, labels = example.input_ids, example.labels
+        assert example.parts == {} and tokens.dtype == labels.dtype == torch.int64
         assert len(tokens) == len(labels) == layout.num_tokens.sum()
         learnt = labels != IGNORE_INDEX
-        assert learnt.sum() == layout.num_targets and not learnt[-1]
-        assert torch.equal(labels[:-1][learnt[:-1]], tokens[1:][learnt[:-1]])
+        assert learnt.sum() == layout.num_targets and not learnt[0]
+        assert torch.equal(labels[learnt], tokens[learnt])
         answers = [t.parts[0] for t in dataset.conversation(i) if t.role == "assistant"]
         expected = "".join(answer + "<|im_end|>" for answer in answers)
         assert tokenizer.decode(labels[learnt]) == expected
-        media = np.repeat(layout.modality != TEXT, layout.num_tokens)
-        assert not tokens[torch.from_numpy(media)].any()
+        modality = np.repeat(layout.modality, layout.num_tokens)
+        for kind, token in dataset.reader.processor.token_ids.items():
+            assert np.array_equal(tokens == token, modality == kind)
 
 
 def test_chatml(tokenizer):
@@ -138,10 +135,8 @@ def test_parts_of_an_example(write_rows):
     assert [m for _, m, _ in dataset.media_of(0)] == [VISION, AUDIO]
     assert list(dataset.layout(0).modality) == [TEXT, VISION, TEXT, AUDIO, TEXT]
     part = dataset.load(0, text=False, segments=[3])
-    assert part.token_ids is None and part.labels is None and list(part.media) == [3]
-    assert torch.equal(part.media[3], dataset.load(0).media[3])
-    with pytest.raises(ValueError, match=r"its media are \[1, 3\]"):
-        dataset.load(0, segments=[2])
+    assert part.input_ids is None and part.labels is None and list(part.parts) == [3]
+    assert torch.equal(part.parts[3]["input_features"], dataset.load(0).media["input_features"])
 
 
 def test_layout_decodes_nothing(write_rows, monkeypatch):
@@ -167,7 +162,7 @@ def test_malformed_rows_are_stand_ins(write_rows, changes, message):
     example = dataset.load(0, on_error=lambda *args: errors.append(args))
     assert [k for k, _ in errors] == [0] and message in str(errors[0][1])
     assert example.labels.tolist() == [IGNORE_INDEX]
-    assert dataset.load(0, text=False).media == {}
+    assert dataset.load(0, text=False, segments=()).parts == {}
     line = dataset.describe(0, 0)
     assert line["row"] == 2 and line["source"] and line["file"]
 
@@ -179,7 +174,6 @@ def test_symbolic_links_may_stay_in_the_folder(write_rows, tmp_path):
 
 def test_failed_medium(write_rows, tmp_path):
     dataset = write_rows()
-    layout = dataset.layout(0)
     whole = dataset.load(0)
     (tmp_path / "a.png").write_bytes(b"junk")
     with pytest.raises(MediaError) as caught:
@@ -189,9 +183,10 @@ def test_failed_medium(write_rows, tmp_path):
     example = dataset.load(0, on_error=lambda *args: errors.append(args))
     assert [segment for segment, _ in errors] == [1]
     assert dataset.describe(0, 1)["file"] == "a.png"
-    assert example.media[1].shape == (layout.rows[1], 588) and not example.media[1].any()
-    assert example.media[1].dtype == torch.uint8
-    assert torch.equal(example.media[3], whole.media[3])
+    Image.new("RGB", (60, 40)).save(tmp_path / "a.png")
+    assert same_example(replace(dataset.load(0), labels=example.labels), example)  # black
+    assert (example.labels == IGNORE_INDEX).all()
+    assert torch.equal(example.media["input_features"], whole.media["input_features"])
     Image.new("RGB", (200, 40)).save(tmp_path / "a.png")
     with pytest.raises(MediaError, match="the file has changed"):
         dataset.load(0)

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 
 from orchmllm.config.recipe import SourceConfig
 from orchmllm.data.formats.open import check_source, open_source
@@ -15,7 +14,7 @@ from orchmllm.data.formats.row_formats import FORMATS as ROW_FORMATS
 from orchmllm.data.media.medium import RowError, reading
 from orchmllm.plan.layout import AUDIO, TEXT, VISION
 from tests.lib.formats import FORMATS, QUESTIONS, llava_row, write_jsonl
-from tests.lib.sources import opened
+from tests.lib.sources import opened, same_example
 
 
 def content(medium) -> bytes:
@@ -30,34 +29,30 @@ def canonical(dataset, i):
 
 
 @pytest.fixture(scope="module")
-def reference(folder, tokenizer):
+def reference(folder, reader):
     path = write_jsonl(folder / "reference.jsonl", [llava_row(*q) for q in QUESTIONS])
-    return opened(path, tokenizer, folder)
+    return opened(path, reader, folder)
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_all_formats_give_the_same_examples(name, folder, tokenizer, reference):
+def test_all_formats_give_the_same_examples(name, folder, reader, reference):
     write, said = FORMATS[name]
-    dataset = opened(write(folder), tokenizer, folder)
+    dataset = opened(write(folder), reader, folder)
     assert said in str(dataset.sources[0])
     assert len(dataset) == len(QUESTIONS) == 12
     same_examples(dataset, reference)
 
 
 def same_examples(dataset, reference) -> None:
-    """The same tokens, spans, lengths and rows. A webdataset row has its media after the text: same
-    order per modality."""
+    """The same tokens, spans, lengths and media. A webdataset row has its media after the text:
+    same order per modality."""
     for i in range(len(reference)):
         assert canonical(dataset, i) == canonical(reference, i)
         a, b = dataset.layout(i), reference.layout(i)
         for field in ("modality", "rows", "attn_len", "num_tokens", "grid"):
             np.testing.assert_array_equal(getattr(a, field), getattr(b, field))
         assert a.num_targets == b.num_targets > 0
-        x, y = dataset.load(i), reference.load(i)
-        assert torch.equal(x.token_ids, y.token_ids) and torch.equal(x.labels, y.labels)
-        assert x.media.keys() == y.media.keys()
-        for segment, rows in x.media.items():
-            assert torch.equal(rows, y.media[segment]) and len(rows) == a.rows[segment]
+        assert same_example(dataset.load(i), reference.load(i))
 
 
 def test_the_reference_is_what_was_written(reference):
@@ -71,11 +66,11 @@ def test_the_reference_is_what_was_written(reference):
             {"image": VISION, "audio": AUDIO}[k] for k in kinds if k != "text"]
 
 
-def test_an_unknown_layout_is_refused_in_a_line_with_its_keys(tmp_path, tokenizer):
+def test_an_unknown_layout_is_refused_in_a_line_with_its_keys(tmp_path, reader):
     """Which line reads such rows: tests.data.test_layouts."""
     write_jsonl(tmp_path / "a.jsonl", [{"picture": "a.png", "words": 7}])
     with pytest.raises(ValueError, match="keys picture, words.*docs/formats.md") as error:
-        opened(tmp_path / "a.jsonl", tokenizer, tmp_path)
+        opened(tmp_path / "a.jsonl", reader, tmp_path)
     assert len(str(error.value)) < 400
 
 
@@ -86,7 +81,7 @@ def test_an_unknown_layout_is_refused_in_a_line_with_its_keys(tmp_path, tokenize
     ("bad.arrow", "not arrow that can be read"), ("bad.tar", "not an uncompressed tar"),
     ("cut.json", "element 2 .*not JSON"), ("empty", "nothing to read; looked for"),
     ("two", "no row that can be read"), ("s-{0..2}.tar", "s-0.tar is missing")])
-def test_places_that_cannot_be_read(name, text, tmp_path, tokenizer):
+def test_places_that_cannot_be_read(name, text, tmp_path, reader):
     for file in ("a.csv", "a.tar.gz", "a.csv.gz", "clip.mp4", "bad.parquet", "bad.arrow",
                  "bad.tar"):
         (tmp_path / file).write_bytes(b"junk" * 200)
@@ -96,7 +91,7 @@ def test_places_that_cannot_be_read(name, text, tmp_path, tokenizer):
     for file in ("a.json", "b.json"):
         (tmp_path / "two" / file).write_text("[]")
     with pytest.raises(ValueError, match=text):
-        opened(tmp_path / name, tokenizer, tmp_path)
+        opened(tmp_path / name, reader, tmp_path)
 
 
 def test_json_array_spans_blocks(tmp_path, monkeypatch):
@@ -112,7 +107,7 @@ def test_json_array_spans_blocks(tmp_path, monkeypatch):
         assert [store.row(i) for i in range(len(store))] == items
 
 
-def test_videos_may_be_lists_of_frames(folder, tokenizer):
+def test_videos_may_be_lists_of_frames(folder, reader):
     rows = [
         {"messages": [{"role": "user", "content": "<video>What moves?"},
                       {"role": "assistant", "content": "x"}], "videos": [["0.png", "3.png"]]},
@@ -122,21 +117,21 @@ def test_videos_may_be_lists_of_frames(folder, tokenizer):
         {"messages": [{"role": "user", "content": "<video>What moves?"},
                       {"role": "assistant", "content": "x"}], "videos": ["clip.avi"]},
     ]
-    dataset = opened(write_jsonl(folder / "video.jsonl", rows), tokenizer, folder)
+    dataset = opened(write_jsonl(folder / "video.jsonl", rows), reader, folder)
     assert [int((dataset.layout(i).modality == VISION).sum()) for i in range(3)] == [2, 2, 0]
     assert "AVI is not read; convert it to MP4" in str(dataset.problem(2))
 
 
-def test_named_format_is_taken(folder, tokenizer):
+def test_named_format_is_taken(folder, reader):
     rows = [{"image": "0.png", "audio": "0.wav", "text": "words"}]
     path = write_jsonl(folder / "both.jsonl", rows)
-    assert opened(path, tokenizer, folder).sources[0].layout == "asr"
-    dataset = opened(path, tokenizer, folder, row_format="caption", prompt="Say it.")
+    assert opened(path, reader, folder).sources[0].layout == "asr"
+    dataset = opened(path, reader, folder, row_format="caption", prompt="Say it.")
     assert dataset.sources[0].layout == "caption"
     question, answer = dataset.conversation(0)
     assert question.parts[1] == "\nSay it." and answer.parts == ("words",)
     path = write_jsonl(folder / "words.jsonl", [{"image": "0.png", "text": "words"}])
-    said = opened(path, tokenizer, folder, row_format="asr").problem(0)
+    said = opened(path, reader, folder, row_format="asr").problem(0)
     # and not read as a caption
     assert "there is nothing in 'audios, audio, sound | file' (audios) of image, text" in str(said)
 
@@ -150,14 +145,14 @@ def test_a_format_that_is_not_there_is_refused_with_those_that_are(folder, check
                                 f"of auto, {', '.join(ROW_FORMATS)}")
 
 
-def test_media_root(folder, tokenizer, tmp_path):
+def test_media_root(folder, reader, tmp_path):
     (tmp_path / "lists").mkdir()
     rows = [llava_row([("image", name), ("text", "?")], "x")
             for name in ("0.png", str(folder / "0.png"), f"file://{folder}/0.png", "/etc/hosts")]
     path = write_jsonl(tmp_path / "lists" / "a.jsonl", rows)
-    dataset = opened(path, tokenizer, tmp_path, media_root=str(folder))
+    dataset = opened(path, reader, tmp_path, media_root=str(folder))
     assert [dataset.problem(i) is None for i in range(4)] == [True, True, True, False]
-    undeclared = opened(path, tokenizer, tmp_path)
+    undeclared = opened(path, reader, tmp_path)
     assert all(undeclared.problem(i) is not None for i in range(4))
     with pytest.raises(RowError, match="is absolute and no media_root is declared"):
         undeclared.conversation(1)
@@ -165,18 +160,18 @@ def test_media_root(folder, tokenizer, tmp_path):
         open_source(SourceConfig(path=str(path), media_root=str(tmp_path / "no")), tmp_path)
 
 
-def test_rows_of_several_layouts_are_each_read_by_their_own(tokenizer, folder):
+def test_rows_of_several_layouts_are_each_read_by_their_own(reader, folder):
     """Also those after the first rows, which are looked at."""
     turns = [{"role": "user", "content": "What?"}, {"role": "assistant", "content": "red"}]
     path = write_jsonl(folder / "mixed.jsonl", [
         *[llava_row(*q) for q in QUESTIONS] * 3, {"messages": turns},
         {"instruction": "What?", "output": "red"}, {"image": "0.png", "caption": "red"},
         {"nothing": "known"}])
-    dataset = opened(path, tokenizer, folder)
+    dataset = opened(path, reader, folder)
     assert str(dataset.sources[0]).endswith(f"40 rows of llava in JSONL ({path})")
     assert canonical(dataset, 36) == canonical(dataset, 37)
     assert dataset.conversation(38)[0].parts[1] == "\nDescribe the image."
     assert [i for i in range(40) if dataset.problem(i)] == [39]
     write_jsonl(path, [{"messages": turns}] * 2)
-    alone = opened(path, tokenizer, folder, row_format="llava")
+    alone = opened(path, reader, folder, row_format="llava")
     assert alone.problem(0)  # one that was named is the only one

@@ -20,6 +20,7 @@ from orchmllm.data.media.headers import image_header
 from orchmllm.data.media.medium import MediaError, Medium, RowError
 from orchmllm.data.storage.clients import StorageError
 from orchmllm.plan.layout import VISION
+from tests.lib.drawn import with_processor
 from tests.lib.formats import write_jsonl
 from tests.lib.sources import opened
 
@@ -38,7 +39,7 @@ def test_a_progressive_jpeg_of_many_scans_is_refused_by_its_header():
     print(f"{len(bomb)} bytes refused in {1e3 * (time.process_time() - started):.2f} ms")
 
 
-def test_base64_in_rows_is_a_medium_and_fills_no_log(tokenizer, tmp_path):
+def test_base64_in_rows_is_a_medium_and_fills_no_log(reader, tmp_path):
     noise = np.random.default_rng(0).integers(0, 255, (1000, 1000, 3), np.uint8)
     file = io.BytesIO()
     Image.fromarray(noise).save(file, "PNG")
@@ -49,7 +50,7 @@ def test_base64_in_rows_is_a_medium_and_fills_no_log(tokenizer, tmp_path):
     broken = [{"image": value, **asked} for value in (
         whole[:-7], "A" + whole, whole[:4000] + "!" + whole, "/" + "a" * 4_000_000 + ".png",
         {"bytes": whole[:90]}, whole[:1_000_000])]
-    dataset = opened(write_jsonl(tmp_path / "a.jsonl", rows + broken), tokenizer, tmp_path)
+    dataset = opened(write_jsonl(tmp_path / "a.jsonl", rows + broken), reader, tmp_path)
     started = time.process_time()
     sizes = [image_header(m) for i in range(20) for _, _, m in dataset.media_of(i)]
     print(f"20 rows of 4 MB in {time.process_time() - started:.2f} s")
@@ -63,17 +64,17 @@ def test_base64_in_rows_is_a_medium_and_fills_no_log(tokenizer, tmp_path):
         assert len(f"{error.path}: {error.reason}") < 300, error
 
 
-def test_columns_may_make_a_data_url(tokenizer, tmp_path):
+def test_columns_may_make_a_data_url(reader, tmp_path):
     file = io.BytesIO()
     Image.new("RGB", (28, 28)).save(file, "PNG")
     rows = [{"img": base64.b64encode(file.getvalue()).decode(), "q": "What?", "a": "red"}]
-    dataset = opened(write_jsonl(tmp_path / "a.jsonl", rows), tokenizer, tmp_path,
+    dataset = opened(write_jsonl(tmp_path / "a.jsonl", rows), reader, tmp_path,
                      columns=ColumnsConfig(images="data:image/png;base64,{img}", question="q",
                                            answer="a"))
     assert dataset.problem(0) is None and dataset.layout(0).num_tokens.sum() > 3
 
 
-def test_a_parquet_file_that_holds_much_more_than_it_is(tokenizer, tmp_path):
+def test_a_parquet_file_that_holds_much_more_than_it_is(reader, tmp_path):
     """95 KB that hold 3 GB: a text that is repeated, which parquet writes once."""
     import pyarrow as pa
     import pyarrow.parquet
@@ -87,33 +88,34 @@ def test_a_parquet_file_that_holds_much_more_than_it_is(tokenizer, tmp_path):
             writer.write_table(part)
     assert path.stat().st_size < 400_000
     code = ("import sys; from tests.lib.sources import opened; from pathlib import Path\n"
-            "from orchmllm.data.text.tokenizer import ChatTokenizer\n"
+            "from tests.lib.drawn import reader_of\n"
             "def status(key):\n"
             "    lines = Path('/proc/self/status').read_text().splitlines()\n"
             "    return int(next(x for x in lines if x.startswith(key)).split()[1])\n"
+            "reader = reader_of(Path(sys.argv[2]))\n"
             "Path('/proc/self/clear_refs').write_text('5')\n"
             "before = status('VmRSS')\n"
-            "path = Path(sys.argv[1]); data = opened(path, ChatTokenizer(sys.argv[2]), "
+            "path = Path(sys.argv[1]); data = opened(path, reader, "
             "path.parent, row_format='text')\n"
             "assert len(data) == 3000\n"
             "assert all(len(data.sources[0].store.row(i)['text']) == 1_000_000 "
             "for i in [*range(150), 2999, 7])\n"
             "print(status('VmHWM') - before)")
-    done = subprocess.run([sys.executable, "-c", code, str(path), str(tokenizer.path)],
+    done = subprocess.run([sys.executable, "-c", code, str(path), str(with_processor())],
                           capture_output=True, text=True, check=True)
     print(f"{path.stat().st_size} bytes that hold 3 GB: {int(done.stdout) >> 10} MiB")
     assert int(done.stdout) < 300 << 10
     assert {p.name for p in tmp_path.rglob("*.arrow")} == set()  # and no copy
 
 
-def test_a_parquet_file_that_decompresses_to_much_more_is_refused(tokenizer, tmp_path):
+def test_a_parquet_file_that_decompresses_to_much_more_is_refused(reader, tmp_path):
     import pyarrow as pa
     import pyarrow.parquet
 
     table = pa.table({"text": [chr(97 + k) * 20_000_000 for k in range(5)]})
     pa.parquet.write_table(table, tmp_path / "a.parquet", compression="zstd", use_dictionary=False)
     with pytest.raises(ValueError, match="bytes hold 100.*more than the limit of 400 times"):
-        opened(tmp_path / "a.parquet", tokenizer, tmp_path, row_format="text")
+        opened(tmp_path / "a.parquet", reader, tmp_path, row_format="text")
 
 
 def test_rows_of_parquet_are_found_in_any_order(tmp_path, monkeypatch):

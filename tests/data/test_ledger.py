@@ -15,10 +15,10 @@ from orchmllm.config.recipe import DataConfig
 from orchmllm.data.ledger import Ledger
 from orchmllm.data.media.medium import RowError
 from orchmllm.data.survey import survey
-from orchmllm.data.text.tokenizer import ChatTokenizer
 from orchmllm.tools.predict.examples import dataset_of
 from tests.data.test_presets import recipe
 from tests.data.test_templates import THINK
+from tests.lib.drawn import reader_in
 from tests.lib.formats import (
     FORMATS,
     QUESTIONS,
@@ -92,7 +92,7 @@ def test_each_fate_of_a_row_that_was_counted_by_hand(tmp_path):
         {"role": "user", "content": "And?"}, {"role": "assistant", "content": "blue"}]}
     bad = {**row, "images": ["0.png", "1.jpg"]}
     write_jsonl(tmp_path / "a.jsonl", [row, bad])
-    ledger = ledger_of(opened(tmp_path / "a.jsonl", ChatTokenizer(tmp_path), tmp_path))
+    ledger = ledger_of(opened(tmp_path / "a.jsonl", reader_in(tmp_path), tmp_path))
     roles = len("user" "assistant") * 2 + len("<image>")
     learnt, read, lost = len("one" "blue"), len("Whatisit?" "And?"), len("<think>warm</think>")
     unread = len("7" "aword")
@@ -115,7 +115,7 @@ def test_what_a_limit_cuts_is_counted_where_it_stands(tmp_path):
     rows = [{"images": ["0.png"], "messages": [
         {"role": "user", "content": "Why?"}, {"role": "assistant", "content": "x" * 100},
         {"role": "user", "content": "<image>Why?"}, {"role": "assistant", "content": "no"}]}]
-    dataset = opened(write_jsonl(tmp_path / "a.jsonl", rows), ChatTokenizer(tmp_path), tmp_path)
+    dataset = opened(write_jsonl(tmp_path / "a.jsonl", rows), reader_in(tmp_path), tmp_path)
     whole = ledger_of(dataset)
     before = dataset.tokenizer.tokenize(dataset.conversation(0)[:1])[0]
     limit = len(before) + 8 + 30
@@ -132,7 +132,6 @@ def test_what_a_limit_cuts_is_counted_where_it_stands(tmp_path):
     pytest.param(name, marks=() if name in FAST else pytest.mark.slow)
     for name in (*CORPORA, *(f"format {name}" for name in FORMATS))])
 def test_the_shares_of_a_corpus_add_up(name, tmp_path):
-    write_tokenizer(tmp_path)
     if name in CORPORA:
         corpus = CORPORA[name](tmp_path)
         source = {**corpus.source}
@@ -186,15 +185,14 @@ def followed(source, reader, row: dict, folder) -> tuple[Ledger, tuple[int, int]
 
 
 @pytest.mark.parametrize("count", [300, pytest.param(10_000, marks=pytest.mark.slow)])
-def test_the_shares_of_damaged_rows_add_up(count, tmp_path):
+def test_the_shares_of_damaged_rows_add_up(count, reader, tmp_path):
     """Whatever becomes of a row, all of it is somewhere: no character is counted twice or never."""
     write_media(tmp_path)
-    write_tokenizer(tmp_path)
     good = [make(*q) for q in QUESTIONS for make in (llava_row, openai_row, alpaca_row)]
     draw = np.random.default_rng(count)
     rows = [damaged(good[k % len(good)], draw) for k in range(count)]
     rows = good + [row if isinstance(row, dict) else {"a": row} for row in rows]
-    dataset = opened(write_jsonl(tmp_path / "a.jsonl", good), ChatTokenizer(tmp_path), tmp_path)
+    dataset = opened(write_jsonl(tmp_path / "a.jsonl", good), reader, tmp_path)
     [source] = dataset.sources
     fates = set()
     for row in rows:

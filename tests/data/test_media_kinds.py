@@ -9,16 +9,14 @@ import soundfile
 from PIL import Image
 
 from orchmllm.data.formats.conversation import Turn
-from orchmllm.data.media.decode import decode_audio, decode_image
+from orchmllm.data.media.decode import upright_image
 from orchmllm.data.media.headers import audio_header, image_header
 from orchmllm.data.media.medium import Medium
 from orchmllm.data.text.tokenizer import ChatTokenizer
-from orchmllm.plan.geometry import AudioGeometry, VisionGeometry
 from orchmllm.plan.layout import AUDIO, VISION
-from tests.lib.sources import medium_at
+from tests.lib.sources import SOUND, medium_at, samples_of
 from tests.lib.tokenizers import write_tokenizer
 
-VISION_GEOMETRY, AUDIO_GEOMETRY = VisionGeometry(max_side=224), AudioGeometry()
 MODES = [("jpg", "RGB"), ("jpg", "L"), ("jpg", "CMYK"), ("png", "RGB"), ("png", "RGBA"),
          ("png", "P"), ("png", "L"), ("png", "LA"), ("png", "1"), ("png", "I;16"), ("webp", "RGB"),
          ("webp", "RGBA"), ("gif", "P"), ("bmp", "RGB"), ("tiff", "RGB"), ("tiff", "I;16"),
@@ -59,8 +57,7 @@ def test_images(tmp_path, suffix, mode, orientation):
     for source in variants(path, VISION):
         header = image_header(source)
         assert header == ((90, 310) if turned else (310, 90))
-        rows = decode_image(source, VISION_GEOMETRY)
-        assert len(rows) == VISION_GEOMETRY.segment_lengths(*header).rows
+        assert upright_image(source).size == header
 
 
 def kinds_of_clips():
@@ -78,8 +75,7 @@ def test_clips(tmp_path, suffix, subtype, rate, channels):
     samples = np.random.default_rng(0).normal(0, 0.1, (rate * 3 // 7, channels))
     soundfile.write(path, samples, rate, subtype=subtype)
     for source in variants(path, AUDIO):
-        rows = decode_audio(source, AUDIO_GEOMETRY)
-        assert len(rows) == AUDIO_GEOMETRY.segment_lengths(*audio_header(source)).rows
+        assert len(samples_of(source)) == SOUND.resampled(*audio_header(source))
 
 
 QWEN = ("{% for m in messages %}{% if loop.first and m.role != 'system' %}<|im_start|>system\n"

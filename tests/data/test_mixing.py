@@ -18,23 +18,21 @@ from orchmllm.data.sampler import (
     make_sampler,
     shuffled,
 )
-from orchmllm.data.stream import StreamDataset, open_dataset
-from orchmllm.data.text.tokenizer import ChatTokenizer
-from orchmllm.plan.geometry import AudioGeometry, VisionGeometry
+from orchmllm.data.stream import StreamDataset
+from orchmllm.hf.whole_model import open_dataset
 from orchmllm.plan.grouping import capped
 from orchmllm.plan.layout import VISION
 from orchmllm.runtime.build import build_dataset
 from orchmllm.tools.data.build_index import build_index
 from orchmllm.tools.data.command import main
 from orchmllm.tools.data.composition import global_batches
+from tests.lib.drawn import drawn_model
 from tests.lib.formats import QUESTIONS, llava_row, write_jsonl, write_media
 from tests.lib.gradients import BATCH, Case, all_gradients, reference_gradients, worst_difference
 from tests.lib.ranks import run_ranks
-from tests.lib.synthetic import SHALLOW, SyntheticDataset, recipe
-from tests.lib.tokenizers import write_tokenizer
+from tests.lib.synthetic import SyntheticDataset, recipe
 from tests.lib.training import train
 
-MODEL = replace(SHALLOW, llm=replace(SHALLOW.llm, vocab_size=512))
 REPEATS = (1, 3, 2)
 
 
@@ -43,7 +41,6 @@ def folder(tmp_path_factory):
     """Sources of 7, 11 and 13 rows."""
     folder = tmp_path_factory.mktemp("mixing")
     write_media(folder)
-    write_tokenizer(folder)
     for k, count in enumerate((7, 11, 13)):
         rows = [llava_row(*QUESTIONS[(5 * k + i) % 12]) for i in range(count)]
         for i, row in enumerate(rows):
@@ -55,7 +52,7 @@ def folder(tmp_path_factory):
 def data_of(folder, **keys) -> DataConfig:
     sources = tuple(SourceConfig(path=str(folder / f"{k}.jsonl"), repeats=r)
                     for k, r in enumerate(keys.pop("repeats", REPEATS)))
-    return DataConfig(sources=sources, tokenizer=str(folder), index_dir=str(folder / "index"),
+    return DataConfig(sources=sources, index_dir=str(folder / "index"),
                       **keys)
 
 
@@ -70,7 +67,7 @@ def drawn(sampler, count: int) -> np.ndarray:
 
 @pytest.mark.parametrize("window", [0, 1, 4, 1000])
 def test_every_example_comes_as_often_as_its_source_says(folder, window):
-    dataset = open_dataset(data_of(folder), MODEL, seed=0)
+    dataset = open_dataset(data_of(folder), drawn_model(), seed=0)
     data = data_of(folder, shuffle_window=window)
     rows, held = dataset.split(3)
     epoch = sum(r * sum(dataset.where(i)[0] == k for i in rows) for k, r in enumerate(REPEATS))
@@ -113,12 +110,11 @@ def test_sources_of_one_size_are_drawn_in_orders_of_their_own():
     assert common > 40 and not np.array_equal(first[:common], second[:common])
 
 
-def test_the_window_of_a_stream(folder):
+def test_the_window_of_a_stream(folder, reader):
     def rows(window: int) -> list[int]:
         stream = StreamDataset(
             [SourceConfig(path=str(folder / "2.jsonl"))], num_shards=1, seed=0, window=window,
-            tokenizer=ChatTokenizer(folder), vision=VisionGeometry(), audio=AudioGeometry(),
-            index_dir=folder / "index")
+            reader=reader, index_dir=folder / "index")
         return [stream.where(i)[1] for i in range(13)]
 
     assert rows(1) == list(range(13))
@@ -128,7 +124,7 @@ def test_the_window_of_a_stream(folder):
 
 
 def recipe_of(folder, run_dir, **keys):
-    base = recipe(model=MODEL, data=data_of(folder, prefetch=2, batching="capped",
+    base = recipe(model=drawn_model(), data=data_of(folder, prefetch=2, batching="capped",
                                             max_batch_tokens=400, max_batch_images=3),
                   balance=BalanceConfig(ranks_per_node=2), run=RunConfig(dir=str(run_dir)))
     return replace(base, train=replace(base.train, num_steps=14, batch_size=2),
@@ -139,16 +135,15 @@ def recipe_of(folder, run_dir, **keys):
 def indexed(folder):
     data = data_of(folder)
     (folder / "r.yaml").write_text(
-        f"data: {{sources: [{', '.join(f'{{path: {s.path}}}' for s in data.sources)}], tokenizer: "
-        f"{folder}, index_dir: {folder}/index}}\nmodel: {{vision: {{max_side: 112, num_heads: 2, "
-        "hidden_size: 16}, audio: {num_mels: 8}, llm: {vocab_size: 512}}\n")
+        f"data: {{sources: [{', '.join(f'{{path: {s.path}}}' for s in data.sources)}], "
+        f"index_dir: {folder}/index}}\nmodel: {{config: {drawn_model().config}}}\n")
     assert main(["index", str(folder / "r.yaml"), "--workers", "1"]) == 0
     return folder
 
 
 def test_capped_mini_batches_stay_below_the_caps_and_drop_nothing(indexed):
     run = recipe_of(indexed, indexed / "run")
-    dataset = open_dataset(run.data, MODEL, seed=0)
+    dataset = open_dataset(run.data, drawn_model(), seed=0)
     sampler = make_sampler(dataset, range(31), 4, data=run.data, per_rank=2, seed=3)
     assert isinstance(sampler, CappedSampler) and 31 <= len(sampler.indices) == 66
     groups = len(sampler.groups)
@@ -168,7 +163,7 @@ def test_capped_mini_batches_stay_below_the_caps_and_drop_nothing(indexed):
     fuller = [len(sampler.batch(s)) / 2 for s in range(groups)]
     assert np.mean(fuller) > 2.0
     with pytest.raises(ValueError, match="source 0.jsonl has no index; build it"):
-        plain = open_dataset(replace(run.data, index_dir="none"), MODEL, seed=3)
+        plain = open_dataset(replace(run.data, index_dir="none"), drawn_model(), seed=3)
         make_sampler(plain, range(31), 4, data=run.data, seed=3)
 
 
@@ -237,7 +232,7 @@ def resumed_with_other_lengths(world, run) -> None:
 def test_other_lengths_of_capped_mini_batches_are_refused_on_resume(indexed, tmp_path):
     run = recipe_of(indexed, tmp_path / "run")
     run = replace(run, train=replace(run.train, num_steps=1))
-    cut = open_dataset(replace(run.data, max_example_tokens=120), MODEL, seed=0)
+    cut = open_dataset(replace(run.data, max_example_tokens=120), drawn_model(), seed=0)
     for source in cut.sources:
         build_index(source, cut.reader, indexed / "index", num_workers=1)
     run_ranks(resumed_with_other_lengths, 1, run)
@@ -266,13 +261,13 @@ def test_stats_are_of_batches_as_training_draws_them(how, folder, tmp_path):
                           ", ".join(f"{name}: {value * (k + 1)}" for name, value in keys.items())
                           for k in range(3)))
     (tmp_path / "r.yaml").write_text(
-        f"data:\n  sources:\n{sources}  tokenizer: {folder}\n  index_dir: {folder}/index\n"
-        "train: {batch_size: 2}\n")
+        f"data:\n  sources:\n{sources}  index_dir: {folder}/index\n"
+        f"model: {{config: {drawn_model().config}}}\ntrain: {{batch_size: 2}}\n")
     loaded = load_recipe(tmp_path / "r.yaml", [o for o in how.split() if "=" in o])
-    dataset = open_dataset(loaded.data, MODEL, seed=0)
+    dataset = open_dataset(loaded.data, drawn_model(), seed=0)
     for source in dataset.sources:
         build_index(source, dataset.reader, folder / "index", num_workers=1)
-    dataset = open_dataset(loaded.data, MODEL, seed=0)
+    dataset = open_dataset(loaded.data, drawn_model(), seed=0)
     sampler = make_sampler(dataset, dataset.split(0)[0], 8, data=loaded.data, per_rank=2,
                            seed=loaded.run.seed)
     assert isinstance(sampler, MixtureSampler) == (how == "weights")

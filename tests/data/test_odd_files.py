@@ -18,18 +18,16 @@ import soundfile
 from PIL import Image
 
 from orchmllm.data.media import av_process
-from orchmllm.data.media.decode import decode_audio, decode_image
+from orchmllm.data.media.decode import upright_image
 from orchmllm.data.media.headers import audio_header, image_header
 from orchmllm.data.media.kinds import KINDS, MODALITY_OF, VIDEO
 from orchmllm.data.media.medium import ZEROS, MediaError, Medium, RowError, VideoSampling
 from orchmllm.data.media.video import expand, pictures
-from orchmllm.plan.geometry import AudioGeometry, VisionGeometry
+from orchmllm.data.text.processor import Processor
 from orchmllm.plan.layout import AUDIO, VISION
+from tests.lib.sources import SOUND, samples_of
 from tests.lib.videos import CLIPS, LATER, write_clip, write_video
 
-GEOMETRY = {VISION: VisionGeometry(max_side=448), AUDIO: AudioGeometry()}
-HEADER = {VISION: image_header, AUDIO: audio_header}
-DECODE = {VISION: decode_image, AUDIO: decode_audio}
 # Packages that the test extra brings: files of their tests, examples and documentation.
 PACKAGES = ("scipy", "matplotlib", "networkx", "sympy", "scikit-image", "pygame-ce", "Werkzeug")
 # Read by its suffix, and refused where there is none: libsndfile looks no further than its ID3 tag.
@@ -72,15 +70,18 @@ def length(medium: Medium) -> tuple:
     modality = medium.modality
     if modality == VIDEO:
         frames = expand(medium, VideoSampling(frames=4), {})
-        for picture in pictures(frames, GEOMETRY[VISION]).values():
+        for picture in pictures(frames, Processor).values():
             if isinstance(picture, MediaError):
                 raise picture
         return tuple(frames[0].frame.video)
-    header = HEADER[modality](medium)
-    promised = GEOMETRY[modality].segment_lengths(*header).rows
-    rows = DECODE[modality](medium, GEOMETRY[modality])
-    assert len(rows) == promised > 0
-    assert bool(rows.isfinite().all())
+    if modality == VISION:
+        header = image_header(medium)
+        assert upright_image(medium).size == header
+        return header
+    header = audio_header(medium)
+    samples = samples_of(medium)
+    assert len(samples) == SOUND.resampled(*header) > 0
+    assert bool(np.isfinite(samples).all())
     return header
 
 

@@ -19,25 +19,24 @@ from orchmllm.data.formats.conversation import media_of
 from orchmllm.data.formats.rows import parse_json
 from orchmllm.data.media.medium import RowError
 from orchmllm.data.media.root import MediaRoot
-from orchmllm.data.text.tokenizer import ChatTokenizer
+from orchmllm.data.segments import KINDS
 from orchmllm.plan.layout import AUDIO, TEXT, VISION
 from orchmllm.tools.data.command import main
 from tests.lib import sources
 from tests.lib.commands import python
+from tests.lib.drawn import reader_of, with_processor
 from tests.lib.formats import as_dataset, write_jsonl, write_media
-from tests.lib.tokenizers import write_tokenizer
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("odd")
     write_media(folder)
-    write_tokenizer(folder)
     return folder
 
 
 def opened(path, folder) -> ConversationDataset:
-    return sources.opened(path, ChatTokenizer(folder), folder)
+    return sources.opened(path, reader_of(with_processor()), folder)
 
 
 def chat(mark: str) -> list[dict]:
@@ -75,7 +74,7 @@ def check_single(dataset: ConversationDataset, modality: int, content: bytes) ->
         layout, example = dataset.layout(i), dataset.load(i)
         [segment] = np.flatnonzero(layout.modality != TEXT)
         assert layout.modality[segment] == modality and layout.num_targets > 0
-        assert len(example.media[segment]) == layout.rows[segment] > 0
+        assert example.arguments == {segment: KINDS[modality].content}
         [(_, _, medium)] = dataset.media_of(i)
         if medium.data is None:
             with open(medium.path, "rb") as f:
@@ -118,7 +117,7 @@ def test_a_column_with_one_medium_a_row(folder, column, file, text, kind):
     assert dataset.problem(0) is None, dataset.problem(0)
     layout = dataset.layout(0)
     assert (layout.modality == (VISION if column == "image" else AUDIO)).sum() == 1
-    assert len(dataset.load(0).media) == 1
+    assert len(dataset.load(0).arguments) == 1
 
 
 ODD = {  # the value of "image" in a row -> what is said
@@ -149,7 +148,8 @@ def test_odd_rows_are_named_by_lint_and_by_loading(folder, tmp_path, capsys):
     for k in range(5):
         (tmp_path / f"{k}.png").write_bytes((folder / "0.png").read_bytes())
     (tmp_path / "r.yaml").write_text(
-        f"data: {{path: {path}, tokenizer: {folder}, index_dir: {tmp_path}/index}}\n")
+        f"data: {{path: {path}, index_dir: {tmp_path}/index}}\n"
+        f"model: {{config: {with_processor()}}}\n")
     tracemalloc.start()
     code = main(["lint", str(tmp_path / "r.yaml"), "--workers", "1"])
     dataset = opened(path, folder)
@@ -237,7 +237,6 @@ MEMBERS = {  # suffix -> content, whether it is an image or a clip, what lint sa
 @pytest.mark.parametrize("suffix", MEMBERS)
 def test_members_of_a_tar_are_read_or_named(tmp_path, capsys, suffix):
     """Some were once skipped in silence."""
-    write_tokenizer(tmp_path)
     make, layout, reason = MEMBERS[suffix]
     with tarfile.open(tmp_path / "a.tar", "w") as tar:
         for name, data in ((f"a.{suffix}", make()), ("a.txt", b"one two")):
@@ -246,7 +245,7 @@ def test_members_of_a_tar_are_read_or_named(tmp_path, capsys, suffix):
             tar.addfile(info, io.BytesIO(data))
     (tmp_path / "r.yaml").write_text(
         f"data: {{sources: [{{path: {tmp_path}/a.tar, row_format: {layout}}}], "
-        f"tokenizer: {tmp_path}, index_dir: {tmp_path}/index}}\n")
+        f"index_dir: {tmp_path}/index}}\nmodel: {{config: {with_processor()}}}\n")
     assert main(["lint", str(tmp_path / "r.yaml"), "--workers", "1", "--decode"]) == bool(reason)
     out = capsys.readouterr().out
     assert ("row 1:" in out) == bool(reason) and reason in out

@@ -11,21 +11,21 @@ from orchmllm.config.recipe import load_recipe
 from orchmllm.plan.layout import TEXT
 from orchmllm.tools.data.command import dataset_of, main
 from orchmllm.tools.data.preview import on_terminal, stretches
+from tests.lib.drawn import with_processor
 from tests.lib.formats import QUESTIONS, llava_row, write_jsonl, write_media
-from tests.lib.tokenizers import write_tokenizer
 
 
 @pytest.fixture(scope="module")
 def recipe(tmp_path_factory):
     folder = tmp_path_factory.mktemp("preview")
     write_media(folder)
-    write_tokenizer(folder)
     rows = [llava_row(*q) for q in QUESTIONS]
     (folder / "broken.png").write_bytes((folder / "0.png").read_bytes()[:-400])
     rows += [{**rows[0], "images": ["broken.png"]}, {**rows[0], "images": ["no.png"]}]
     write_jsonl(folder / "data.jsonl", rows)
     path = folder / "r.yaml"
-    path.write_text(f"data: {{path: {folder}/data.jsonl, index_dir: {folder}/index}}\n")
+    path.write_text(f"data: {{path: {folder}/data.jsonl, index_dir: {folder}/index}}\n"
+                    f"model: {{config: {with_processor()}}}\n")
     return path
 
 
@@ -37,10 +37,10 @@ def test_it_shows_the_tokens_and_labels_that_are_trained(recipe):
         learnt = example.labels[example.labels != IGNORE_INDEX]
         text = "".join(s.text for s in shown if s.learnt)
         assert text == dataset.tokenizer.decode(learnt) == f"{answer}<|im_end|>"
-        assert facts.startswith(f"{len(example.token_ids)} tokens: ")
+        assert facts.startswith(f"{len(example.input_ids)} tokens: ")
         assert facts.endswith(f"{len(learnt)} are learnt")
         assert [int(re.search(r"-> (\d+) (?:patches|mel frames)", s.text)[1]) for s in shown
-                if s.modality != TEXT] == [len(rows) for rows in example.media.values()]
+                if s.modality != TEXT] == example.lengths.rows[example.lengths.rows > 0].tolist()
 
 
 def test_terminal(recipe, capsys):

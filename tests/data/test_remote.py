@@ -39,27 +39,27 @@ ON_A_DISK = ("saved datasets", "only split")
 @pytest.mark.parametrize("name", [
     pytest.param(name, marks=() if name in FAST else pytest.mark.slow) for name in FORMATS])
 def test_every_format_from_every_storage_gives_the_same_examples(
-        name, folder, tokenizer, store, tmp_path):
+        name, folder, reader, store, tmp_path):
     write, said = FORMATS[name]
     path = write(folder)
-    reference = opened(path, tokenizer, tmp_path)
+    reference = opened(path, reader, tmp_path)
     inside = path.relative_to(folder)
     root = RemoteRoot(store.upload(folder, "formats"), endpoint=store.endpoint)
     declared = storage(tmp_path / "cache", root)
     url = f"{root.url}/{inside}"
     if name in ON_A_DISK:
         with pytest.raises(ValueError, match=f"{url}: a folder behind a URL is read if .* copy"):
-            opened(url, tokenizer, tmp_path, storage=declared)
-        dataset = opened(path, tokenizer, tmp_path, storage=declared, media_root=url)
+            opened(url, reader, tmp_path, storage=declared)
+        dataset = opened(path, reader, tmp_path, storage=declared, media_root=url)
     else:
-        dataset = opened(url, tokenizer, tmp_path, storage=declared)
+        dataset = opened(url, reader, tmp_path, storage=declared)
     assert said in str(dataset.sources[0])
     same_examples(dataset, reference)
     if path.is_dir():  # a web server has no folders
         return
     with web_server(folder) as web:
         declared = storage(tmp_path / "cache", web.url)
-        dataset = opened(f"{web.url}/{inside}", tokenizer, tmp_path, storage=declared)
+        dataset = opened(f"{web.url}/{inside}", reader, tmp_path, storage=declared)
         same_examples(dataset, reference)
 
 
@@ -68,7 +68,7 @@ ODD_NAMES = ["a b.png", "a%20b.png", "a#b.png", "größe é.png", "a+b&c=d.png",
 
 
 @pytest.mark.parametrize("where", ["s3", "http", "hf"])
-def test_names_are_taken_as_they_are(where, store, tokenizer, tmp_path, monkeypatch):
+def test_names_are_taken_as_they_are(where, store, reader, tmp_path, monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)  # as conftest sets it
     site = tmp_path / "site"
     site.mkdir()
@@ -81,8 +81,8 @@ def test_names_are_taken_as_they_are(where, store, tokenizer, tmp_path, monkeypa
                 "http": RemoteRoot(web.url),
                 "hf": RemoteRoot("hf://datasets/org/name", endpoint=web.url, anonymous=True)}[where]
         declared = storage(tmp_path / "cache", root)
-        dataset = opened(f"{root.url}/rows.jsonl", tokenizer, tmp_path, storage=declared)
-        same_examples(dataset, opened(site / "rows.jsonl", tokenizer, tmp_path))
+        dataset = opened(f"{root.url}/rows.jsonl", reader, tmp_path, storage=declared)
+        same_examples(dataset, opened(site / "rows.jsonl", reader, tmp_path))
         assert all(dataset.problem(i) is None for i in range(len(ODD_NAMES)))
         if where == "hf":
             assert {f.name for f in declared.listed(root.url)} == {*ODD_NAMES, "rows.jsonl"}
@@ -90,16 +90,16 @@ def test_names_are_taken_as_they_are(where, store, tokenizer, tmp_path, monkeypa
                 declared.listed(f"{root.url}/none.jsonl")
 
 
-def test_rows_here_may_name_media_elsewhere(folder, tokenizer, tmp_path):
+def test_rows_here_may_name_media_elsewhere(folder, reader, tmp_path):
     rows = [llava_row(*q) for q in QUESTIONS]
     write_jsonl(folder / "here.jsonl", rows)
     with web_server(folder) as web:
         for row in rows:
             row["images"] = [f"{web.url}/{name}?signature=1" for name in row["images"]]
         write_jsonl(folder / "away.jsonl", rows)
-        dataset = opened(folder / "away.jsonl", tokenizer, tmp_path,
+        dataset = opened(folder / "away.jsonl", reader, tmp_path,
                          storage=storage(tmp_path / "cache", web.url))
-        same_examples(dataset, opened(folder / "here.jsonl", tokenizer, tmp_path))
+        same_examples(dataset, opened(folder / "here.jsonl", reader, tmp_path))
         assert web.counts["/0.png"] == 1
 
 
@@ -201,7 +201,7 @@ UNDECLARED = [
 
 
 @pytest.mark.parametrize("where", ["rows here", "rows there"])
-def test_only_what_is_declared_is_asked_for(where, web, folder, tokenizer, tmp_path):
+def test_only_what_is_declared_is_asked_for(where, web, folder, reader, tmp_path):
     (web.folder / "open").mkdir()
     shutil.copy(folder / "0.png", web.folder / "secret.png")
     shutil.copy(folder / "0.png", web.folder / "open" / "a.png")
@@ -211,17 +211,17 @@ def test_only_what_is_declared_is_asked_for(where, web, folder, tokenizer, tmp_p
             llava_row([("image", name), ("text", "?")], "one") for name in (*names, "a.png")])
         path = web.folder / "open" / "rows.jsonl" if where == "rows here" else (
             f"{web.url}/open/rows.jsonl")
-        dataset = opened(path, tokenizer, tmp_path,
+        dataset = opened(path, reader, tmp_path,
                          storage=storage(tmp_path / "cache", f"{web.url}/open"))
         read = [name for i, name in enumerate([*names, "a.png"]) if dataset.problem(i) is None]
         assert read == ["a.png"]
         assert set(web.counts) <= {"/open/rows.jsonl", "/open/a.png"} and not other.counts
     with pytest.raises(ValueError, match="is not declared"):
-        opened(f"{web.url}/secret.jsonl", tokenizer, tmp_path)
+        opened(f"{web.url}/secret.jsonl", reader, tmp_path)
 
 
 def test_missing_media_are_quarantined_and_unreachable_ones_end_the_run(
-        web, folder, tokenizer, tmp_path):
+        web, folder, reader, tmp_path):
     """A medium that is not there is one like any other; where the server is down, other ranks may
     still reach it, and the examples must not depend on that."""
     shutil.copy(folder / "0.png", web.folder / "a.png")
@@ -229,7 +229,7 @@ def test_missing_media_are_quarantined_and_unreachable_ones_end_the_run(
         llava_row([("image", n), ("text", "?")], "one") for n in ("a.png", "none.png", "down.png")])
     (web.folder / "down.png").write_bytes(b"")
     web.always["/down.png"] = 500
-    dataset = opened(f"{web.url}/rows.jsonl", tokenizer, tmp_path,
+    dataset = opened(f"{web.url}/rows.jsonl", reader, tmp_path,
                      storage=storage(tmp_path / "cache", web.url, attempts=2))
     assert dataset.problem(0) is None
     assert "cannot be fetched: the server has no such file" in str(dataset.problem(1))
@@ -237,7 +237,7 @@ def test_missing_media_are_quarantined_and_unreachable_ones_end_the_run(
         dataset.layout(2)
     row = json.dumps(llava_row([("image", "x"), ("text", "?")], "one")).encode()
     write_tar(web.folder / "s.tar", [("0.json", row), ("0.png", (folder / "0.png").read_bytes())])
-    dataset = opened(f"{web.url}/s.tar", tokenizer, tmp_path,
+    dataset = opened(f"{web.url}/s.tar", reader, tmp_path,
                      storage=storage(tmp_path / "cache", web.url, attempts=2))
     [(_, _, medium)] = dataset.media_of(0)
     web.always["/s.tar"] = 500
@@ -246,14 +246,14 @@ def test_missing_media_are_quarantined_and_unreachable_ones_end_the_run(
         image_header(medium)
 
 
-def test_a_data_file_that_changes_is_read_anew_or_an_error(web, tokenizer, tmp_path):
+def test_a_data_file_that_changes_is_read_anew_or_an_error(web, reader, tmp_path):
     row = llava_row([("text", "hello")], "one")
     declared = storage(tmp_path / "cache", web.url)
     url = f"{web.url}/rows.jsonl"
     write_jsonl(web.folder / "rows.jsonl", [row])
-    assert len(opened(url, tokenizer, tmp_path, storage=declared)) == 1
+    assert len(opened(url, reader, tmp_path, storage=declared)) == 1
     write_jsonl(web.folder / "rows.jsonl", [row, row])
-    dataset = opened(url, tokenizer, tmp_path, storage=declared)
+    dataset = opened(url, reader, tmp_path, storage=declared)
     assert len(dataset) == 2
     write_jsonl(web.folder / "rows.jsonl", [{**row, "id": "y"}, row])
     (tmp_path / "cache").rename(tmp_path / "gone")
@@ -261,7 +261,7 @@ def test_a_data_file_that_changes_is_read_anew_or_an_error(web, tokenizer, tmp_p
         dataset.conversation(0)
 
 
-def test_a_stream_opens_no_more_shards_than_tell_its_layout(web, tokenizer, tmp_path):
+def test_a_stream_opens_no_more_shards_than_tell_its_layout(web, reader, tmp_path):
     rows = [llava_row([("text", "hello")], "one")] * NUM_PEEKED
     for k in range(4):
         write_jsonl(web.folder / f"{k}.jsonl", rows)
@@ -270,7 +270,7 @@ def test_a_stream_opens_no_more_shards_than_tell_its_layout(web, tokenizer, tmp_
     assert [shard.is_open for shard in source.store.stores] == [True, False, False, False]
 
 
-def test_a_store_that_is_down_is_named(tokenizer, tmp_path):
+def test_a_store_that_is_down_is_named(reader, tmp_path):
     root = RemoteRoot("s3://bucket/data", endpoint="http://127.0.0.1:9", anonymous=True)
     declared = storage(tmp_path / "cache", root, attempts=2)
     with pytest.raises(ValueError, match="s3://bucket/data/rows.jsonl cannot be read: 2 attempts"):
@@ -290,7 +290,7 @@ def test_bad_patterns_name_what_is_missing(store, tmp_path):
             open_source(SourceConfig(path=f"{root.url}/{path}"), tmp_path, declared)
 
 
-def test_index_and_training_path_of_remote_media(web, folder, tokenizer, tmp_path):
+def test_index_and_training_path_of_remote_media(web, folder, reader, tmp_path):
     """An index is built by processes of its own, and loads need no row read twice."""
     from orchmllm.tools.data.build_index import build_index
 
@@ -298,10 +298,10 @@ def test_index_and_training_path_of_remote_media(web, folder, tokenizer, tmp_pat
         shutil.copy(path, web.folder)
     write_jsonl(web.folder / "rows.jsonl", [llava_row(*QUESTIONS[k % 12]) for k in range(24)])
     declared = storage(tmp_path / "cache", web.url)
-    plain = opened(f"{web.url}/rows.jsonl", tokenizer, tmp_path, storage=declared)
+    plain = opened(f"{web.url}/rows.jsonl", reader, tmp_path, storage=declared)
     index, count = build_index(plain.sources[0], plain.reader, tmp_path / "index", num_workers=1)
     assert count == 24 and not index.problems
-    again = opened(f"{web.url}/rows.jsonl", tokenizer, tmp_path, storage=declared)
+    again = opened(f"{web.url}/rows.jsonl", reader, tmp_path, storage=declared)
     assert again.indexes[0] is not None
     calls = [((i,), {}) for i in range(24)]
     again.prepare_loads(calls)
@@ -311,7 +311,7 @@ def test_index_and_training_path_of_remote_media(web, folder, tokenizer, tmp_pat
     assert build_index(again.sources[0], again.reader, tmp_path / "index", num_workers=1)[1] == 0
 
 
-def test_bombs_and_evil_tars_through_a_web_server(web, folder, tokenizer, tmp_path):
+def test_bombs_and_evil_tars_through_a_web_server(web, folder, reader, tmp_path):
     """What is refused here is refused there, for the same reason, and costs its row alone."""
     site = web.folder
     flac_expanding(site / "bomb.flac")
@@ -332,7 +332,7 @@ def test_bombs_and_evil_tars_through_a_web_server(web, folder, tokenizer, tmp_pa
     said = {}
     for name in ("rows.jsonl", "evil.tar"):
         for where in (site, web.url):
-            dataset = opened(f"{where}/{name}", tokenizer, tmp_path,
+            dataset = opened(f"{where}/{name}", reader, tmp_path,
                              storage=storage(tmp_path / "cache", web.url))
             problems = [dataset.problem(i) for i in range(len(dataset))]
             said[name, where] = [p and p.reason for p in problems]
@@ -346,6 +346,6 @@ def test_bombs_and_evil_tars_through_a_web_server(web, folder, tokenizer, tmp_pa
     (site / "huge.png").write_bytes(b"x")
     web.always["/huge.png"] = "huge"
     write_jsonl(site / "huge.jsonl", [llava_row([("image", "huge.png"), ("text", "?")], "one")])
-    dataset = opened(f"{web.url}/huge.jsonl", tokenizer, tmp_path,
+    dataset = opened(f"{web.url}/huge.jsonl", reader, tmp_path,
                      storage=storage(tmp_path / "cache", web.url))
     assert "more than the limit of 536870912" in str(dataset.problem(0))

@@ -15,14 +15,13 @@ from orchmllm.config.balance import BalanceConfig
 from orchmllm.config.recipe import DataConfig, RemoteRoot, RunConfig, SourceConfig
 from orchmllm.runtime.build import build_dataset
 from tests.lib.commands import python
+from tests.lib.drawn import drawn_model, with_processor
 from tests.lib.formats import QUESTIONS, llava_row, write_jsonl, write_media, write_tar
 from tests.lib.ranks import RankFailure, run_ranks
 from tests.lib.servers import ObjectStore, object_store, remote, web_server
-from tests.lib.synthetic import SHALLOW, recipe
-from tests.lib.tokenizers import write_tokenizer
+from tests.lib.synthetic import recipe
 from tests.lib.training import train
 
-MODEL = replace(SHALLOW, llm=replace(SHALLOW.llm, vocab_size=512))
 STEPS, BATCH, SAVED = 6, 6, 3  # 36 draws of 24 rows: into the second epoch
 
 
@@ -40,11 +39,6 @@ def files(tmp_path_factory) -> Path:
     return folder
 
 
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory) -> str:
-    return str(write_tokenizer(tmp_path_factory.mktemp("tokenizer")))
-
-
 @pytest.fixture
 def store(files):
     with object_store() as store:
@@ -53,7 +47,7 @@ def store(files):
 
 
 def run_recipe(run_dir: Path, data: DataConfig, dispatch: str):
-    base = recipe(model=MODEL, balance=BalanceConfig(ranks_per_node=2, dispatch=dispatch),
+    base = recipe(model=drawn_model(), balance=BalanceConfig(ranks_per_node=2, dispatch=dispatch),
                   data=replace(data, prefetch=2, index_dir=str(run_dir.parent / "index")),
                   run=RunConfig(dir=str(run_dir)))
     return replace(base, train=replace(base.train, num_steps=STEPS, global_batch_size=BATCH),
@@ -94,8 +88,8 @@ def restarts(store: ObjectStore, away_s: float, there_s: float | None = None):
         thread.join()
 
 
-def data_of(where: str, name: str, tokenizer: str, **keys) -> DataConfig:
-    return DataConfig(sources=(SourceConfig(path=f"{where}/{name}"),), tokenizer=tokenizer, **keys)
+def data_of(where: str, name: str, **keys) -> DataConfig:
+    return DataConfig(sources=(SourceConfig(path=f"{where}/{name}"),), **keys)
 
 
 def declared(store: ObjectStore, cache: Path, **keys):
@@ -107,11 +101,11 @@ def declared(store: ObjectStore, cache: Path, **keys):
 
 @pytest.mark.slow
 @pytest.mark.dist
-def test_resumed_while_the_store_restarts(files, store, tokenizer, tmp_path):
+def test_resumed_while_the_store_restarts(files, store, tmp_path):
     name = "s-{0..5}.tar"
-    here = run_recipe(tmp_path / "here", data_of(str(files), name, tokenizer), "tensors")
+    here = run_recipe(tmp_path / "here", data_of(str(files), name), "tensors")
     said = run_ranks(losses, 1, here)[0]
-    data = data_of("s3://bucket/data", name, tokenizer, num_workers=1,
+    data = data_of("s3://bucket/data", name, num_workers=1,
                    remote=declared(store, tmp_path / "cache", cache_gib=3e-3))
     run = run_recipe(tmp_path / "there", data, "tensors")
     first = run_ranks(losses, 1, run, SAVED)[0]
@@ -125,14 +119,14 @@ def test_resumed_while_the_store_restarts(files, store, tokenizer, tmp_path):
 @pytest.mark.parametrize("dispatch", ["load", "tensors", "bytes"])
 @pytest.mark.parametrize("name, streaming", [
     ("s-{0..5}.tar", False), ("s-{0..5}.tar", True), ("rows.jsonl", False), ("rows.jsonl", True)])
-def test_a_store_that_restarts_all_the_time(name, streaming, dispatch, files, store, tokenizer,
+def test_a_store_that_restarts_all_the_time(name, streaming, dispatch, files, store,
                                             tmp_path):
     """With a cache that is too small for all shards, so that they are fetched again and again."""
     keys = dict(streaming=streaming, num_shards=2)
     said = run_ranks(losses, 2, run_recipe(
-        tmp_path / "here", data_of(str(files), name, tokenizer, **keys), dispatch))[0]
+        tmp_path / "here", data_of(str(files), name, **keys), dispatch))[0]
     sizes = sorted(p.stat().st_size for p in files.glob("s-*.tar"))
-    data = data_of("s3://bucket/data", name, tokenizer, num_workers=2, **keys, remote=declared(
+    data = data_of("s3://bucket/data", name, num_workers=2, **keys, remote=declared(
         store, tmp_path / "cache", cache_gib=(sum(sizes[-4:]) + 1000) / 2**30))
     run = run_recipe(tmp_path / "there", data, dispatch)
     with restarts(store, 0.4, 0.4):
@@ -162,7 +156,7 @@ def rows_read(world, run, stop_after: int = -1) -> list[tuple[int, str, int]]:
 @pytest.mark.slow
 @pytest.mark.parametrize("dispatch", ["load", "tensors"])
 def test_a_stream_gives_each_row_once_an_epoch_on_2_ranks_and_then_on_3(
-        dispatch, web, tokenizer, tmp_path):
+        dispatch, web, tmp_path):
     """From shards that are counted as they are fetched; the 3 ranks are on another machine."""
     sizes = [10, 1, 0, 7]
     for k, count in enumerate(sizes):
@@ -170,7 +164,7 @@ def test_a_stream_gives_each_row_once_an_epoch_on_2_ranks_and_then_on_3(
             llava_row([("text", "?" * (1 + 50 * k))], f"{k} {i}") for i in range(count)])
 
     def run_on(machine: str):
-        data = data_of(web.url, "s-{0..3}.jsonl", tokenizer, streaming=True, num_shards=2,
+        data = data_of(web.url, "s-{0..3}.jsonl", streaming=True, num_shards=2,
                        remote=remote(tmp_path / machine / "cache", web.url))
         data = replace(data, sources=(replace(data.sources[0], row_format="llava"),))
         run = run_recipe(tmp_path / "run", data, dispatch)
@@ -187,11 +181,11 @@ def test_a_stream_gives_each_row_once_an_epoch_on_2_ranks_and_then_on_3(
 
 
 @pytest.mark.dist
-def test_an_error_of_one_rank_is_raised_on_all(files, tokenizer, tmp_path):
+def test_an_error_of_one_rank_is_raised_on_all(files, tmp_path):
     """Only the rank that drew the row reads the medium."""
     with web_server(files) as web:
         web.always["/2.webp"] = 500
-        data = data_of(web.url, "rows.jsonl", tokenizer, num_workers=1,
+        data = data_of(web.url, "rows.jsonl", num_workers=1,
                        remote=remote(tmp_path / "cache", web.url, attempts=2))
         with pytest.raises(RankFailure) as failure:
             run_ranks(losses, 2, run_recipe(tmp_path / "run", data, "tensors"))
@@ -201,18 +195,19 @@ def test_an_error_of_one_rank_is_raised_on_all(files, tokenizer, tmp_path):
         assert kind == "RemoteError" and f"{web.url}/2.webp cannot be read: 2 attempts" in text
 
 
-def test_a_bad_url_is_named_before_ranks_start(files, tokenizer, tmp_path):
+def test_a_bad_url_is_named_before_ranks_start(files, tmp_path):
     with web_server(files) as web:
+        model = f"model.config={with_processor()}"
         root = f"data.remote.roots=[{{url: {web.url}}}]"
         for path, text in ((f"{web.url}/rows.jsonl", ""),
                            (f"{web.url}/none.jsonl", f"no such file: '{web.url}/none.jsonl'"),
                            ("https://example.org/rows.jsonl", "is a URL that is not declared")):
             done = python("-m", "orchmllm.train", "recipes/demo.yaml", "--validate",
-                          f"data.path={path}", f"data.tokenizer={tokenizer}", root,
+                          f"data.path={path}", model, root,
                           f"run.dir={tmp_path}/run", f"data.remote.cache={tmp_path}/cache")
             assert done.returncode == (2 if text else 0), done.stderr
             assert text in done.stderr
         done = python("-m", "orchmllm.train", "recipes/demo.yaml", "--validate",
-                      f"data.path={files}/rows.jsonl", f"data.tokenizer={tokenizer}",
+                      f"data.path={files}/rows.jsonl", model,
                       "data.remote.roots=[{url: 's3://user:key@bucket'}]")
         assert done.returncode == 2 and "write s3://bucket/folder" in done.stderr

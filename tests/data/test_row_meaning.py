@@ -11,6 +11,7 @@ from orchmllm.data.formats.conversation import chat
 from orchmllm.data.media.medium import RowError
 from orchmllm.data.media.root import MediaRoot
 from orchmllm.tools.data.command import main
+from tests.lib.drawn import with_processor
 from tests.lib.formats import write_jsonl
 from tests.lib.sources import opened
 
@@ -48,46 +49,47 @@ LISTS = {  # members -> what the row lists -> the members in the order in which 
 
 
 @pytest.mark.parametrize("name", LISTS)
-def test_members_of_a_tar_are_in_the_order_of_their_row(tokenizer, tmp_path, name):
+def test_members_of_a_tar_are_in_the_order_of_their_row(reader, tmp_path, name):
     members, listed, expected = LISTS[name]
     row = {"conversations": [{"from": "human", "value": "<image>" * len(members)},
                              {"from": "gpt", "value": "x"}]}
     path = write_sample(tmp_path / "a.tar", {
         "json": row | ({"images": listed} if listed else {}),
         **{member: png(10 * k) for k, member in enumerate(members)}})
-    dataset = opened(path, tokenizer, tmp_path)
+    dataset = opened(path, reader, tmp_path)
     assert dataset.problem(0) is None, dataset.problem(0)
     assert [medium.name for _, _, medium in dataset.media_of(0)] == [
         f"000.{member} in {path}" for member in expected]
-    shades = [int(rows[0, 0]) for _, rows in sorted(dataset.load(0).media.items())]
+    part = dataset.load(0, segments=[s for s, _, _ in dataset.media_of(0)], raw=["pixel_values"])
+    shades = [int(part.parts[s]["pixel_values"][0, 0]) for s in sorted(part.parts)]
     assert shades == [10 * members.index(member) for member in expected]
 
 
-def test_members_in_an_order_of_their_own_keep_it(tokenizer, tmp_path):
+def test_members_in_an_order_of_their_own_keep_it(reader, tmp_path):
     from tests.data.test_safety import write_tar
 
     names = ["2.png", "10.png", "1.png"]
     path = write_tar(tmp_path / "a.tar", [
         ("000.txt", b"words"), *((f"000.{name}", png(0)) for name in names)])
-    store = opened(path, tokenizer, tmp_path, row_format="caption").sources[0].store
+    store = opened(path, reader, tmp_path, row_format="caption").sources[0].store
     assert [m.name for m in store.row(0)["image"]] == [f"000.{name} in {path}" for name in names]
 
 
-def test_two_texts_of_a_tar_row_are_refused(tokenizer, tmp_path):
+def test_two_texts_of_a_tar_row_are_refused(reader, tmp_path):
     """The one that came last was learnt: the question."""
     path = write_sample(tmp_path / "a.tar", {
         "png": png(0), "answer.txt": "a cat", "question.txt": "What is it?"})
     said = "members '000.answer.txt' and '000.question.txt' are both the text of their row"
-    assert said in str(opened(path, tokenizer, tmp_path, row_format="caption").problem(0))
+    assert said in str(opened(path, reader, tmp_path, row_format="caption").problem(0))
     with pytest.raises(ValueError, match=f"no row that can be read .{said}"):
-        opened(path, tokenizer, tmp_path)
+        opened(path, reader, tmp_path)
 
 
-def test_two_json_members_of_a_tar_row_are_refused(tokenizer, tmp_path):
+def test_two_json_members_of_a_tar_row_are_refused(reader, tmp_path):
     """The keys of the one that came last were learnt."""
     path = write_sample(tmp_path / "a.tar", {
         "json": CHAT, "detail.json": {"messages": said("q", "another")}})
-    said_of_it = str(opened(path, tokenizer, tmp_path, row_format="openai").problem(0))
+    said_of_it = str(opened(path, reader, tmp_path, row_format="openai").problem(0))
     assert "'000.detail.json' and '000.json' are both the json of their row; join" in said_of_it
 
 
@@ -134,10 +136,10 @@ CHAT = {"messages": said("q", "a")}
 LOOK = {"images": ["0.png", "3.png"]}
 
 
-def test_pairs_of_answers_are_refused_when_they_are_opened(tokenizer, tmp_path):
+def test_pairs_of_answers_are_refused_when_they_are_opened(reader, tmp_path):
     path = write_jsonl(tmp_path / "a.jsonl", [CHAT | {"chosen": "a", "rejected": "b"}])
     with pytest.raises(ValueError, match="is for preference tuning"):
-        opened(path, tokenizer, tmp_path)
+        opened(path, reader, tmp_path)
 
 
 def parts(*images: dict) -> dict:
@@ -181,12 +183,12 @@ IGNORED = {  # file -> rows, each with what is said of it (nothing: it is read)
 }
 
 
-def test_keys_that_would_change_what_is_learnt_are_not_ignored(folder, tokenizer, tmp_path, capsys):
+def test_keys_that_would_change_what_is_learnt_are_not_ignored(folder, reader, tmp_path, capsys):
     for name, rows in IGNORED.items():
         write_jsonl(folder / f"{name}.jsonl", [row for row, _ in rows])
     sources = ", ".join(f"{{path: {folder}/{name}.jsonl}}" for name in IGNORED)
-    (tmp_path / "r.yaml").write_text(f"data: {{sources: [{sources}], index_dir: {tmp_path}/index, "
-                                     f"tokenizer: {tokenizer.path}}}\n")
+    (tmp_path / "r.yaml").write_text(f"data: {{sources: [{sources}], index_dir: {tmp_path}/ix}}\n"
+                                     f"model: {{config: {with_processor()}}}\n")
     assert main(["lint", str(tmp_path / "r.yaml"), "--workers", "1"]) == 1
     told = {line.partition(": ")[0]: line for line in capsys.readouterr().out.splitlines()}
     for name, rows in IGNORED.items():
@@ -199,6 +201,6 @@ def test_keys_that_would_change_what_is_learnt_are_not_ignored(folder, tokenizer
     {"messages": [], "conversations": said("q", "a")},
     {"messages": None, "conversations": said("q", "a")},
     {"messages": said("q", "a"), "conversations": []}])
-def test_the_list_of_turns_that_is_not_empty_is_read(row, tokenizer, tmp_path):
-    dataset = opened(write_jsonl(tmp_path / "a.jsonl", [row]), tokenizer, tmp_path)
+def test_the_list_of_turns_that_is_not_empty_is_read(row, reader, tmp_path):
+    dataset = opened(write_jsonl(tmp_path / "a.jsonl", [row]), reader, tmp_path)
     assert [turn.parts for turn in dataset.conversation(0)] == [("q",), ("a",)]

@@ -10,24 +10,22 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-import torch
 
 from orchmllm.config.balance import BalanceConfig
-from orchmllm.config.job import resolve
+from orchmllm.config.model import ModelConfig
 from orchmllm.config.recipe import SourceConfig
 from orchmllm.data import dataset
 from orchmllm.data.dataset import ConversationDataset
 from orchmllm.data.loading.step_loader import StepLoader
 from orchmllm.data.sampler import GlobalSampler
-from orchmllm.data.text.tokenizer import ChatTokenizer
-from orchmllm.models.flops import plan_spec
 from orchmllm.plan.layout import BatchLayout
-from orchmllm.runtime.build import build_orchestrator
 from orchmllm.tools.data.build_index import build_index
+from orchmllm.trainer import Trainer
+from tests.lib.drawn import drawn_model
 from tests.lib.formats import FORMATS, QUESTIONS, write_media
 from tests.lib.ranks import run_ranks
-from tests.lib.synthetic import MODEL, recipe
-from tests.lib.tokenizers import write_tokenizer
+from tests.lib.sources import same_example
+from tests.lib.synthetic import recipe
 
 KINDS = ("llava.jsonl", "openai embedded", "parquet", "webdataset")
 
@@ -35,9 +33,8 @@ KINDS = ("llava.jsonl", "openai embedded", "parquet", "webdataset")
 WAYS = (("load", 0), ("tensors", 0), ("load", 1), ("bytes", 1))
 
 
-def opened(path: str, tokenizer, index_dir) -> ConversationDataset:
-    return ConversationDataset([SourceConfig(path=path)], tokenizer=tokenizer, index_dir=index_dir,
-                               vision=MODEL.vision.geometry, audio=MODEL.audio.geometry)
+def opened(path: str, reader, index_dir) -> ConversationDataset:
+    return ConversationDataset([SourceConfig(path=path)], reader=reader, index_dir=index_dir)
 
 
 def count_reads(store, num_rows: int) -> Array:
@@ -53,62 +50,57 @@ def count_reads(store, num_rows: int) -> Array:
     return counts
 
 
-def reads(world, paths: list[str], tokenizer, index_dir: str) -> dict[tuple, list[int]]:
+def reads(world, paths: list[str], reader, index_dir: str, model: ModelConfig
+          ) -> dict[tuple, list[int]]:
     """(path, dispatch, number of workers) -> how often each row was read in a pass."""
     out = {}
     for dispatch, num_workers in WAYS:
-        chosen = recipe(balance=BalanceConfig(dispatch=dispatch))
-        orchestrator = build_orchestrator(chosen, plan_spec(resolve(chosen, 1, 1)), 1,
-                                      torch.device("cpu"))
-        for path in paths:
-            data = opened(path, tokenizer, index_dir)
+        opened_paths = [opened(path, reader, index_dir) for path in paths]
+        trainer = Trainer(recipe(model=model, balance=BalanceConfig(dispatch=dispatch)), world,
+                          dataset=opened_paths[0])
+        for path, data in zip(paths, opened_paths, strict=True):
             counts = count_reads(data.sources[0].store, len(data))
             steps = StepLoader(data, GlobalSampler(range(len(data)), 6, shuffle=False),
-                               orchestrator, num_steps=2, num_workers=num_workers)
+                               trainer.orchestrator, num_steps=2, num_workers=num_workers,
+                               feed=trainer._feed)
             assert [len(step.failed) for step in steps] == [0, 0]
             out[Path(path).name, dispatch, num_workers] = list(counts)
     return out
 
 
 @pytest.fixture(scope="module")
-def data(tmp_path_factory):
-    """(paths, tokenizer)"""
+def paths(tmp_path_factory) -> list[str]:
     folder = tmp_path_factory.mktemp("reads")
     write_media(folder)
-    return ([str(FORMATS[kind][0](folder)) for kind in KINDS],
-            ChatTokenizer(write_tokenizer(tmp_path_factory.mktemp("tokenizer"))))
+    return [str(FORMATS[kind][0](folder)) for kind in KINDS]
 
 
 @pytest.mark.parametrize("indexed", [True, False])
-def test_each_row_is_read_once(data, indexed, tmp_path):
-    paths, tokenizer = data
+def test_each_row_is_read_once(paths, reader, indexed, tmp_path):
     for path in paths if indexed else ():
-        plain = opened(path, tokenizer, tmp_path)
+        plain = opened(path, reader, tmp_path)
         build_index(plain.sources[0], plain.reader, tmp_path, num_workers=1)
-    [counts] = run_ranks(reads, 1, paths, tokenizer, str(tmp_path))
+    [counts] = run_ranks(reads, 1, paths, reader, str(tmp_path), drawn_model())
     assert counts == {(Path(path).name, *way): [1] * len(QUESTIONS)
                       for path in paths for way in WAYS}
 
 
-def test_a_row_that_is_not_as_it_was_indexed_is_not_learnt(data, tmp_path):
-    paths, tokenizer = data
-    plain = opened(paths[1], tokenizer, tmp_path)
+def test_a_row_that_is_not_as_it_was_indexed_is_not_learnt(paths, reader, tmp_path):
+    plain = opened(paths[1], reader, tmp_path)
     build_index(plain.sources[0], plain.reader, tmp_path, num_workers=1)
-    indexed = opened(paths[1], tokenizer, tmp_path)
+    indexed = opened(paths[1], reader, tmp_path)
     read, failures = indexed.sources[0].store.row, []
     indexed.sources[0].store.row = lambda i: read(i + 1)
     example = indexed.load(0, on_error=lambda *failure: failures.append(failure))
     layout = indexed.layout(0)
     assert len(example.labels) == layout.num_tokens.sum() and (example.labels < 0).all()
-    assert [len(rows) for rows in example.media.values()] == layout.rows[layout.rows > 0].tolist()
+    assert len(example.media["pixel_values"]) == layout.rows.sum() > 0
     assert failures[-1][0] == 0 and str(failures[-1][1]).endswith(
-        "the row has changed since it was indexed (`data lint` reads all rows again): its "
-        "text does not have the indexed lengths")
+        "cannot be used as it was planned: the processor makes other lengths of it")
 
 
-def test_more_rows_than_are_kept_are_measured_once(data, tmp_path, monkeypatch):
-    paths, tokenizer = data
-    one, many = (opened(paths[1], tokenizer, tmp_path) for _ in range(2))
+def test_more_rows_than_are_kept_are_measured_once(paths, reader, tmp_path, monkeypatch):
+    one, many = (opened(paths[1], reader, tmp_path) for _ in range(2))
     counts, rows = count_reads(many.sources[0].store, len(many)), list(range(len(many)))
     monkeypatch.setattr(dataset, "CACHED_BYTES", 1)
     monkeypatch.setattr(dataset, "MEASURED_AT_ONCE", 5)
@@ -118,17 +110,15 @@ def test_more_rows_than_are_kept_are_measured_once(data, tmp_path, monkeypatch):
     assert repr(found) == repr(expected) and found.num_ranks == 1
 
 
-def test_what_planning_keeps_is_bounded_in_bytes(data, tmp_path, monkeypatch):
-    paths, tokenizer = data
-    whole, bounded = (opened(paths[1], tokenizer, tmp_path) for _ in range(2))
+def test_what_planning_keeps_is_bounded_in_bytes(paths, reader, tmp_path, monkeypatch):
+    whole, bounded = (opened(paths[1], reader, tmp_path) for _ in range(2))
     monkeypatch.setattr(dataset, "CACHED_BYTES", 1)
     for i in range(len(QUESTIONS)):
         bounded.layout(i)
         assert bounded.kept(i) is not None and (i == 0 or bounded.kept(i - 1) is None)
     monkeypatch.undo()
     for i in range(len(QUESTIONS)):
-        a, b = whole.load(i), bounded.load(i)
-        assert a.labels.equal(b.labels) and all(a.media[s].equal(b.media[s]) for s in a.media)
+        assert same_example(whole.load(i), bounded.load(i))
         assert whole.kept(i) is not None
 
 
@@ -142,9 +132,9 @@ class Planned:
         return sum([1, 1, 1])
 
 
-def test_a_validation_plans_beside_training(data, tmp_path):
+def test_a_validation_plans_beside_training(paths, reader, tmp_path):
     """Two threads change what is kept, and take turns as often as they can."""
-    one = opened(data[0][1], data[1], tmp_path)
+    one = opened(paths[1], reader, tmp_path)
     one.cached_examples = 4
     one.bounds = np.array([0, 200_000])
     one.reader = SimpleNamespace(plan=lambda read, rows: [Planned() for _ in rows])

@@ -17,20 +17,18 @@ from PIL import Image
 from orchmllm.config.recipe import SourceConfig
 from orchmllm.data.dataset import ConversationDataset
 from orchmllm.data.formats.open import open_source
-from orchmllm.data.media.decode import decode_audio, decode_image
+from orchmllm.data.media.decode import upright_image
 from orchmllm.data.media.headers import audio_header, image_header
 from orchmllm.data.media.medium import MediaError, Medium, RowError
 from orchmllm.data.text.tokenizer import ChatTokenizer, Turn
-from orchmllm.plan.geometry import AudioGeometry, VisionGeometry
 from orchmllm.plan.layout import AUDIO, VISION
 from tests.lib import sources
 from tests.lib.broken import Sentinel, flac_expanding, png_claiming, wav_claiming
 from tests.lib.commands import ROOT
+from tests.lib.drawn import reader_of, with_processor
 from tests.lib.formats import QUESTIONS, as_dataset, llava_row, write_media
-from tests.lib.sources import medium_at
+from tests.lib.sources import medium_at, samples_of
 from tests.lib.tokenizers import write_tokenizer
-
-GEOMETRY = dict(vision=VisionGeometry(max_side=112), audio=AudioGeometry())
 
 
 def peak_mb() -> float:
@@ -39,7 +37,7 @@ def peak_mb() -> float:
 
 
 def opened(path: Path, folder: Path, **keys) -> ConversationDataset:
-    return sources.opened(path, ChatTokenizer(folder), folder, **keys)
+    return sources.opened(path, reader_of(with_processor()), folder, **keys)
 
 
 @pytest.fixture
@@ -52,8 +50,8 @@ def folder(tmp_path):
 def test_bombs_are_rejected_from_their_headers(folder):
     Image.new("RGB", (60, 40)).save(folder / "warm.png")
     soundfile.write(folder / "warm.wav", np.zeros(1000), 16000)
-    decode_image(medium_at(folder / "warm.png"), GEOMETRY["vision"])
-    decode_audio(medium_at(folder / "warm.wav"), GEOMETRY["audio"])  # its imports do not count
+    upright_image(medium_at(folder / "warm.png"))
+    samples_of(medium_at(folder / "warm.wav"))  # its imports do not count
     flac_expanding(folder / "bomb.flac")
     decoded = 2 * 8 * 16000 * 150
     assert decoded > 1000 * (folder / "bomb.flac").stat().st_size
@@ -71,8 +69,7 @@ def test_bombs_are_rejected_from_their_headers(folder):
     before = peak_mb()
     for name in ("bomb.flac", "bomb.png", "deep.png", "bomb.gif", "liar.wav", "huge.wav"):
         image = name.endswith(("png", "gif"))
-        for read in ((image_header, lambda p: decode_image(p, GEOMETRY["vision"])) if image
-                     else (audio_header, lambda p: decode_audio(p, GEOMETRY["audio"]))):
+        for read in (image_header, upright_image) if image else (audio_header, samples_of):
             with pytest.raises(MediaError) as error:
                 read(medium_at(folder / name))
             assert error.value.path.endswith(name)
@@ -196,7 +193,7 @@ def test_a_tar_member_never_reads_past_itself(folder):
         cut, whole = (Medium(VISION, m.name, str(path), m.offset_data, m.size) for m in tar)
     assert image_header(whole) == (60, 40)
     with pytest.raises(MediaError):
-        decode_image(cut, GEOMETRY["vision"])
+        upright_image(cut)
     wav = (folder / "0.wav").read_bytes()
     path = write_tar(folder / "b.tar", [("0.wav", wav[:500]), ("1.wav", wav)])
     with tarfile.open(path) as tar:

@@ -46,19 +46,19 @@ def test_a_tar_is_read_whole_or_refused(folder, tmp_path):
     assert len(source) == 4
 
 
-def test_text_that_is_not_utf_8_makes_its_row_unusable(tokenizer, folder, tmp_path):
+def test_text_that_is_not_utf_8_makes_its_row_unusable(reader, folder, tmp_path):
     """As in JSON: a letter that is put in its place would be learnt."""
     png = (folder / "0.png").read_bytes()
     write_tar(tmp_path / "a.tar", [("a.txt", "caf\u00e9".encode()), ("a.png", png),
                                    ("b.txt", "caf\u00e9".encode("latin-1")), ("b.png", png)])
-    dataset = opened(tmp_path / "a.tar", tokenizer, tmp_path)
+    dataset = opened(tmp_path / "a.tar", reader, tmp_path)
     assert dataset.conversation(0)[1].parts == ("caf\u00e9",) and dataset.problem(0) is None
     assert "member 'b.txt' is not UTF-8" in str(dataset.problem(1))
 
 
-def test_a_damaged_index_is_named(tokenizer, tmp_path):
+def test_a_damaged_index_is_named(reader, tmp_path):
     path = write_jsonl(tmp_path / "a.jsonl", [TEXT_ROW] * 3)
-    dataset = opened(path, tokenizer, tmp_path)
+    dataset = opened(path, reader, tmp_path)
     index, _ = build_index(dataset.sources[0], dataset.reader, tmp_path / "index", num_workers=1)
     for name in ("table", "start", "targets"):
         file = index.folder / f"{name}.i64"
@@ -66,9 +66,9 @@ def test_a_damaged_index_is_named(tokenizer, tmp_path):
         for damaged in (content[:-56], content[:-3], content + content[-16:], b""):
             file.write_bytes(damaged)
             with pytest.raises(ValueError, match="damaged index .*; delete it"):
-                opened(path, tokenizer, tmp_path)
+                opened(path, reader, tmp_path)
         file.write_bytes(content)
-    assert opened(path, tokenizer, tmp_path).indexes != [None]
+    assert opened(path, reader, tmp_path).indexes != [None]
 
 
 def test_what_follows_a_json_array_is_not_left_out(tmp_path):
@@ -161,20 +161,20 @@ def few_open_files(left: int):
             os.close(fd)
 
 
-def test_a_source_may_have_more_shards_than_open_files(folder, tokenizer, tmp_path):
+def test_a_source_may_have_more_shards_than_open_files(folder, reader, tmp_path):
     (tmp_path / "many").mkdir()
     for k in range(100):
         write_jsonl(tmp_path / "many" / f"{k}.jsonl", [TEXT_ROW])
     with few_open_files(40):
-        dataset = opened(tmp_path / "many", tokenizer, tmp_path)
+        dataset = opened(tmp_path / "many", reader, tmp_path)
         assert [dataset.problem(i) for i in range(100)] == [None] * 100
 
 
-def test_no_file_is_blamed_for_what_the_machine_lacks(tokenizer, tmp_path):
+def test_no_file_is_blamed_for_what_the_machine_lacks(reader, tmp_path):
     Image.new("RGB", (28, 28)).save(tmp_path / "a.png")
     image_header(medium_at(tmp_path / "a.png"))  # with all that it imports
     path = write_jsonl(tmp_path / "a.jsonl", [TEXT_ROW])
-    dataset = opened(path, tokenizer, tmp_path)
+    dataset = opened(path, reader, tmp_path)
     dataset.layout(0)
     dataset._cache.clear()
     with few_open_files(0), pytest.raises(OSError, match="Too many open files"):
@@ -201,7 +201,7 @@ def test_a_file_that_must_not_be_read_is_one_bad_file(tmp_path):
         os.chdir(here)
 
 
-def test_an_index_belongs_to_what_the_source_says(folder, tokenizer, tmp_path, monkeypatch):
+def test_an_index_belongs_to_what_the_source_says(folder, reader, tmp_path, monkeypatch):
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "hub"))
     path = write_jsonl(tmp_path / "abs.jsonl",
                        [llava_row([("image", str(folder / "0.png")), ("text", "?")], "one")])
@@ -214,20 +214,20 @@ def test_an_index_belongs_to_what_the_source_says(folder, tokenizer, tmp_path, m
              dict(path=folder / "abs.jsonl", media_root=str(folder))),
             (dict(path=f"hf:{tmp_path}/halves", split="train[:50%]"),
              dict(path=f"hf:{tmp_path}/halves", split="train[50%:]"))):
-        one = opened(tokenizer=tokenizer, folder=tmp_path, **first)
+        one = opened(reader=reader, folder=tmp_path, **first)
         build_index(one.sources[0], one.reader, tmp_path / "index", num_workers=1)
-        other = opened(tokenizer=tokenizer, folder=tmp_path, **second)
+        other = opened(reader=reader, folder=tmp_path, **second)
         assert other.indexes == [None]
-        again = opened(tokenizer=tokenizer, folder=tmp_path, **first)
+        again = opened(reader=reader, folder=tmp_path, **first)
         assert again.indexes != [None]
 
 
 @pytest.mark.parametrize("lost", [None, "", "cut"])
-def test_a_killed_build_goes_on_where_it_was(tokenizer, tmp_path, monkeypatch, lost):
+def test_a_killed_build_goes_on_where_it_was(reader, tmp_path, monkeypatch, lost):
     """Wherever it is killed, the index is what it would have been. lost: what a disk without power
     has forgotten beside: the end of a file, or of the journal."""
     rows = [{**TEXT_ROW, "id": str(k)} if k % 7 else {"wrong": k} for k in range(20)]
-    dataset = opened(write_jsonl(tmp_path / "a.jsonl", rows), tokenizer, tmp_path)
+    dataset = opened(write_jsonl(tmp_path / "a.jsonl", rows), reader, tmp_path)
     source, reader = dataset.sources[0], dataset.reader
     monkeypatch.setattr(build_index_module, "CHUNK", 4)
     whole, _ = build_index(source, reader, tmp_path / "whole", num_workers=1)

@@ -23,9 +23,9 @@ from orchmllm.data.storage.clients import NoAccess, StorageError
 from orchmllm.data.storage.remote import fetch_ahead
 from orchmllm.plan.layout import VISION
 from orchmllm.tools.data.command import main
+from tests.lib.drawn import with_processor
 from tests.lib.formats import llava_row, write_jsonl
 from tests.lib.servers import Hub, storage, web_server
-from tests.lib.tokenizers import write_tokenizer
 
 
 def test_the_cache_keeps_its_size_and_what_is_used(web, tmp_path):
@@ -176,14 +176,14 @@ def test_servers_that_share_a_name_do_not_share_copies(tmp_path, monkeypatch):
 
 
 def test_a_command_names_a_server_that_is_down(web, tmp_path, capsys):
-    write_tokenizer(tmp_path)
     write_jsonl(tmp_path / "rows.jsonl",
                 [llava_row([("image", f"{web.url}/a.png"), ("text", "?")], "one")])
     (web.folder / "a.png").write_bytes(b"")
     web.always["/a.png"] = 500
     (tmp_path / "r.yaml").write_text(
         f"data:\n  path: {tmp_path}/rows.jsonl\n  index_dir: {tmp_path}/index\n"
-        f"  remote: {{roots: [{{url: '{web.url}'}}], attempts: 1, cache: {tmp_path}/cache}}\n")
+        f"  remote: {{roots: [{{url: '{web.url}'}}], attempts: 1, cache: {tmp_path}/cache}}\n"
+        f"model: {{config: {with_processor()}}}\n")
     for command in (["index"], ["lint", "--decode"], ["preview"]):
         assert main([command[0], str(tmp_path / "r.yaml"), *command[1:]]) == 2
         assert f"error: {web.url}/a.png cannot be read: 1 attempt" in capsys.readouterr().err

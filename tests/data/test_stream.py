@@ -14,13 +14,10 @@ from orchmllm.config.recipe import SourceConfig
 from orchmllm.data.dataset import ConversationDataset
 from orchmllm.data.formats.rows import RowStore
 from orchmllm.data.stream import LogicalShard, StoreUnit, StreamDataset
-from orchmllm.data.text.tokenizer import ChatTokenizer
-from orchmllm.plan.geometry import AudioGeometry, VisionGeometry
 from tests.lib.formats import QUESTIONS, llava_row, write_jsonl, write_media, write_tar
-from tests.lib.tokenizers import write_tokenizer
+from tests.lib.sources import same_example
 
 ROWS = 60
-GEOMETRY = dict(vision=VisionGeometry(max_side=112), audio=AudioGeometry())
 
 
 @pytest.fixture(scope="module")
@@ -30,7 +27,6 @@ def folder(tmp_path_factory):
 
     folder = tmp_path_factory.mktemp("stream")
     write_media(folder)
-    write_tokenizer(folder)
     rows = [{**llava_row(*QUESTIONS[k % 12]), "id": str(k)} for k in range(ROWS)]
     for row in rows:
         row["conversations"][1]["value"] += f" {row['id']}"
@@ -45,11 +41,11 @@ def folder(tmp_path_factory):
 PATHS = {"tar": "s-{0..4}.tar", "parquet": "s-*.parquet", "jsonl": "rows.jsonl"}
 
 
-def stream(folder, *names, num_shards=4, seed=0, weights=(1.0, 2.0)) -> StreamDataset:
+def stream(reader, folder, *names, num_shards=4, seed=0, weights=(1.0, 2.0)) -> StreamDataset:
     sources = [SourceConfig(path=str(folder / PATHS[name]), weight=w)
                for name, w in zip(names, weights, strict=False)]
     return StreamDataset(sources, num_shards=num_shards, seed=seed,
-                         tokenizer=ChatTokenizer(folder), index_dir=folder / "index", **GEOMETRY)
+                         reader=reader, index_dir=folder / "index")
 
 
 def answer(dataset, i) -> str:
@@ -57,25 +53,25 @@ def answer(dataset, i) -> str:
 
 
 @pytest.mark.parametrize("name", ["tar", "parquet"])
-def test_a_dataset_that_is_dropped_closes_its_files(name, folder):
+def test_a_dataset_that_is_dropped_closes_its_files(name, folder, reader):
     def open_files() -> int:
         gc.collect()
         return len([entry for entry in Path("/proc/self/fd").iterdir()
                     if os.path.realpath(entry).startswith(f"{folder}/")])
 
-    answer(stream(folder, name), 0)
+    answer(stream(reader, folder, name), 0)
     before = open_files()
     for _ in range(5):
-        dataset = stream(folder, name)
+        dataset = stream(reader, folder, name)
         answer(dataset, 0)
         del dataset
     assert open_files() <= before
 
 
 @pytest.mark.parametrize("name", PATHS)
-def test_order_does_not_depend_on_who_reads(name, folder):
+def test_order_does_not_depend_on_who_reads(name, folder, reader):
     """Ranks that read every third example, one that resumes in the middle, one that goes back."""
-    one, other = stream(folder, name), stream(folder, name, seed=1)
+    one, other = stream(reader, folder, name), stream(reader, folder, name, seed=1)
     assert len(one.fingerprint()["shards"][0]) == 4
     whole = [answer(one, i) for i in range(150)]
     assert whole[:ROWS] != whole[ROWS: 2 * ROWS]  # epochs
@@ -83,38 +79,38 @@ def test_order_does_not_depend_on_who_reads(name, folder):
     for world in (2, 3):
         for rank in range(world):
             mine = range(rank, 150, world)
-            dataset = stream(folder, name)
+            dataset = stream(reader, folder, name)
             assert [answer(dataset, i) for i in mine] == [whole[i] for i in mine]
-    resumed = stream(folder, name)
+    resumed = stream(reader, folder, name)
     assert [answer(resumed, i) for i in range(101, 150)] == whole[101:]
     assert [answer(resumed, i) for i in (3, 140, 7)] == [whole[i] for i in (3, 140, 7)]
 
 
-def test_stream_and_map_style_agree_on_an_example(folder):
-    dataset = stream(folder, "parquet")
-    plain = ConversationDataset(folder / "rows.jsonl", tokenizer=dataset.tokenizer,
-                                index_dir=folder / "index", **GEOMETRY)
+def test_stream_and_map_style_agree_on_an_example(folder, reader):
+    dataset = stream(reader, folder, "parquet")
+    plain = ConversationDataset(folder / "rows.jsonl", reader=reader,
+                                index_dir=folder / "index")
     for i in range(20):
         k = int(answer(dataset, i).rsplit(" ", 1)[1])
-        x, y = dataset.load(i), plain.load(k)
-        assert x.token_ids.equal(y.token_ids) and x.labels.equal(y.labels) and x.example_id == i
-        assert all(x.media[s].equal(y.media[s]) for s in y.media)
+        example = dataset.load(i)
+        assert same_example(example, plain.load(k)) and example.example_id == i
         assert dataset.describe(i, 0)["row"] == k % 12 + 1
         assert dataset.describe(i, 0)["data_file"].endswith(f"s-{k // 12}.parquet")
 
 
-def test_weights(folder):
-    dataset = stream(folder, "tar", "jsonl")
+def test_weights(folder, reader):
+    dataset = stream(reader, folder, "tar", "jsonl")
     source = Counter(dataset.where(i)[0] for i in range(1000))
     assert source == {0: 333, 1: 667}
 
 
 @pytest.mark.parametrize("counts, num_shards", [([200] + [20] * 15, 16), ([3000, 1, 2998], 3)])
-def test_the_rows_of_a_long_file_are_spread_over_the_epoch(counts, num_shards, folder, tmp_path):
+def test_the_rows_of_a_long_file_are_spread_over_the_epoch(counts, num_shards, reader,
+                                                                  tmp_path):
     for k, count in enumerate(counts):
         write_jsonl(tmp_path / f"{k:03d}.jsonl", [llava_row([("text", "?")], f"{k}")] * count)
     dataset = StreamDataset([SourceConfig(path=str(tmp_path / "*.jsonl"))], num_shards=num_shards,
-                            seed=0, tokenizer=ChatTokenizer(folder), index_dir=tmp_path, **GEOMETRY)
+                            seed=0, reader=reader, index_dir=tmp_path)
     half = Counter(answer(dataset, i) for i in range(sum(counts) // 2))
     assert abs(half["0"] - counts[0] / 2) <= 1 + len(set(counts)) * num_shards
 

@@ -17,7 +17,6 @@ from orchmllm.data import stream
 from orchmllm.data.formats.rows import JsonRows
 from orchmllm.data.sampler import StreamSampler
 from orchmllm.data.stream import StreamDataset
-from orchmllm.plan.geometry import AudioGeometry, VisionGeometry
 from orchmllm.runtime.resumable import check_resumable
 from tests.lib.formats import llava_row, write_jsonl, write_tar
 from tests.lib.resume import settings
@@ -42,10 +41,10 @@ def write_rows(folder, kind: str, sizes: list[int], name: str) -> SourceConfig:
     return f"{name}-{{000..{len(sizes) - 1:03d}}}.{kind}"
 
 
-def opened(configs, tokenizer, folder, web=None, **keys) -> StreamDataset:
+def opened(configs, reader, folder, web=None, **keys) -> StreamDataset:
     where = storage(folder / "cache", web.url) if web else storage(folder / "cache")
-    return StreamDataset(configs, seed=0, tokenizer=tokenizer, vision=VisionGeometry(),
-                         audio=AudioGeometry(), index_dir=folder / "index", storage=where, **keys)
+    return StreamDataset(configs, seed=0, reader=reader, index_dir=folder / "index",
+                         storage=where, **keys)
 
 
 def answer(dataset, i: int) -> str:
@@ -66,7 +65,7 @@ def answer(dataset, i: int) -> str:
     ("hf", [7, 1, 12], 64, 4, 4, 2, 3),
     ("hf", [130, 0, 2], 2, 32, 20, 3, 2),
 ])
-def test_every_row_once_an_epoch(kind, sizes, num_shards, window, batch, ranks, then, tokenizer,
+def test_every_row_once_an_epoch(kind, sizes, num_shards, window, batch, ranks, then, reader,
                                  web, tmp_path):
     """Each rank knows what it has read alone. The second rank count starts with nothing on disk."""
     name = write_rows(web.folder, kind.split()[-1], sizes, "a")
@@ -78,7 +77,7 @@ def test_every_row_once_an_epoch(kind, sizes, num_shards, window, batch, ranks, 
                              (then, range(num_steps // 2, num_steps))):
         for rank in range(num_ranks):
             folder = tmp_path / f"{num_ranks} {rank}"
-            dataset = opened([source], tokenizer, folder, web, num_shards=num_shards, window=window)
+            dataset = opened([source], reader, folder, web, num_shards=num_shards, window=window)
             for step in steps:
                 for i in sampler.batch(step)[sampler.shares(step, num_ranks)[rank]].tolist():
                     assert i not in drawn
@@ -89,13 +88,13 @@ def test_every_row_once_an_epoch(kind, sizes, num_shards, window, batch, ranks, 
         assert Counter(drawn[i] for i in draws) == Counter(rows)
 
 
-def test_sources_have_epochs_of_their_own(tokenizer, web, tmp_path):
+def test_sources_have_epochs_of_their_own(reader, web, tmp_path):
     """A source that is counted while it is read beside one that is counted before."""
     sizes = {"a": [25, 0, 4], "b": [3, 8]}
     names = {name: write_rows(web.folder, "jsonl", sizes[name], name) for name in sizes}
     dataset = opened([SourceConfig(path=f"{web.url}/{names['a']}", weight=3.0),
                       SourceConfig(path=str(web.folder / names["b"]), weight=1.0)],
-                     tokenizer, tmp_path, web, num_shards=2, window=4)
+                     reader, tmp_path, web, num_shards=2, window=4)
     said = [answer(dataset, i) for i in range(200)]
     for name, counts in sizes.items():
         mine = [one for one in said if one[0] == name]
@@ -105,33 +104,33 @@ def test_sources_have_epochs_of_their_own(tokenizer, web, tmp_path):
             assert Counter(mine[start: start + len(rows)]) == Counter(rows)
     with pytest.raises(ValueError, match="c-000.jsonl: the source has no rows"):
         empty = write_rows(web.folder, "jsonl", [0], "c").replace("{000..000}", "000")
-        answer(opened([SourceConfig(path=str(web.folder / empty), row_format="llava")], tokenizer,
+        answer(opened([SourceConfig(path=str(web.folder / empty), row_format="llava")], reader,
                       tmp_path, num_shards=2), 0)
 
 
-def test_shards_that_were_counted_are_not_fetched_again(tokenizer, web, tmp_path, monkeypatch):
+def test_shards_that_were_counted_are_not_fetched_again(reader, web, tmp_path, monkeypatch):
     """Where the rows are is kept in the index folder, so a resumed run fetches what it reads."""
     name = write_rows(web.folder, "jsonl", [22, *[5] * 11], "a")
     source = SourceConfig(path=f"{web.url}/{name}", row_format="llava")
     keys = dict(num_shards=3, window=4)
     monkeypatch.setattr(stream, "fetch_ahead", list)  # its threads would go on meanwhile
-    first = opened([source], tokenizer, tmp_path, web, **keys)
+    first = opened([source], reader, tmp_path, web, **keys)
     said = [answer(first, i) for i in range(2 * 77)]
     shutil.rmtree(tmp_path / "cache")
     web.counts.clear()
-    dataset = opened([source], tokenizer, tmp_path, web, **keys)
+    dataset = opened([source], reader, tmp_path, web, **keys)
     assert [answer(dataset, i) for i in (77 + 30, 77 + 31)] == said[77 + 30: 77 + 32]
     # The first, which tells the kind, and those of 2 rows.
     assert sum(count > 0 for count in web.counts.values()) <= 3
 
 
-def test_what_is_kept_in_memory(tokenizer, web, tmp_path, monkeypatch):
+def test_what_is_kept_in_memory(reader, web, tmp_path, monkeypatch):
     """Of shards behind URLs, where the rows of those are that are read at the time."""
     name = write_rows(web.folder, "jsonl", [5] * 40, "a")
     there, start, most = weakref.WeakSet(), JsonRows.__init__, 0
     monkeypatch.setattr(JsonRows, "__init__", lambda self, *args, **keys: [
         start(self, *args, **keys), there.add(self)] and None)
-    dataset = opened([SourceConfig(path=f"{web.url}/{name}", row_format="llava")], tokenizer,
+    dataset = opened([SourceConfig(path=f"{web.url}/{name}", row_format="llava")], reader,
                      tmp_path, web, num_shards=2, window=4)
     for i in range(2 * 200):
         answer(dataset, i)
@@ -139,10 +138,10 @@ def test_what_is_kept_in_memory(tokenizer, web, tmp_path, monkeypatch):
     assert 2 <= most <= 2 * 2 + 1
 
 
-def test_threads_that_ask_at_the_same_time(tokenizer, web, tmp_path, monkeypatch):
+def test_threads_that_ask_at_the_same_time(reader, web, tmp_path, monkeypatch):
     """The training thread asks for the places of media that failed on other ranks."""
     path = str(web.folder / write_rows(web.folder, "jsonl", [60, 70], "a"))
-    alone, together = (opened([SourceConfig(path=path)], tokenizer, tmp_path, num_shards=2,
+    alone, together = (opened([SourceConfig(path=path)], reader, tmp_path, num_shards=2,
                               window=8) for _ in range(2))
     said, found, place = {i: answer(alone, i) for i in range(130)}, {}, JsonRows.place
     monkeypatch.setattr(JsonRows, "place", lambda *args: [time.sleep(1e-3), place(*args)][1])
@@ -159,12 +158,12 @@ def test_threads_that_ask_at_the_same_time(tokenizer, web, tmp_path, monkeypatch
     assert found == said
 
 
-def test_a_run_on_a_stream_goes_on_where_its_shards_give_the_same_order(tokenizer, web, tmp_path):
+def test_a_run_on_a_stream_goes_on_where_its_shards_give_the_same_order(reader, web, tmp_path):
     """25 rows are 25 shards for any larger number of them."""
     name = write_rows(web.folder, "jsonl", [22, 3], "a")
 
     def of(num_shards: int) -> dict:
-        data = opened([SourceConfig(path=f"{web.url}/{name}", row_format="llava")], tokenizer,
+        data = opened([SourceConfig(path=f"{web.url}/{name}", row_format="llava")], reader,
                       tmp_path, web, num_shards=num_shards)
         return settings(recipe(data=DataConfig(num_shards=num_shards)), data)
 

@@ -23,6 +23,7 @@ from orchmllm.tools.data.command import main
 from orchmllm.tools.report.log import read_run
 from orchmllm.tools.report.page import page
 from tests.data.test_templates import THINK
+from tests.lib.drawn import reader_in
 from tests.lib.formats import write_jsonl
 from tests.lib.recipes import RECIPES
 from tests.lib.rows import a_row
@@ -44,8 +45,8 @@ def lines(folder, template: str | None, rows: list[dict], **keys) -> list[str]:
     if template is not None:
         (folder / "chat_template.jinja").write_text(template)
     write_jsonl(folder / "data.jsonl", rows)
-    tokenizer, out = ChatTokenizer(folder), []
-    dataset = opened(folder / "data.jsonl", tokenizer, folder)
+    out: list[str] = []
+    dataset = opened(folder / "data.jsonl", reader_in(folder), folder)
     dataset.reader.max_example_tokens = keys.get("max_example_tokens", 0)
     survey(dataset.sources, dataset.reader, DataConfig(**keys), out.append)
     assert out.pop(0).startswith(f"data.jsonl: {len(rows)} rows; ")
@@ -120,14 +121,15 @@ def test_lint_and_a_run_say_it(tmp_path, capsys):
     lost = said("What?", "<think>warm</think>one", "two", "<think>low</think>one")
     lines(tmp_path, THINK, [lost | {"id": 1}], max_lost_percent=45)
     told: list[str] = []
-    recipe = {"data": {"path": str(tmp_path), "index_dir": str(tmp_path / "index")}}
+    recipe = {"data": {"path": str(tmp_path), "index_dir": str(tmp_path / "index")},
+              "model": {"config": str(tmp_path / "model")}}
     (tmp_path / "r.yaml").write_text(json.dumps(recipe))
     assert main(["lint", str(tmp_path / "r.yaml"), "--workers", "1"]) == 1
     shown = capsys.readouterr().out
     assert "keys that nothing reads: id" in shown and "set data.max_lost_percent" in shown
     assert main(["lint", str(tmp_path / "r.yaml"), "data.max_lost_percent=45"]) == 0
     assert "leaves out 44.2%" in capsys.readouterr().out
-    written = load_recipe(tmp_path / "r.yaml", ["model.llm.vocab_size=1000"])
+    written = load_recipe(tmp_path / "r.yaml")
     with pytest.raises(ValueError, match="leaves out 44.2%.*set data.max_lost_percent"):
         build_dataset(written)
     build_dataset(replace(written, data=replace(written.data, max_lost_percent=45.0)), told.append)
@@ -144,7 +146,8 @@ def test_what_was_seen_before_the_ranks_is_kept_for_the_report(tmp_path, monkeyp
     rows = [{**said("What?", "red"), "image": name} for name in ("a.png",) * 5 + ("b.png",)]
     lines(tmp_path, None, rows)
     recipe = load_recipe(RECIPES / "demo.yaml", [
-        f"data.path={tmp_path}", f"data.index_dir={tmp_path}/index", f"run.dir={tmp_path}/run"])
+        f"data.path={tmp_path}/data.jsonl", f"model.config={tmp_path}/model",
+        f"data.index_dir={tmp_path}/index", f"run.dir={tmp_path}/run"])
     told: list[str] = []
     ledgers = look_at_data(recipe, told.append)
     assert os.environ["ORCHMLLM_LEDGERS"] == ledgers and "6 rows" in told[0]

@@ -26,7 +26,7 @@ from orchmllm.data.media.headers import MAX_IMAGE_PIXELS, image_header
 from orchmllm.data.media.medium import MediaError, RowError
 from orchmllm.data.storage.remote import NOWHERE
 from tests.lib.commands import ROOT
-from tests.lib.sources import medium_at
+from tests.lib.sources import medium_at, samples_of
 from tests.lib.videos import write_clip
 
 ROWS = [{"name": f"n{k}", "text": text} for k, text in enumerate(
@@ -106,12 +106,7 @@ def test_members_of_one_row_may_begin_with_the_folder(tmp_path):
 
 
 def decoded(path: str) -> None:
-    from orchmllm.data.media.decode import decode_audio
-    from orchmllm.data.media.medium import Medium
-    from orchmllm.plan.geometry import AudioGeometry
-    from orchmllm.plan.layout import AUDIO
-
-    rows = len(decode_audio(Medium(AUDIO, path, path), AudioGeometry()))
+    rows = -(-len(samples_of(medium_at(path))) // 160)
     # ru_maxrss would be that of the process that started this one, where it is larger.
     status = Path("/proc/self/status").read_text(encoding="ascii")
     print(rows, int(re.search(r"VmHWM:\s+(\d+) kB", status)[1]) >> 10)

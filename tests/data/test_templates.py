@@ -17,6 +17,7 @@ from orchmllm.data.text.template_engine import TODAY
 from orchmllm.data.text.tokenizer import ChatTokenizer
 from orchmllm.plan.layout import AUDIO, TEXT, VISION
 from orchmllm.tools.data.command import main
+from tests.lib.drawn import reader_in, write_model
 from tests.lib.formats import write_jsonl
 from tests.lib.sources import opened, read_row
 from tests.lib.tokenizers import SPECIAL, write_tokenizer
@@ -141,10 +142,10 @@ def test_a_token_that_nothing_comes_before_is_no_target(both, tmp_path):
     turns = [{"role": "assistant", "content": "red"}, {"role": "user", "content": "which colour?"},
              {"role": "assistant", "content": "blue"}]
     write_jsonl(tmp_path / "rows.jsonl", [{"messages": turns}])
-    dataset = opened(tmp_path / "rows.jsonl", ours, tmp_path)
+    dataset = opened(tmp_path / "rows.jsonl", reader_in(tmp_path), tmp_path)
     answers = len(ours.tokenizer.encode("red")) + len(ours.tokenizer.encode("blue")) + 2
     assert dataset.layout(0).num_targets.tolist() == [answers - 1]
-    assert int((dataset.load(0).labels != IGNORE_INDEX).sum()) == answers - 1
+    assert int((dataset.load(0).labels[1:] != IGNORE_INDEX).sum()) == answers - 1
 
 
 AFTER = " \n\n blue<|im_end|>"
@@ -215,7 +216,11 @@ def test_what_cannot_be_followed_is_refused_before_training(tmp_path, capsys, te
     assert "tokenizer.json: " in str(error.value) and "chat template" in str(error.value)
     rows = [{"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]}]
     write_jsonl(tmp_path / "data.jsonl", rows)
-    (tmp_path / "r.yaml").write_text(f"data: {{path: {tmp_path}, index_dir: {tmp_path}/index}}\n")
+    (tmp_path / "chat_template.jinja").unlink()
+    model = write_model(tmp_path / "model", tmp_path / "tokenizer.json")
+    (model / "chat_template.jinja").write_text(template)
+    (tmp_path / "r.yaml").write_text(f"data: {{path: {tmp_path}/data.jsonl, index_dir: ix}}\n"
+                                     f"model: {{config: {model}}}\n")
     assert main(["lint", str(tmp_path / "r.yaml"), "--workers", "1"]) == 2
     assert f"error: {tmp_path}" in capsys.readouterr().err
 
@@ -228,8 +233,10 @@ def test_a_row_that_the_template_would_change_is_named(tmp_path, capsys):
     rows = [{"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": v}]}
             for v in ("a bird", "a cat")]
     write_jsonl(tmp_path / "data.jsonl", rows)
-    (tmp_path / "r.yaml").write_text(json.dumps({"data": {
-        "path": str(tmp_path), "index_dir": str(tmp_path / "index")}}))
+    reader_in(tmp_path)
+    (tmp_path / "r.yaml").write_text(json.dumps({
+        "data": {"path": f"{tmp_path}/data.jsonl", "index_dir": str(tmp_path / "index")},
+        "model": {"config": str(tmp_path / "model")}}))
     assert main(["lint", str(tmp_path / "r.yaml"), "--workers", "1"]) == 1
     said = capsys.readouterr().out
     assert "row 2: the chat template changes the texts of turns" in said and "1 problem(s)" in said

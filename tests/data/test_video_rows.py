@@ -11,12 +11,13 @@ import pytest
 
 from orchmllm.config.recipe import load_recipe
 from orchmllm.data.dataset import ConversationDataset
-from orchmllm.data.text.tokenizer import ChatTokenizer
+from orchmllm.data.segments import KINDS
 from orchmllm.plan.layout import AUDIO, VISION
 from orchmllm.plan.step import plan_step
 from orchmllm.tools.data.command import dataset_of, main
 from tests.lib import sources
 from tests.lib.commands import ROOT
+from tests.lib.drawn import reader_of, with_processor
 from tests.lib.formats import write_jsonl
 from tests.lib.gradients import (
     Case,
@@ -46,7 +47,7 @@ ROWS = [
 
 def opened(videos, row: dict, **keys) -> ConversationDataset:
     path = write_jsonl(videos / "rows.jsonl", [row])
-    return sources.opened(path, ChatTokenizer(videos), videos, video_audio=True, **keys)
+    return sources.opened(path, reader_of(with_processor()), videos, video_audio=True, **keys)
 
 
 @pytest.mark.parametrize("row, media", ROWS)
@@ -57,15 +58,15 @@ def test_rows(videos, row, media):
     assert dataset.problem(0) is None
     segments = np.flatnonzero(layout.modality).tolist()
     assert layout.modality[segments].tolist() == media
-    example = dataset.load(0)
-    assert {s: len(m) for s, m in example.media.items()} == {
-        s: int(layout.rows[s]) for s in segments}
-    sent = dataset.load(0, segments=segments, encoded=segments)
+    parts = dataset.load(0, segments=segments).parts
+    sent = dataset.load(0, segments=segments, encoded=segments).parts
     for s in segments:
-        rows = dataset.decode(int(layout.modality[s]), sent.media[s].numpy().tobytes(),
-                              int(layout.rows[s]), segment=s, on_error=pytest.fail)
-        assert rows.equal(example.media[s]) and rows.equal(
-            dataset.load(0, segments=[s]).media[s])
+        there, alone = (dataset.load(0, segments=[s], text=False, **row).parts[s]
+                        for row in ({"row": sent[s]}, {}))
+        content = KINDS[int(layout.modality[s])].content
+        frames = parts[s][content].shape[0 if layout.modality[s] == VISION else -1]
+        assert frames == layout.rows[s]
+        assert all(there[n].equal(value) and alone[n].equal(value) for n, value in parts[s].items())
 
 
 def test_a_part_of_a_video_is_read(videos):
@@ -84,8 +85,9 @@ def test_a_part_of_a_video_is_read(videos):
             assert [frame.frame.second for frame in frames] == seconds
             assert clip.part == tuple(keys.values())[:2]
             for s, medium in enumerate(frames, 1):
-                rows = dataset.load(0).media[s]
-                assert abs(rows[0].float().mean() - picture(int(8 * medium.frame.second)).max()) < 6
+                part = dataset.load(0, segments=[s], raw=["pixel_values"]).parts[s]
+                shade = part["pixel_values"][0].float().mean()
+                assert abs(shade - picture(int(8 * medium.frame.second)).max()) < 6
     alone = opened(videos, {"video": "plain.mp4", "caption": "x", "start": 1})
     assert "a start alone does not say whether" in str(alone.problem(0))
 
@@ -97,7 +99,7 @@ def test_members_of_a_tar_are_videos(videos):
         tar.write({"__key__": "a", "mp4": (videos / "plain.mp4").read_bytes(), "txt": b"squares"})
         tar.write({"__key__": "b", "m4a": (videos / "aac.m4a").read_bytes(), "txt": b"a tone"})
     for row_format, row, media in (("caption", 0, [VISION] * 3), ("asr", 1, [AUDIO])):
-        dataset = sources.opened(videos / "rows.tar", ChatTokenizer(videos), videos,
+        dataset = sources.opened(videos / "rows.tar", reader_of(with_processor()), videos,
                                  row_format=row_format)
         assert dataset.problem(row) is None
         assert [m for _, m, _ in dataset.media_of(row)] == media
@@ -109,7 +111,7 @@ def test_an_index_knows_how_videos_are_read(videos, capsys):
     recipe = videos / "r.yaml"
     for fps, count in ((1, 3), (2, 6)):
         recipe.write_text(f"data: {{sources: [{{path: {videos}/data.jsonl, video_fps: {fps}}}], "
-                          f"index_dir: {videos}/ix}}\n")
+                          f"index_dir: {videos}/ix}}\nmodel: {{config: {with_processor()}}}\n")
         assert dataset_of(load_recipe(recipe)).indexes == [None], "that of another rate is not it"
         assert main(["index", str(recipe)]) == 0
         assert f"  {count + 2} segments, 0 unusable rows; 1 rows read" in capsys.readouterr().out
@@ -119,7 +121,7 @@ def test_preview_shows_frames(videos, capsys):
     write_jsonl(videos / "data.jsonl", [ROWS[1][0]])
     recipe = videos / "r.yaml"
     recipe.write_text(f"data: {{sources: [{{path: {videos}/data.jsonl, video_audio: true}}], "
-                      f"index_dir: {videos}/ix}}\n")
+                      f"index_dir: {videos}/ix}}\nmodel: {{config: {with_processor()}}}\n")
     assert main(["preview", str(recipe)]) == 0
     out = capsys.readouterr().out
     assert "<frame sound.mp4: at 1.50 s, 112x56 pixels -> 32 patches, 8 tokens>" in out
@@ -132,7 +134,7 @@ def test_without_pyav_a_video_is_refused_with_the_command(videos):
                                                      "conversations": clip}])
     recipe = videos / "none.yaml"
     recipe.write_text(f"data: {{sources: [{{path: {videos}/data.jsonl}}], "
-                      f"index_dir: {videos}/none}}\n")
+                      f"index_dir: {videos}/none}}\nmodel: {{config: {with_processor()}}}\n")
     code = ("import sys; sys.modules['av'] = None; from orchmllm.tools.data.command import main; "
             f"sys.exit(main(['lint', {str(recipe)!r}, '--decode']))")
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
@@ -156,10 +158,7 @@ def test_videos_are_trained_on_with_every_dispatch(videos):
     (videos / "train.yaml").write_text(f"""
 run: {{dir: {videos}/run, resume: never}}
 data: {{sources: [{{path: {videos}/train.jsonl, video_audio: true}}], index_dir: {videos}/ix}}
-model:
-  vision: {{num_layers: 1, hidden_size: 32, intermediate_size: 32}}
-  audio: {{num_layers: 1, hidden_size: 32, intermediate_size: 32}}
-  llm: {{num_layers: 1, hidden_size: 48, intermediate_size: 32}}
+model: {{config: {with_processor()}}}
 train: {{num_steps: 3, batch_size: 2}}
 balance: {{ranks_per_node: 2}}
 checkpoint: {{every_steps: -1}}
@@ -204,10 +203,7 @@ def test_frames_of_one_video_on_several_ranks_give_the_gradients_of_one_process(
     (videos / "frames.yaml").write_text(f"""
 run: {{dir: {videos}/frames, resume: never}}
 data: {{path: {videos}/frames.jsonl, index_dir: {videos}/ix}}
-model:
-  vision: {{num_layers: 1, hidden_size: 32, intermediate_size: 32}}
-  audio: {{num_layers: 1, hidden_size: 32, intermediate_size: 32}}
-  llm: {{num_layers: 1, hidden_size: 48, intermediate_size: 32}}
+model: {{config: {with_processor()}}}
 train: {{num_steps: 1, global_batch_size: 12}}
 fsdp: {{param_dtype: float64, shard_size: {shard_size}}}
 balance: {{ranks_per_node: 4, enabled: {is_balanced}}}

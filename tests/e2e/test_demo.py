@@ -11,7 +11,7 @@ from orchmllm.runtime.metrics import read_rows
 from orchmllm.tools import compare as command
 from orchmllm.tools.compare import largest_difference
 from tests.lib import launched
-from tests.lib.commands import ROOT, TINY, make_demo_data, on_corpus, python
+from tests.lib.commands import ROOT, TINY, make_demo_data, demo_of, python
 from tests.lib.rows import row_problems
 
 KEYS = {"loss_off", "loss_on", "critical_path_ratio", "predicted_ratio", "on_over_mean",
@@ -24,7 +24,7 @@ def test_comparison_of_a_tiny_run(tmp_path, demo_corpus, monkeypatch, capsys):
     monkeypatch.setattr(command, "run_local", launched.run_local)
     monkeypatch.chdir(ROOT)
     assert command.main([
-        "recipes/demo.yaml", *on_corpus(demo_corpus), f"run.dir={tmp_path / 'run'}",
+        "recipes/demo.yaml", *demo_of(demo_corpus), f"run.dir={tmp_path / 'run'}",
         *TINY, "data.num_validation=4",
         "train.num_steps=3", "train.warmup_steps=1"]) == 0
     result = json.loads((tmp_path / "run" / "comparison.json").read_text())

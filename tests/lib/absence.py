@@ -15,7 +15,7 @@ from orchmllm.config.recipe import Recipe, load_recipe
 from orchmllm.data.sampler import make_sampler
 from orchmllm.runtime.build import build_dataset
 from orchmllm.trainer import Trainer
-from tests.lib.commands import TINY, on_corpus
+from tests.lib.commands import TINY, demo_of
 from tests.lib.gradients import example_loss, plain_model
 from tests.lib.ranks import run_ranks
 
@@ -57,7 +57,7 @@ def damaged_corpus(demo: Path, folder: Path) -> Path:
 def run_recipe(corpus: Path, folder: Path, failure: Failure, dispatch: str,
                accumulation: int = 2) -> Recipe:
     return load_recipe("recipes/demo.yaml", [
-        *TINY, *on_corpus(corpus), f"data.index_dir={corpus / 'none'}", f"run.dir={folder}",
+        *TINY, *demo_of(corpus), f"data.index_dir={corpus / 'none'}", f"run.dir={folder}",
         f"balance.dispatch={dispatch}", f"train.nonfinite={failure.nonfinite}",
         f"train.global_batch_size={BATCH}", f"train.accumulation_steps={accumulation}",
         f"train.num_steps={STEPS}", "train.lr=1e-2", "train.weight_decay=0.1",

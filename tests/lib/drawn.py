@@ -9,7 +9,7 @@ import tempfile
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -18,9 +18,12 @@ from orchmllm.models.families import model_class, read_config
 from orchmllm.models.hf import WholeModel
 from orchmllm.sharding.hf import freeze
 from orchmllm.tools.doctor.synthetic import MODEL
+from tests.lib.tokenizers import write_tokenizer
 
-TOWERS = ((2, 16, 32, 2), (2, 16, 32, 2))  # layers, width, width of the MLP, heads
-LLM = (2, 32, 48, 4)
+if TYPE_CHECKING:
+    from orchmllm.data.processed import ProcessedReader
+
+TOWER, LLM = (16, 32, 2), (32, 48, 4)  # width, width of the MLP, heads
 LAYERS = {"text": "num_hidden_layers", "vision": "depth", "audio": "encoder_layers"}
 
 
@@ -40,17 +43,52 @@ def _folder(changes: str) -> Path:
         config[f"{part}_config"] |= values
     for part, key in LAYERS.items() if layers else ():
         config[f"{part}_config"][key] = layers
-    folder = Path(tempfile.mkdtemp(prefix="model_"))
-    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    folder = _made()
     (folder / "config.json").write_text(json.dumps(config))
     return folder
 
 
-def write_model(folder: Path, tokenizer: Path, max_side: int = 112) -> Path:
+def _made() -> Path:
+    """A folder that is there as long as this process."""
+    folder = Path(tempfile.mkdtemp(prefix="model_"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return folder
+
+
+@cache
+def with_processor() -> Path:
+    """A folder as write_model writes it, with the tokenizer of write_tokenizer, for all tests of a
+    process."""
+    folder = _made()
+    return write_model(folder / "model", write_tokenizer(folder))
+
+
+def drawn_model() -> ModelConfig:
+    """The model of with_processor."""
+    return ModelConfig(config=str(with_processor()))
+
+
+def reader_in(folder: Path) -> ProcessedReader:
+    """Of a model that is written anew to folder/model, with the tokenizer and the chat template of
+    `folder`."""
+    shutil.rmtree(folder / "model", ignore_errors=True)
+    return reader_of(write_model(folder / "model", folder / "tokenizer.json"))
+
+
+def reader_of(model: Path, max_example_tokens: int = 0) -> ProcessedReader:
+    """What measures and loads rows for a model's folder."""
+    from orchmllm.data.processed import ProcessedReader
+    from orchmllm.data.text.processor import Processor
+
+    return ProcessedReader(Processor(model), max_example_tokens)
+
+
+def write_model(folder: Path, tokenizer: Path, max_side: int = 112, num_layers: int = 2) -> Path:
     """Writes a model with its processor to `folder`; returns it. tokenizer: a tokenizer.json."""
     from orchmllm.tools.compose.drawn import shapes, write_drawn
 
-    write_drawn(shapes(LLM, *TOWERS, vocab_size=512, num_mels=8), tokenizer, folder, max_side)
+    llm, *towers = ((num_layers, *part) for part in (LLM, TOWER, TOWER))
+    write_drawn(shapes(llm, *towers, vocab_size=512, num_mels=8), tokenizer, folder, max_side)
     return folder
 
 

@@ -13,7 +13,7 @@ from orchmllm.config.recipe import Recipe, load_recipe
 from orchmllm.config.schema import leaves
 from orchmllm.tools.data import command as data
 from orchmllm.trainer import Trainer
-from tests.lib.commands import TINY, on_corpus
+from tests.lib.commands import TINY, demo_of
 
 DEMO = "recipes/demo.yaml"
 SECTIONS = ("balance.", "train.", "fsdp.", "checkpoint.", "data.", "model.")
@@ -52,7 +52,7 @@ def draw(num_ranks: int, seed: int, corpus: Path, folder: Path, without: Sequenc
     be written; without: keys that keep the recipe's value."""
     rng, taken, refused = random.Random(100 * seed + num_ranks), 0, 0
     overrides = [*TINY, f"launch.nproc_per_node={num_ranks}", "train.num_steps=3",
-                 "balance.ranks_per_node=0", "fsdp.memory_gb=8", *on_corpus(corpus),
+                 "balance.ranks_per_node=0", "fsdp.memory_gb=8", *demo_of(corpus),
                  f"data.index_dir={folder.parent / 'index'}", f"run.dir={folder}"]
     drawn = sorted(item for item in VALUES.items() if item[0] not in without)
     for path, values in rng.sample(drawn, rng.choice((5, 15, 30))):

@@ -27,7 +27,7 @@ QUESTIONS: list[tuple[list[tuple[str, str]], str]] = [
     ([("image", "3.png"), ("text", "\nÜberschrift? 你好")], "größer 🙂"),
     ([("text", "before "), ("image", "4.jpg"), ("text", "")], "it lies on its side."),
     ([("image", "2.webp"), ("text", " a "), ("image", "3.png"), ("text", " b ")], "two of them."),
-    ([("image", "0.png"), ("text", "\nSay <|im_end|> twice")], "<|im_end|><|im_end|>"),
+    ([("image", "0.png"), ("text", "\nSay <end> twice")], "<end><end>"),
 ]
 MARKS = {"image": "<image>", "audio": "<audio>"}
 

@@ -4,24 +4,42 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
+
+from orchmllm.batch import ProcessedExample
 from orchmllm.config.recipe import SourceConfig
 from orchmllm.data.dataset import ConversationDataset
 from orchmllm.data.formats.conversation import Conversation
 from orchmllm.data.formats.row_formats import FORMATS
+from orchmllm.data.lengths import LengthReader
+from orchmllm.data.media.decode import decode_samples
 from orchmllm.data.media.medium import Medium
 from orchmllm.data.media.root import MediaRoot
 from orchmllm.data.storage.remote import NOWHERE, Storage
-from orchmllm.data.text.tokenizer import ChatTokenizer
-from orchmllm.plan.geometry import AudioGeometry, VisionGeometry
+from orchmllm.plan.geometry import AudioGeometry
 from orchmllm.plan.layout import VISION
 
+SOUND = AudioGeometry(16000)
 
-def opened(path: Path | str, tokenizer: ChatTokenizer, folder: Path, storage: Storage = NOWHERE,
+
+def samples_of(medium: Medium) -> np.ndarray:
+    """(n,) float32 at the rate of SOUND, mono."""
+    return decode_samples(medium, SOUND)
+
+
+def opened(path: Path | str, reader: LengthReader, folder: Path, storage: Storage = NOWHERE,
            **keys) -> ConversationDataset:
     """folder: its index is below it. keys: of the source."""
     return ConversationDataset(
-        [SourceConfig(path=str(path), **keys)], tokenizer=tokenizer, index_dir=folder / "index",
-        storage=storage, vision=VisionGeometry(max_side=224), audio=AudioGeometry())
+        [SourceConfig(path=str(path), **keys)], reader=reader, index_dir=folder / "index",
+        storage=storage)
+
+
+def same_example(a: ProcessedExample, b: ProcessedExample) -> bool:
+    """The same ids, labels and tensors of media."""
+    return (a.input_ids.equal(b.input_ids) and a.labels.equal(b.labels)
+            and a.arguments == b.arguments and a.media.keys() == b.media.keys()
+            and all(a.media[name].equal(b.media[name]) for name in b.media))
 
 
 def read_row(row: dict) -> Conversation:

@@ -28,7 +28,7 @@ from orchmllm.plan.microbatches import plan_microbatches
 from orchmllm.plan.step import StepPlan, build_plan, plan_step
 from orchmllm.tools.predict.workload import MODELS, sample_layout
 from tests.lib.corpora import write_llava
-from tests.lib.tokenizers import write_tokenizer
+from tests.lib.drawn import with_processor
 
 LAYOUT = sample_layout("84b", num_ranks=32, batch_size=30, seed=0)
 
@@ -279,9 +279,9 @@ def test_the_benchmark_knows_its_default_schemes(tmp_path):
 
 def test_the_benchmark_takes_a_recipe_and_its_lengths(tmp_path):
     write_llava(tmp_path)
-    write_tokenizer(tmp_path)
     recipe = tmp_path / "own.yaml"
     recipe.write_text(f"data: {{path: {tmp_path}/llava_v1_5_mix665k.json}}\n"
+                      f"model: {{config: {with_processor()}}}\n"
                       "balance: {vision: {policy: none}}\n")
     out = overhead("--recipe", recipe, "--own-lengths", "--policies", "recipe,greedy")
     unbalanced, greedy = (float(line.split("vision ")[1].split()[0]) for line in out.splitlines()

@@ -26,7 +26,7 @@ from orchmllm.runtime.files import identify
 from orchmllm.runtime.resumable import check_resumable
 from orchmllm.runtime.run_checkpoints import RunCheckpoints
 from orchmllm.runtime.run_state import Progress
-from tests.lib.commands import TINY, on_corpus
+from tests.lib.commands import TINY, demo_of
 from tests.lib.drawn import model_of
 from tests.lib.ranks import run_ranks
 from tests.lib.resume import run_recipe, settings, train_recorded
@@ -157,7 +157,7 @@ def test_the_examples_a_step_may_be_written_in_other_ways(was):
 
 def opened(folder: Path, *overrides: str) -> dict:
     """The settings of a run on the data in `folder`."""
-    run = load_recipe("recipes/demo.yaml", [*TINY, *on_corpus(folder), *overrides])
+    run = load_recipe("recipes/demo.yaml", [*TINY, *demo_of(folder), *overrides])
     return settings(run, build_dataset(run))
 
 
@@ -263,7 +263,7 @@ def test_a_shuffled_or_edited_file_is_refused(demo_corpus, tmp_path):
         (folder / f"part-{k:02d}.jsonl").write_text("".join(rows[k % (len(rows) - 1):][:2]))
     tokenizer = f"data.tokenizer={folder}"
     run = load_recipe("recipes/demo.yaml", [
-        *TINY, *on_corpus(folder), f"data.path={folder}/part-{{00..19}}.jsonl", tokenizer])
+        *TINY, *demo_of(folder), f"data.path={folder}/part-{{00..19}}.jsonl", tokenizer])
     dataset = build_dataset(run)  # reads the files anew for each of its fingerprints
     was = settings(run, dataset)
     for path in sorted(folder.glob("part-*")):

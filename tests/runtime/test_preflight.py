@@ -12,7 +12,7 @@ import pytest
 
 from orchmllm.cli import dispatch
 from orchmllm.train import main
-from tests.lib.commands import ROOT, TINY, on_corpus
+from tests.lib.commands import ROOT, TINY, demo_of
 
 DEMO = str(ROOT / "recipes" / "demo.yaml")
 # It would be a TypeError to import torch.
@@ -42,7 +42,7 @@ def folder(tmp_path, monkeypatch) -> Path:
 
 
 def arguments(folder: Path, data: Path, *changes: str) -> list[str]:
-    return [DEMO, "--validate", *on_corpus(data), f"run.dir={folder / 'run'}", *TINY,
+    return [DEMO, "--validate", *demo_of(data), f"run.dir={folder / 'run'}", *TINY,
             *(change.replace("FOLDER", str(folder)) for change in changes)]
 
 

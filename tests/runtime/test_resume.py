@@ -24,7 +24,7 @@ from orchmllm.runtime.files import identify
 from orchmllm.runtime.metrics import read_rows
 from orchmllm.runtime.stop import Stopped
 from orchmllm.trainer import Trainer
-from tests.lib.commands import TINY, on_corpus
+from tests.lib.commands import TINY, demo_of
 from tests.lib.ranks import RankFailure, run_ranks
 from tests.lib.resume import STEPS, flip, run_recipe, train_recorded
 from tests.lib.synthetic import SyntheticDataset
@@ -168,7 +168,7 @@ def with_another_tokenizer(world, folder: Path, data: Path) -> str:
 def runs_with_another_tokenizer(world, folder: Path, data: Path) -> None:
     shutil.copytree(data, folder / "data")
     run = load_recipe("recipes/demo.yaml", [
-        *TINY, *on_corpus(folder / 'data'), f"run.dir={folder / 'run'}", "train.num_steps=1"])
+        *TINY, *demo_of(folder / 'data'), f"run.dir={folder / 'run'}", "train.num_steps=1"])
     train(world, run)
     template = folder / "data" / "chat_template.jinja"
     template.write_text("{% for m in messages %}{{ m.role }}: {{ m.content }}<|im_end|>"
@@ -204,7 +204,7 @@ def with_changing_data(world, folder: Path, data: Path) -> list[str]:
                     path.write_bytes(path.with_suffix(".gone").read_bytes()[1:] + b"\n")
 
         run = load_recipe("recipes/demo.yaml", [
-            *TINY, *on_corpus(path.parent), f"run.dir={folder / change / 'run'}",
+            *TINY, *demo_of(path.parent), f"run.dir={folder / change / 'run'}",
             "train.num_steps=2", "checkpoint.every_steps=1"])
         train(world, run, on_step=last_step)
         dist.barrier()

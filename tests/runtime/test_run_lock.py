@@ -19,7 +19,7 @@ import pytest
 from orchmllm.runtime import run_lock
 from orchmllm.runtime.run_lock import FolderInUse, check_folder
 from orchmllm.train import main
-from tests.lib.commands import ROOT, TINY, on_corpus, python
+from tests.lib.commands import ROOT, TINY, demo_of, python
 
 HOLD = ("import sys, time; from pathlib import Path; "
         "from orchmllm.runtime.run_lock import lock_folder; "
@@ -166,7 +166,7 @@ def test_ranks_of_another_launcher_end_alike(tmp_path, demo_corpus, holder):
     """torchrun's ranks meet first, then all hear what rank 0 found."""
     out = python("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
                  "-m", "orchmllm.train", "recipes/demo.yaml",
-                 *on_corpus(demo_corpus), f"run.dir={tmp_path / 'run'}", *TINY[1:])
+                 *demo_of(demo_corpus), f"run.dir={tmp_path / 'run'}", *TINY[1:])
     assert out.returncode != 0 and named(out.stderr, holder), out.stderr
     codes = re.findall(r"exitcode  : (-?\d+) ", out.stderr)
     assert "2" in codes and set(codes) <= {"2", "-15"}, out.stderr  # -15: the launcher was faster

@@ -15,7 +15,7 @@ from orchmllm.models.generate import prompt_of
 from orchmllm.runtime.build import build_dataset
 from orchmllm.runtime.metrics import read_rows
 from orchmllm.trainer import Trainer
-from tests.lib.commands import TINY, on_corpus
+from tests.lib.commands import TINY, demo_of
 from tests.lib.ranks import run_ranks
 from tests.lib.training import listened
 
@@ -49,7 +49,7 @@ def test_training_is_bit_equal_with_and_without_samples(demo_corpus, tmp_path):
     broken = len(rows) - 2  # of rank 1, which then has no example
     [name, *_] = rows[broken]["images"] + rows[broken]["audios"]
     (data / name).write_bytes(b"no medium")
-    recipe = load_recipe("recipes/demo.yaml", [*SMALL, *on_corpus(data)])
+    recipe = load_recipe("recipes/demo.yaml", [*SMALL, *demo_of(data)])
     (tmp_path / "1").mkdir()
     (tmp_path / "1" / "samples.jsonl").write_text('{"step": 9, "example": 0}\n')  # of another run
     plain, sampled = (run_ranks(trained, 2, replace(
@@ -72,7 +72,7 @@ def test_training_is_bit_equal_with_and_without_samples(demo_corpus, tmp_path):
 
 
 def test_a_prompt_is_what_training_sees_before_the_first_answer(demo_corpus):
-    recipe = load_recipe("recipes/demo.yaml", [*TINY, *on_corpus(demo_corpus)])
+    recipe = load_recipe("recipes/demo.yaml", [*TINY, *demo_of(demo_corpus)])
     dataset = build_dataset(recipe)
     rows = [json.loads(line) for line in
             Path(demo_corpus, "data.jsonl").read_text().splitlines()]

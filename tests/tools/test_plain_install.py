@@ -10,7 +10,7 @@ from orchmllm.data.formats import find
 from orchmllm.tools.data import composition
 from orchmllm.tools.data.command import main as data
 from orchmllm.train import main as train
-from tests.lib.tokenizers import write_tokenizer
+from tests.lib.drawn import with_processor
 
 OPTIONAL = ("datasets", "pyarrow", "matplotlib")
 
@@ -28,9 +28,8 @@ def plain(monkeypatch):
 def test_data_that_need_an_extra_are_refused_before_ranks_start(plain, tmp_path, capsys, name,
                                                                 missing):
     (tmp_path / name).write_bytes(b"")
-    write_tokenizer(tmp_path)
     assert train(["recipes/demo.yaml", f"data.path={tmp_path / name}",
-                  f"data.tokenizer={tmp_path / 'tokenizer.json'}",
+                  f"model.config={with_processor()}",
                   f"run.dir={tmp_path / 'run'}"]) == 2
     said = capsys.readouterr().err
     assert f"{name}: reading it needs {missing}: pip install '.[parquet]'" in said

@@ -27,7 +27,8 @@ from orchmllm.tools.doctor import host_memory, machine, network
 from orchmllm.tools.doctor.machine import Check
 from orchmllm.tools.doctor.table import merged, text
 from orchmllm.tools.doctor.table import network as judged
-from tests.lib.commands import ROOT
+from tests.lib.commands import ROOT, demo_of
+from tests.lib.drawn import with_processor
 from tests.lib.nodes import SUBNET, ip, namespaces, needs_namespaces, works
 from tests.lib.ranks import run_ranks
 
@@ -44,13 +45,13 @@ def examined(capsys, *argv: str) -> tuple[int, dict[str, dict]]:
 
 def test_a_healthy_machine(capsys, demo_corpus, tmp_path, monkeypatch):
     monkeypatch.setattr(machine, "MIN_DISK_BYTES_PER_S", 0.0)  # others may be writing to it
-    code, found = examined(capsys, DEMO, f"data.path={demo_corpus}", f"run.dir={tmp_path / 'run'}")
+    code, found = examined(capsys, DEMO, *demo_of(demo_corpus), f"run.dir={tmp_path / 'run'}")
     wrong = {c["name"]: c for c in found.values() if not c["ok"]}
     assert wrong.keys() <= {"shared memory", "disk"}, wrong  # what a small container lacks
     assert {"Python", "packages", "compiler", "core", "torch", "GPU", "attention", "recipe",
             "tokenizer", "ranks", "file descriptors", "disk", "disk speed"} <= found.keys()
     assert found["ranks"]["what"] == "4 ranks"
-    own = examined(capsys, DEMO, f"data.path={demo_corpus}", f"run.dir={tmp_path / 'run'}",
+    own = examined(capsys, DEMO, *demo_of(demo_corpus), f"run.dir={tmp_path / 'run'}",
                    "launch.nproc_per_node=0")[1]
     assert int(own["ranks"]["what"].split(" rank")[0]) == max(torch.cuda.device_count(), 1)
     assert "MB/s written; a checkpoint of" in found["disk speed"]["what"]
@@ -94,13 +95,12 @@ def test_what_is_wrong_with_a_machine(capsys, monkeypatch, tmp_path):
 
 
 @pytest.mark.parametrize("change, name, what", [
-    ("model.llm.vocab_size=20", "tokenizer", "model.llm.vocab_size is 20, but the tokenizer has "),
     ("fsdp.shard_size=3", "ranks", "fsdp.shard_size is 3, which does not divide the 4 ranks"),
     ("train.lr=-1", "recipe", "train.lr = -1: must be greater than 0"),
 ])
 def test_what_is_wrong_with_a_recipe(capsys, demo_corpus, tmp_path, change, name, what):
     """What preflight checks is told under the name of its check."""
-    code, found = examined(capsys, DEMO, f"data.path={demo_corpus}", f"run.dir={tmp_path / 'run'}",
+    code, found = examined(capsys, DEMO, *demo_of(demo_corpus), f"run.dir={tmp_path / 'run'}",
                            change)
     assert code == 1 and not found[name]["ok"] and what in found[name]["what"], found[name]
 
@@ -214,7 +214,7 @@ def test_the_memory_of_a_save_is_compared_with_the_hosts(capsys, monkeypatch, tm
     """By the limit of a container."""
     limit = tmp_path / "memory.max"
     monkeypatch.setattr(host_memory, "LIMIT", limit)
-    changes = [DEMO, "data.path=nowhere", f"run.dir={tmp_path}", "model.llm.vocab_size=100000"]
+    changes = [DEMO, "data.path=nowhere", f"run.dir={tmp_path}", f"model.config={with_processor()}"]
     found = {}
     for most in ("max", "1000000"):
         limit.write_text(f"{most}\n")

@@ -33,7 +33,7 @@ def test_answers_are_shown_beside_their_media(demo_corpus, tmp_path):
               {"step": 8, "example": clip, "error": "MediaError: gone"}]
     (tmp_path / "samples.jsonl").write_text("".join(json.dumps(x) + "\n" for x in lines))
     recipe = tmp_path / "recipe.yaml"
-    recipe.write_text(f"data: {{path: {demo_corpus}}}\n")
+    recipe.write_text(f"data: {{path: {demo_corpus}}}\nmodel: {{config: {demo_corpus}/model}}\n")
     html = shown(tmp_path)
     [source] = re.findall(r'<img alt="[^"]*" src="data:image/jpeg;base64,([^"]*)" />', html)
     size = Image.open(BytesIO(b64decode(source))).size
