@@ -151,6 +151,11 @@ class ComposedPreTrainedModel(PreTrainedModel):
     _supports_flash_attn = _supports_sdpa = _supports_flex_attn = True
     _supports_attention_backend = True
 
+    def _get_feat_extract_output_lengths(self, frames: int) -> tuple[int, int]:
+        """(Positions, rows of features) of a clip of so many frames, as audio towers of
+        transformers tell theirs."""
+        return (frames + 1) // 2, audio_rows(frames, self.config.audio_stack)
+
     @classmethod
     def from_pretrained(cls, folder: str | PathLike | None, *args: Any, **options: Any) -> Any:
         """As of any model; of a folder that `orchmllm compose` wrote, towers and LLM are read from

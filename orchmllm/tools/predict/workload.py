@@ -235,12 +235,9 @@ def _media_lengths(headers: Headers, model: ModelConfig) -> np.ndarray:
         if not len(at):
             continue
         distinct, which = np.unique(headers.size[at], axis=0, return_inverse=True)
-        geometry = spec_of(model).geometry(model, "vision" if is_image else "audio")
-        lengths = np.zeros((len(distinct), 6), np.int64)
-        for k, (a, b) in enumerate(distinct.tolist()):
-            s = geometry.segment_lengths(a, b)
-            lengths[k] = (s.rows, s.attn_len, s.num_tokens, *s.grid)
-        table[at] = lengths[which.ravel()]
+        lengths = spec_of(model).geometry(
+            model, "vision" if is_image else "audio", distinct.tolist())
+        table[at] = np.array([(*s[:3], *s.grid) for s in lengths])[which.ravel()]
     return table
 
 
