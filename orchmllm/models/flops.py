@@ -59,8 +59,9 @@ def phase_lengths(layout: BatchLayout, phase: str) -> Lengths:
         tokens = layout.tokens_per_example
         return Lengths(layout.num_targets, tokens, tokens)
     seg = layout.segments[ENCODERS[phase]]
-    return Lengths(layout.rows[seg], layout.attn_len[seg], layout.num_tokens[seg],
-                   layout.grid[seg])
+    # That of a clip has its frames, of which two make a position.
+    grid = layout.grid[seg] if phase == "vision" else None
+    return Lengths(layout.rows[seg], layout.attn_len[seg], layout.num_tokens[seg], grid)
 
 
 def padded_lengths(plan: StepPlan, phase: str) -> Lengths:
