@@ -7,7 +7,7 @@ import json
 import logging
 import os
 from collections.abc import Callable, Sequence
-from functools import cache
+from functools import cache, lru_cache
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -34,11 +34,17 @@ def kept_each(key: Any, items: Sequence[str], count: Callable[[Sequence[str]], S
     """count(items), a value of JSON for each of them, asked only for those that were not among the
     items before, for the same key, versions and code."""
     about = _about(key)
-    known = dict(*_read(about))
+    known = _known(FOLDER, about)
     if missing := list(dict.fromkeys(item for item in items if item not in known)):
         known |= zip(missing, count(missing), strict=True)
         _write(about, known)
     return [known[item] for item in items]
+
+
+@lru_cache(maxsize=16)
+def _known(folder: str, about: str) -> dict[str, Any]:
+    """Read once; grows."""
+    return dict(*_read(about))
 
 
 def _about(key: Any) -> str:

@@ -66,15 +66,12 @@ class ModelSpec:
     build = Member("sharding.build:build_parts", "sharding.build:build_whole")
     asked = Member("runtime.samples:AskedParts", "runtime.whole_samples:AskedWhole")
     # For tools: (recipe) -> its sources, and what measures their rows; (model) -> encoder phases
-    # that it has not; (model, encoder phase, sizes of media) -> their SegmentLengths; (model) -> parameters by part; for timed see
+    # that it has not; (model, encoder phase, sizes of media) -> their lengths; (model) -> parameters by part; for timed see
     # orchmllm.tools.predict.profile_command, for export orchmllm.tools.export.export.write_parts;
     # (arguments of the command, log) -> an answer.
     lengths = Member("tools.predict.examples:open_parts", "tools.predict.examples:open_whole")
     absent = Member(lambda model: frozenset(), "tools.predict.whole:absent")
-    geometry = Member(
-        lambda model, phase, sizes: [
-            getattr(model, phase).geometry.segment_lengths(*size) for size in sizes],
-        "tools.predict.whole:geometry")
+    geometry = Member("tools.predict.workload:geometry_of_parts", "tools.predict.whole:geometry")
     parameters = Member("tools.predict.dry_run:parameters", "tools.predict.whole:parameters")
     timed = Member("tools.predict.phase_runner:timed_parts",
                    "tools.predict.whole_runner:timed_whole")
