@@ -11,7 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from transformers import PROCESSOR_MAPPING, AutoFeatureExtractor, AutoImageProcessor
+from transformers import (
+    CONFIG_MAPPING,
+    PROCESSOR_MAPPING,
+    AutoFeatureExtractor,
+    AutoImageProcessor,
+)
 
 from orchmllm.data.media.shapes import Shapes, Size, adapted, sized
 from orchmllm.data.text.clips import FEWEST, fills_windows
@@ -36,6 +41,11 @@ def _refusal(folder: str, model_type: str) -> ValueError:
                       f"its whole processor decides: {CURE}")
 
 
+def _processor(config: Any) -> type:
+    """The class of a model's processor; of an omni model that of the whole."""
+    return PROCESSOR_MAPPING[CONFIG_MAPPING[config.model_type.removesuffix("_thinker")]]
+
+
 class Pictures:
     """What the image processor of a folder makes of the size of an image, by the settings of
     preprocessor_config.json or processor_config.json alone: an image of an example by itself.
@@ -50,7 +60,7 @@ class Pictures:
             raise _refusal(folder, config.model_type)
         self._processor = adapted(_settings(folder, "an image processor", AutoImageProcessor
                                             .from_pretrained, backend="pil"), Shapes)
-        self._options = getattr(PROCESSOR_MAPPING[type(config)], "images_kwargs", {})
+        self._options = getattr(_processor(config), "images_kwargs", {})
         self._merge = int(np.prod(merges))  # patches of the side of a token
         self._patch = int(np.max(vision.patch_size))
 
@@ -81,8 +91,7 @@ class Clips:
         self._positions_and_tokens = asked[0]
         self.rate = extractor.sampling_rate, extractor.hop_length
         self._window = extractor.nb_max_frames if fills_windows(config) else 0
-        longest = inspect.signature(PROCESSOR_MAPPING[type(config)].__init__).parameters.get(
-            "max_audio_len")
+        longest = inspect.signature(_processor(config).__init__).parameters.get("max_audio_len")
         self._most_s = longest.default if longest else extractor.chunk_length
 
     def segment_lengths(self, frames: int) -> SegmentLengths:

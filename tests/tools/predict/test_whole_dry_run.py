@@ -33,6 +33,7 @@ from tests.lib import drawn
 from tests.lib import whole_models as models
 from tests.lib.commands import ROOT, python
 from tests.lib.recipes import frozen
+from tests.lib.tokenizers import write_tokenizer
 from tests.lib.whole_folders import write_model, write_rows
 
 pytestmark = pytest.mark.whole
@@ -256,8 +257,7 @@ def test_lengths_of_clips_are_the_whole_processors(name, tmp_path):
     """From the settings of the feature extractor alone; also of clips of other rates."""
     folder = tmp_path / "model"
     if name == "packed":
-        write_tokenizer(TEXTS, tmp_path / "tokenizer.json")
-        drawn.write_model(folder, tmp_path / "tokenizer.json")
+        drawn.write_model(folder, write_tokenizer(tmp_path))
     else:
         write_model(name, folder)
     processor = Processor(folder)
