@@ -1,5 +1,5 @@
-"""The parameters of a model of transformers and where they are, kept like what was counted of it: so
-that a known model is divided and added up without torch."""
+"""The parameters of a model of transformers and where they are, kept like what was counted of it,
+so that a known model is divided and added up without torch."""
 
 from __future__ import annotations
 
@@ -13,12 +13,13 @@ from orchmllm.models.families import part_of
 
 class Placed(NamedTuple):
     """A parameter. role: `block`, of which there is one each `block` of its part's stack; `embed`
-    or `head`, where these are two tables; else `root`."""
+    or `head`, where these are two tables; else `root`. learns: unless its class fixes it."""
 
     name: str
     shape: tuple[int, ...]
     role: str = "root"
     block: int = 0
+    learns: bool = True
 
     @property
     def part(self) -> str:
@@ -36,7 +37,7 @@ def description(folder: str) -> str:
 def placed(folder: str) -> list[Placed]:
     """All parameters, in the model's order. Raises ValueError for a folder that cannot be used."""
     found = kept(["placed", description(folder)], lambda: _placed(folder))
-    return [Placed(name, tuple(shape), role, block) for name, shape, role, block in found]
+    return [Placed(name, tuple(shape), *rest) for name, shape, *rest in found]
 
 
 def _placed(folder: str) -> list[Placed]:
@@ -48,5 +49,5 @@ def _placed(folder: str) -> list[Placed]:
     table, head = whole.hf.get_input_embeddings().weight, whole.hf.get_output_embeddings().weight
     if table is not head:
         places |= {id(table): ("embed", 0), id(head): ("head", 0)}
-    return [Placed(name, tuple(p.shape), *places.get(id(p), ()))
+    return [Placed(name, tuple(p.shape), *places.get(id(p), ("root", 0)), p.requires_grad)
             for name, p in whole.hf.named_parameters()]

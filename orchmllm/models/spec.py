@@ -66,7 +66,8 @@ class ModelSpec:
     build = Member("sharding.build:build_parts", "sharding.build:build_whole")
     asked = Member("runtime.samples:AskedParts", "runtime.whole_samples:AskedWhole")
     # For tools: (recipe) -> its sources, and what measures their rows; (model) -> encoder phases
-    # that it has not; (model, encoder phase, sizes of media) -> their lengths; (model) -> parameters by part; for timed see
+    # that it has not; (model, encoder phase, sizes of media) -> their lengths, see
+    # orchmllm.tools.predict.whole.geometry; (model) -> parameters by part; for timed see
     # orchmllm.tools.predict.profile_command, for export orchmllm.tools.export.export.write_parts;
     # (arguments of the command, log) -> an answer.
     lengths = Member("tools.predict.examples:open_parts", "tools.predict.examples:open_whole")

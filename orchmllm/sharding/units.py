@@ -134,7 +134,7 @@ def units_of_whole(model: ModelConfig) -> list[Unit]:
             runs[phase].append((place, len(alike)))
     found: dict[str, tuple[list[Shape], list[Shape]]] = {}
     for p in placed(model.folder):
-        frozen = p.name not in learnt if learnt else not model.learns(p.part)
+        frozen = p.name not in learnt if learnt else not (p.learns and model.learns(p.part))
         found.setdefault(places[p.name], ([], []))[frozen].append(p.shape)
     for name, shape in learnt.items():
         beside, adapter, _ = name.partition(".lora_")

@@ -1,6 +1,6 @@
 """Predictions for a whole model of transformers, without weights, pixels or samples: its parts and
-parameters, and what media of given sizes become in it. Of a known model and known sizes it was kept,
-so that no torch is imported."""
+parameters, and what media of given sizes become in it. What is kept of a known model and of known
+sizes is read without torch."""
 
 from __future__ import annotations
 

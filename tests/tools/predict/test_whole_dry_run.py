@@ -263,7 +263,8 @@ def test_lengths_of_clips_are_the_whole_processors(name, tmp_path):
     processor = Processor(folder)
     (folder / "tokenizer.json").unlink()
     model, rng = ModelConfig(config=str(folder)), np.random.default_rng(0)
-    sizes = [(n, rate) for rate in (16000, 44100) for n in rng.integers(rate // 5, rate, 4).tolist()]
+    sizes = [(n, rate) for rate in (16000, 44100)
+             for n in rng.integers(rate // 5, rate, 4).tolist()]
     for size, got in zip(sizes, lengths(model, "audio", sizes), strict=True):
         heard = processor.audio.resampled(*size)
         expanded = processor.calls.expanded((Size(0, heard),))
