@@ -9,6 +9,7 @@ as of the clip alone. Positions restart in each clip, and attention stays inside
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import numpy as np
@@ -59,10 +60,10 @@ def packed_conv1d(x: Tensor, conv: nn.Conv1d, lengths: np.ndarray) -> tuple[Tens
 
 
 class PackedWhisperEncoder(WhisperEncoder):
-    """config: a WhisperConfig. Its attention is chosen here, and stays."""
+    """config: a WhisperConfig, of which it has a copy: its attention is chosen here, and stays."""
 
     def __init__(self, config: PreTrainedConfig) -> None:
-        super().__init__(config)
+        super().__init__(copy.deepcopy(config))
         self.config._attn_implementation = towers.NAME
 
     def forward(self, input_features: Tensor, feature_attention_mask: Tensor, **_: Any

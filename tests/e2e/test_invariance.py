@@ -12,12 +12,13 @@ from orchmllm.config.balance import BalanceConfig
 from orchmllm.config.job import resolve
 from orchmllm.config.recipe import FsdpConfig
 from orchmllm.models.flops import plan_spec
-from orchmllm.plan.assign import PHASES, PhasePolicy
+from orchmllm.plan.assign import PhasePolicy
 from orchmllm.plan.balance import POLICIES
 from orchmllm.plan.layout import BatchLayout
 from orchmllm.plan.microbatches import plan_microbatches
 from orchmllm.plan.rearrange import Rearrangement
 from orchmllm.plan.step import plan_step
+from tests.lib.drawn import model_of
 from tests.lib.gradients import (
     BATCH,
     FEW_MEDIA,
@@ -111,8 +112,7 @@ def check(cases: dict[str, Case], num_ranks: int, references, bar: float = 1e-9)
 
 def of_layers(num_layers: int, case: Case) -> Case:
     """The case with a model of so many layers in each part."""
-    model = case.recipe.model
-    model = replace(model, **{p: replace(getattr(model, p), num_layers=num_layers) for p in PHASES})
+    model = replace(case.recipe.model, config=model_of(num_layers=num_layers).config)
     return replace(case, recipe=replace(case.recipe, model=model))
 
 
@@ -179,22 +179,19 @@ def mean_per_rank(trainer) -> None:
     forward = trainer.model.forward
 
     def mean(batch):
-        own = max(int((batch.labels != -100).sum()), 1)
-        return forward(batch) / own * batch.num_global_targets / trainer.world.world_size
+        counts = trainer._gather([len(batch.targets)])
+        return forward(batch) / max(len(batch.targets), 1) * counts.sum() / len(counts)
 
     trainer.model.forward = mean
 
 
 def lose_a_feature_row(trainer) -> None:
-    encode = trainer.model.vision.forward
-
-    def forward(*args):
-        out = encode(*args)
+    def lose(module, args, out):
         keep = out.new_ones(len(out), 1)
         keep[:1] = 0.0
         return out * keep
 
-    trainer.model.vision.forward = forward
+    trainer.model.hf.model.vision_projector.register_forward_hook(lose)
 
 
 def swapping_planner(layout, spec):

@@ -6,20 +6,24 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 
-from orchmllm.batch import IGNORE_INDEX, SequenceLengths
-from orchmllm.config.recipe import Recipe
+from orchmllm.batch import IGNORE_INDEX
+from orchmllm.config.recipe import FsdpConfig, Recipe
 from orchmllm.data.loading.step_loader import StepLoader
 from orchmllm.data.sampler import GlobalSampler
 from orchmllm.launch import World
-from orchmllm.models.mllm import MultimodalModel
-from orchmllm.plan.layout import AUDIO, ENCODERS, TEXT, VISION
+from orchmllm.models.families import model_class, read_config
+from orchmllm.plan.assign import PHASES
+from orchmllm.plan.layout import ENCODERS
 from orchmllm.plan.step import build_plan, plan_step
-from orchmllm.sharding.init import seed_weights
+from orchmllm.sharding.hf import load_whole
 from orchmllm.trainer import Trainer
+from tests.lib.ranks import run_ranks
 from tests.lib.synthetic import SyntheticDataset
 
 BATCH = 12  # examples per step, whatever the number of ranks
@@ -49,7 +53,8 @@ def step_gradients(world: World, case: Case) -> tuple[float, dict[str, np.ndarra
         case.mutate(trainer)
     loader = StepLoader(
         case.dataset, case.sampler(), trainer.orchestrator, num_steps=1,
-        accumulation_steps=case.accumulation_steps, prefetch=case.recipe.data.prefetch)
+        accumulation_steps=case.accumulation_steps, prefetch=case.recipe.data.prefetch,
+        feed=trainer._feed)
     (step,) = loader
     loss_sum = trainer._accumulate(step)
     loss = trainer._gather([float(loss_sum)]).sum() / max(step.num_global_targets, 1)
@@ -71,42 +76,44 @@ def all_gradients(world: World, cases: dict[str, Case]) -> dict[str, tuple]:
 
 
 def reference_gradients(case: Case) -> tuple[float, dict[str, np.ndarray]]:
-    """The same from one example at a time, in one process: no packing, no plan, no FSDP."""
-    torch.manual_seed(0)
-    torch.manual_seed(case.recipe.run.seed)
-    model = MultimodalModel(case.recipe.model).to(getattr(torch, case.recipe.fsdp.param_dtype))
-    if case.recipe.fsdp.meta_init:
-        seed_weights(model, case.recipe.run.seed)
+    """The same of the class of transformers, from one example at a time, in one process: no
+    packing, no plan, no FSDP."""
+    return run_ranks(_reference, 1, case)[0]
+
+
+def _reference(world: World, case: Case) -> tuple[float, dict[str, np.ndarray]]:
+    """The weights are those that are drawn for a run."""
+    model, dtype = case.recipe.model, case.recipe.fsdp.param_dtype
+    drawn = load_whole(Path(model.folder), model, FsdpConfig(param_dtype=dtype),
+                       torch.device("cpu"), dict.fromkeys(PHASES, "none"),
+                       seed=case.recipe.run.seed)
+    plain = model_class(config := read_config(Path(model.folder)))._from_config(
+        config, dtype=getattr(torch, dtype)).train()
+    with torch.no_grad():
+        for (name, p), (other, q) in zip(plain.named_parameters(), drawn.hf.named_parameters(),
+                                         strict=True):
+            assert name == other
+            p.copy_(q.full_tensor()).requires_grad_(q.requires_grad)
     total, targets = torch.zeros((), dtype=torch.float64), 0
     for i in range(BATCH):
-        loss, count = example_loss(model, case.dataset, i)
+        loss, count = example_loss(plain, case.dataset, i)
         total, targets = total + loss, targets + count
     loss = total / max(targets, 1)
     loss.backward()
-    grads = {n: torch.zeros_like(p) if p.grad is None else p.grad
-             for n, p in model.named_parameters() if p.requires_grad}
+    grads = {f"hf.{n}": torch.zeros_like(p) if p.grad is None else p.grad
+             for n, p in plain.named_parameters() if p.requires_grad}
     return float(loss.detach()), {n: g.numpy() for n, g in grads.items()}
 
 
-def example_loss(model: MultimodalModel, dataset: SyntheticDataset, i: int):
-    layout, example = dataset.layout(i), dataset.load(i)
-    parts, start = [], 0
-    for k, modality in enumerate(layout.modality):
-        n = int(layout.num_tokens[k])
-        if modality == TEXT:
-            parts.append(model.llm.embed_tokens(example.token_ids[start: start + n]))
-        elif modality == VISION:
-            parts.append(model.vision(example.media[k], layout.grid[k: k + 1],
-                                      SequenceLengths.from_lengths(layout.rows[k: k + 1])))
-        else:
-            assert modality == AUDIO
-            parts.append(model.audio(example.media[k],
-                                     SequenceLengths.from_lengths(layout.rows[k: k + 1])))
-        start += n
-    x = torch.cat(parts)
-    loss = model.llm(x, torch.arange(len(x)), SequenceLengths.from_lengths([len(x)]),
-                     example.labels)
-    return loss, int((example.labels != IGNORE_INDEX).sum())
+def example_loss(plain, dataset: SyntheticDataset, i: int):
+    example = dataset.load(i)
+    logits = plain(input_ids=example.input_ids[None], attention_mask=torch.ones_like(
+        example.input_ids)[None], **{
+            n: v.to(plain.dtype) if v.is_floating_point() else v
+            for n, v in example.media.items()}).logits[0, :-1]
+    labels = example.labels[1:]
+    loss = F.cross_entropy(logits, labels, ignore_index=IGNORE_INDEX, reduction="sum")
+    return loss, int((labels != IGNORE_INDEX).sum())
 
 
 def worst_difference(got: dict, want: dict) -> tuple[float, str]:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from transformers import (
+    GenerationConfig,
     PreTrainedTokenizerFast,
     Qwen2VLImageProcessorPil,
     WhisperFeatureExtractor,
@@ -15,7 +16,13 @@ from transformers import (
 
 from orchmllm.composition.configuration import ComposedConfig
 from orchmllm.data.text.templates import read_template
-from orchmllm.data.text.tokenizer import DEFAULT_SYSTEM, END_OF_TEXT, IM_END, IM_START
+from orchmllm.data.text.tokenizer import (
+    DEFAULT_SYSTEM,
+    END_OF_TEXT,
+    IM_END,
+    IM_START,
+    ChatTokenizer,
+)
 from orchmllm.tools.compose.write import TOKENS, template_of, write_folder
 
 POSITIONS_PER_S = 50  # of a clip
@@ -29,8 +36,8 @@ def shapes(llm: Sequence[int], vision: Sequence[int] = (), audio: Sequence[int] 
            vocab_size: int, num_mels: int = 80, longest_s: int = 60, audio_stack: int = 2
            ) -> dict[str, Any]:
     """A configuration. llm, vision, audio: layers, width, width of the MLP and heads; empty: there
-    is no such tower. longest_s: of a clip, in seconds. vocab_size: of the table of embeddings. Raises
-    ValueError."""
+    is no such tower. longest_s: of a clip, in seconds. vocab_size: of the table of embeddings.
+    Raises ValueError."""
     def named(values: Sequence[int], *names: str) -> dict[str, int]:
         return dict(zip(names, values, strict=True))
 
@@ -94,4 +101,6 @@ def write_drawn(config: Mapping[str, Any], tokenizer: Path, out: Path, max_side:
                       feature_size=audio.num_mel_bins,
                       chunk_length=audio.max_source_positions // POSITIONS_PER_S)}
     write_folder(out, made, parts, template_of(words, tokenizer, tokens), tokens)
+    end = ChatTokenizer(out).end_id
+    GenerationConfig(eos_token_id=end, pad_token_id=end).save_pretrained(out)
     return made

@@ -59,11 +59,19 @@ def save_model(model: PreTrainedModel, learnt: int, source: Path, max_file_bytes
 
 def write_whole(source: Path, saved: dict[str, FileTensor], dtype: str, max_file_bytes: int,
                 folder: Path, log: Callable[[str], None]) -> dict:
-    """Writes the model and returns its part of orchmllm.json. source: the folder that the run
-    started from. dtype: as safetensors names it, "" as saved. The whole model is in memory. Raises
-    ValueError where the source is gone, or the checkpoint is of another model."""
+    """Writes the model and returns its part of orchmllm.json. See trained_model."""
+    model = trained_model(source, saved, dtype)
+    count = sum(1 for _ in model.named_parameters())
+    return save_model(model, count, source, max_file_bytes, folder, log)
+
+
+def trained_model(source: Path, saved: dict[str, FileTensor], dtype: str) -> PreTrainedModel:
+    """The model of a checkpoint, in memory. source: the folder that the run started from. dtype: as
+    safetensors names it, "" as saved. Raises ValueError where the source is gone, or the checkpoint
+    is of another model."""
     import torch
-    from transformers.utils import logging
+    from transformers import GenerationConfig
+    from transformers.utils import GENERATION_CONFIG_NAME, logging
 
     logging.disable_progress_bar()
     config = read_config(source)
@@ -76,7 +84,9 @@ def write_whole(source: Path, saved: dict[str, FileTensor], dtype: str, max_file
     model.load_state_dict(tensors, strict=False, assign=True)
     model.tie_weights()
     model.config.dtype = written
-    return save_model(model, len(tensors), source, max_file_bytes, folder, log)
+    if (source / GENERATION_CONFIG_NAME).is_file():
+        model.generation_config = GenerationConfig.from_pretrained(source)
+    return model
 
 
 def _buffers(model: PreTrainedModel, source: Path) -> dict[str, Tensor]:

@@ -14,13 +14,15 @@ are our own. Clips and videos are for the models of transformers that are traine
 from __future__ import annotations
 
 import sys
-from argparse import ArgumentTypeError
+from argparse import ArgumentTypeError, Namespace
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
 from orchmllm.cli.options import command_parser, in_one_line
 from orchmllm.data.media.medium import Medium, RowError, VideoSampling
 from orchmllm.data.media.video import expand
+from orchmllm.hf.folder import read_json
 from orchmllm.hf.tensors import DTYPES
 from orchmllm.plan.layout import AUDIO, VISION
 
@@ -48,12 +50,25 @@ def main(argv: list[str]) -> int:
                      "and above 0 and at most 1")
     if args.top_p < 1 and not args.temperature:
         parser.error("--top-p needs --temperature above 0: at 0 nothing is drawn")
-    from orchmllm.models.spec import OWN_PARTS, WHOLE
-    from orchmllm.tools.generate.own import is_own
-
-    model = OWN_PARTS if is_own(args.folder) else WHOLE
-    print(model.answer(args, lambda text: print(text, file=sys.stderr, flush=True)))
+    print(_answer(args, lambda text: print(text, file=sys.stderr, flush=True)))
     return 0
+
+
+def _answer(args: Namespace, log: Callable[[str], None]) -> str:
+    from orchmllm.models.spec import OWN_PARTS, WHOLE
+    from orchmllm.tools.export.checkpoints import checkpoint_in, model_of
+    from orchmllm.tools.export.export import NOTE
+    from orchmllm.tools.generate.own import is_own
+    from orchmllm.tools.generate.whole import answer_run
+
+    if not is_own(args.folder):
+        return WHOLE.answer(args, log)
+    if (args.folder / NOTE).is_file():
+        return OWN_PARTS.answer(args, log)
+    checkpoint = checkpoint_in(args.folder)
+    if model_of(read_json(checkpoint / "state.json")).folder:
+        return answer_run(args, checkpoint, log)
+    return OWN_PARTS.answer(args, log)
 
 
 def _medium(modality: int, path: str) -> list[Medium]:

@@ -16,11 +16,15 @@ from orchmllm.data.processed import ProcessedReader
 from orchmllm.data.questions import before_answer
 from orchmllm.data.text.model_folder import load_processor
 from orchmllm.data.text.processor import Processor
+from orchmllm.data.text.tokenizer import ChatTokenizer
 from orchmllm.hf.folder import read_json
+from orchmllm.hf.tensors import DTYPES, read_sharded
 from orchmllm.models.adapters import need_peft
 from orchmllm.models.families import model_class, read_config
 from orchmllm.models.generate import generated
 from orchmllm.plan.layout import VISION
+from orchmllm.tools.export.checkpoints import model_of
+from orchmllm.tools.export.whole import trained_model
 from orchmllm.tools.generate.sampling import asked, device, length_told, sampling
 
 ADAPTERS = "adapter_config.json"  # peft's
@@ -74,6 +78,28 @@ def answer_whole(args: argparse.Namespace, log: Callable[[str], None]) -> str:
     ended = ids[-1:] == [ends] if isinstance(ends, int) else ids and ids[-1] in (ends or ())
     log(length_told(given["input_ids"].shape[1], len(ids), args, ended=bool(ended)))
     return reader.decode(ids, skip_special_tokens=True)
+
+
+@torch.no_grad()
+def answer_run(args: argparse.Namespace, checkpoint: Path, log: Callable[[str], None]) -> str:
+    """The answer of a checkpoint of a run. The rest as in answer_whole."""
+    log(f"checkpoint {checkpoint}")
+    trained = model_of(read_json(checkpoint / "state.json"))
+    if trained.lora.rank:
+        raise ValueError(f"{checkpoint} has adapters: write them to a folder with orchmllm export, "
+                         "and give the folder")
+    found = trained_model(Path(trained.folder), read_sharded(checkpoint),
+                          DTYPES.get(args.dtype, ""))
+    model = type(found).from_pretrained(  # with what is computed and in no file
+        None, config=found.config, state_dict=found.state_dict(), dtype=found.config.dtype
+    ).to(device()).eval()
+    tokenizer, given = _read(args, trained.folder)
+    given = {name: value.to(device(), model.dtype if value.is_floating_point() else None)
+             for name, value in given.items()}
+    end = ChatTokenizer(trained.folder).end_id
+    ids = generated(model, given, eos_token_id=end, pad_token_id=end, **sampling(args))
+    log(length_told(given["input_ids"].shape[1], len(ids), args, ended=ids[-1:] == [end]))
+    return tokenizer.decode(ids, skip_special_tokens=True)
 
 
 def _read(args: argparse.Namespace, folder: str | Path) -> tuple[Any, dict[str, Tensor]]:

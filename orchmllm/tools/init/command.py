@@ -6,19 +6,19 @@
     orchmllm init --demo demo    # makes a small corpus, too
 
 A --model is a folder of transformers' save_pretrained. That of a multimodal model is trained as it
-is (docs/models.md has the families), with its own processor. Any other one is what a part of the
-model starts from, and parts without one start from random weights; where neither the data nor a
-model has a tokenizer, one is trained on the texts of the data.
+is (docs/models.md has the families), with its own processor. A causal LLM, a vision tower and an
+audio tower are composed to one model (see orchmllm compose). Without --model a small one is
+composed that starts from random weights; where no tokenizer lies beside the data, one is trained on
+their texts.
 """
 
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 from orchmllm.cli.options import command_parser, in_one_line
-from orchmllm.config.checkpoint_shapes import MODEL_TYPES
-from orchmllm.hf.folder import read_json
 
 RECIPES = next(path for path in (Path(__file__).parents[2] / "recipes",
                                  Path(__file__).parents[3] / "recipes") if path.is_dir())
@@ -32,14 +32,14 @@ def main(argv: list[str]) -> int:
     parser.add_argument("data", nargs="?", metavar="DATA",
                         help="what data.path of a recipe names: a file, a pattern or a folder")
     parser.add_argument("--model", type=Path, action="append", default=[], metavar="FOLDER",
-                        help="a whole multimodal model, or pretrained weights of one part")
+                        help="a whole multimodal model, or one of the parts of a composition")
     parser.add_argument("--demo", type=Path, metavar="DIR", help="folder of a new demo corpus")
     args = parser.parse_args(argv)
     if bool(args.data) == bool(args.demo) or (args.demo and args.model):
         parser.error("name DATA, or --demo DIR without --model")
     out = args.out or (args.demo / "recipe.yaml" if args.demo else Path("recipe.yaml"))
-    tokenizer = out.with_name(f"{out.stem}.tokenizer.json")
-    for path in (out, tokenizer):
+    made = [out.with_name(f"{out.stem}.{name}") for name in ("tokenizer.json", "model")]
+    for path in (out, *made):
         if path.exists():  # a run may need it
             raise ValueError(f"{path} exists already: name another recipe with --out, or remove it")
     if args.data and (Path(args.data) / "config.json").is_file():
@@ -52,10 +52,11 @@ def main(argv: list[str]) -> int:
 
         out.parent.mkdir(parents=True, exist_ok=True)
         try:
-            write_recipe(args.data, parts_of(args.model), out, tokenizer)
+            write_recipe(args.data, parts_of(args.model), out, *made)
         except BaseException:  # also a Ctrl-C: what is there is not whole
-            for path in (out, tokenizer):
+            for path in (out, made[0]):
                 path.unlink(missing_ok=True)
+            shutil.rmtree(made[1], ignore_errors=True)
             raise
     print(f"written: {out}; other recipes to start from are in {RECIPES}\nnext:\n"
           f"  orchmllm data stats {out}\n  orchmllm train {out}")
@@ -71,40 +72,48 @@ def write_demo(folder: Path, out: Path) -> None:
         raise ValueError(f"--demo {folder} is not empty: name a new folder")
     print(make_corpus(folder))
     text = (RECIPES / "demo.yaml").read_text(encoding="utf-8")
-    for key, value, own in (("dir", "runs/demo", folder / "run"), ("path", "demo_data", folder)):
-        text = text.replace(f"  {key}: {value}\n", f"  {key}: {json.dumps(str(own))}\n")
+    for key, value, own in (("dir", "runs/demo", folder / "run"), ("path", "demo_data", folder),
+                            ("config", "demo_data/model", folder / "model")):
+        text = text.replace(f"  {key}: {value}", f"  {key}: {json.dumps(str(own))}")
     out.write_text(text, encoding="utf-8")
 
 
 def parts_of(models: list[Path]) -> dict[str, Path]:
-    """part of the model -> folder, or "" -> that of a whole model. Raises ValueError for folders
-    that do not go together, or that nothing can start from."""
+    """part of a composition -> folder, or "" -> that of a whole model. Raises ValueError for
+    folders that do not go together, or that nothing can start from."""
     found: dict[str, Path] = {}
     for folder in models:
-        try:
-            type_ = read_json(folder / "config.json").get("model_type")
-        except ValueError as error:
-            raise ValueError(f"--model {folder}: {error}") from error
-        part = next((kind for kind, types in MODEL_TYPES.items() if type_ in types), "")
+        part = _part_of(folder)
         if part in found:
-            raise ValueError(f"--model {folder}: its model_type {type_!r} is of " + (
-                f"model.{part} again" if part else "a second whole model"))
+            raise ValueError(f"--model {folder} is " + (
+                f"the second {part} part" if part else "a second whole model"))
         found[part] = folder
-    if "" in found:
-        _check_whole(found[""], alone=len(found) == 1)
+    if "" in found and len(found) > 1:
+        raise ValueError(f"--model {found['']} is a whole model, which has all parts: name it "
+                         "alone")
+    if found and not found.keys() & {"", "llm"}:
+        raise ValueError("no --model is a causal LLM, which a composition needs: name one")
     return found
 
 
-def _check_whole(folder: Path, alone: bool) -> None:
-    """Raises ValueError if the folder has no model that can be trained as it is."""
+def _part_of(folder: Path) -> str:
+    """llm, audio or vision; empty: a whole model. Raises ValueError."""
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMultimodalLM
+
+    try:
+        config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"--model {folder}: its config.json cannot be read: "
+                         f"{' '.join(str(error).split())}") from error
+    if type(config) not in AutoModelForMultimodalLM._model_mapping:
+        if type(config) in AutoModelForCausalLM._model_mapping:
+            return "llm"
+        return "audio" if hasattr(config, "num_mel_bins") else "vision"
     from orchmllm.config.model import ModelConfig
     from orchmllm.hf.sources import find_sources
 
     try:
         find_sources(ModelConfig(pretrained=str(folder)))
     except ValueError as error:
-        known = "; ".join(f"{kind}: {', '.join(types)}" for kind, types in MODEL_TYPES.items())
-        raise ValueError(f"--model {folder} is of no part of the model, for which there are "
-                         f"{known}; and as a whole model: {error}") from error
-    if not alone:
-        raise ValueError(f"--model {folder} is a whole model, which has all parts: name it alone")
+        raise ValueError(f"--model {folder}: {error}") from error
+    return ""

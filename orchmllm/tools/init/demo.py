@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -23,6 +24,9 @@ from orchmllm.tools.predict.workload import CDF, PERCENTS
 IMAGE_SCALE, AUDIO_SCALE, TEXT_SCALE = 0.5, 0.25, 0.25  # of pixels a side, seconds, tokens
 VOCAB_SIZE = 512
 MIX = {"text": 0.08, "image": 0.42, "images": 0.10, "audio": 0.28, "image+audio": 0.12}
+# Layers, width, width of the MLP and heads: wide enough that computing, not calling, takes the time
+# of a phase.
+TOWER, LLM, MAX_SIDE = (3, 256, 1024, 4), (4, 256, 704, 4), 224
 TEMPLATE_TOKENS = 10  # ChatML's, a round
 MIN_CLIP_S = 0.6  # a slow rhythm needs two beats to be told from a steady tone
 
@@ -248,8 +252,10 @@ def write_readme(num_examples: int, seed: int, path: Path) -> None:
 
 
 def make_corpus(out: Path, num_examples: int = 400, seed: int = 0) -> str:
-    """Writes data.jsonl, its media and tokenizer.json to folder `out`; returns what was written, in
-    words. The same seed gives the same bytes."""
+    """Writes data.jsonl, its media, tokenizer.json and the folder of a model to folder `out`;
+    returns what was written, in words. The same seed gives the same bytes."""
+    from orchmllm.tools.compose.drawn import shapes, write_drawn  # with transformers
+
     for folder in ("images", "audio"):
         (out / folder).mkdir(parents=True, exist_ok=True)
     rng = np.random.default_rng(seed)
@@ -258,7 +264,10 @@ def make_corpus(out: Path, num_examples: int = 400, seed: int = 0) -> str:
             for i, kind in enumerate(tqdm(kinds, desc="examples", unit="ex"))]
     texts = [re.sub(r"<\w+>", "", turn["value"]) for row in rows for turn in row["conversations"]]
     vocab_size = train_tokenizer(texts, out / "tokenizer.json", VOCAB_SIZE)
+    shutil.rmtree(out / "model", ignore_errors=True)
+    write_drawn(shapes(LLM, TOWER, TOWER, vocab_size=VOCAB_SIZE), out / "tokenizer.json",
+                out / "model", MAX_SIDE)
     write_readme(num_examples, seed, out / "README.txt")
     lines = "".join(json.dumps(row) + "\n" for row in rows)
     (out / "data.jsonl").write_text(lines, encoding="utf-8")  # last: the corpus is whole
-    return f"{out}: {len(rows)} examples, tokenizer of {vocab_size} tokens"
+    return f"{out}: {len(rows)} examples, tokenizer of {vocab_size} tokens, folder of a model"

@@ -13,6 +13,7 @@ import numpy as np
 
 from orchmllm.config.job import resolve
 from orchmllm.config.recipe import DataConfig, Recipe, SourceConfig, load_recipe
+from orchmllm.data.formats.conversation import media_of
 from orchmllm.data.formats.open import DataSource, beside, index_path, open_source
 from orchmllm.data.lengths import LengthReader
 from orchmllm.data.processed import ProcessedReader
@@ -21,18 +22,19 @@ from orchmllm.data.text.processor import Processor
 from orchmllm.data.text.tokenizer import ChatTokenizer
 from orchmllm.models.flops import padded_phases, plan_spec
 from orchmllm.plan.assign import PHASES
-from orchmllm.plan.geometry import AudioGeometry, VisionGeometry
-from orchmllm.plan.layout import MODALITIES, BatchLayout
+from orchmllm.plan.layout import AUDIO, MODALITIES, VISION, BatchLayout
 from orchmllm.plan.step import plan_step
 from orchmllm.sharding.fits import DEVICE_SHARE, memory_of
 from orchmllm.sharding.memory import loads_of
+from orchmllm.tools.compose.drawn import shapes, write_drawn
+from orchmllm.tools.compose.write import Parts, compose
 from orchmllm.tools.init.tokenizer import train_tokenizer
 
 NUM_ROWS = 500  # that are looked at
 VOCAB_SIZE = 8192  # of a tokenizer that is trained here, at most
 BATCHES = (32, 16, 8, 4, 2, 1)
-# layers, width, width of the MLP, heads, of parts that start from random weights
-UNUSED = (1, 64, 64, 4)  # an encoder that the data have nothing for
+# Layers, width, width of the MLP and heads of a tower that the data have nothing for.
+UNUSED = (1, 64, 64, 4)
 TEXT = """\
 # Written by `orchmllm init` for {source}.
 # {lengths}
@@ -43,8 +45,10 @@ launch:
   nproc_per_node: {machine.num_ranks}  # {machine.text}
 data:
   path: {path}
-{tokenizer}  num_validation: {held_out}  # rows at the end that are not learnt
-{model}train:
+  num_validation: {held_out}  # rows at the end that are not learnt
+model:
+  {model}
+train:
   num_steps: {steps}  # of {examples} examples; the data have {rows}
   batch_size: {batch}  # examples of a rank; {why}
   lr: {lr}
@@ -57,17 +61,10 @@ checkpoint:
 """
 
 
-TOKENIZER = "  tokenizer: {path}  # {count} tokens\n"
-PARTS = """\
-model:  # `pretrained` starts from a folder, anything else from random weights
-  vision: {vision}
-  audio: {audio}
-  llm: {llm}
-"""
-WHOLE = """\
-model:  # a whole model of transformers, with its own processor (docs/models.md)
-  pretrained: {folder}
-"""
+# Of what `model` is in the recipe.
+WHOLE = "pretrained: {folder}  # a whole model of transformers, with its own processor"
+COMPOSED = "pretrained: {folder}  # composed of {parts}"
+DRAWN = "config: {folder}  # towers and an LLM that start from random weights (docs/models.md)"
 
 
 class Machine(NamedTuple):
@@ -100,18 +97,17 @@ def this_machine() -> Machine:
                    f"no GPU, {cores} cores, {memory / 1e9:.0f} GB of memory")
 
 
-def write_recipe(path: str, models: Mapping[str, Path], out: Path, trained: Path) -> None:
+def write_recipe(path: str, models: Mapping[str, Path], out: Path, trained: Path, made: Path
+                 ) -> None:
     """Writes the recipe for data at `path`, and says what it is made from. models: part -> folder
-    that it starts from, "" -> that of a whole model. trained: where a tokenizer is written if none
-    is there. Raises ValueError if the data cannot be read, or the models do not fit together."""
+    that it starts from, "" -> that of a whole model. trained, made: where a tokenizer is written if
+    none is there, and the folder of a model that is composed. Raises ValueError if the data cannot
+    be read, or the models do not fit together."""
     source, machine = open_source(SourceConfig(path=path), index_path(None)), this_machine()
     rows = len(source)
     some = sorted(set(np.linspace(0, rows - 1, NUM_ROWS).astype(int).tolist()))
-    if whole := models.get(""):
-        reader, told = ProcessedReader(Processor(whole)), f"processor of {whole}"
-    else:
-        tokenizer, told = _tokenizer(source, some, models, trained)
-        reader = LengthReader(tokenizer, VisionGeometry(max_side=machine.max_side), AudioGeometry())
+    folder, told, model = _model(source, some, models, machine, trained, made)
+    reader = ProcessedReader(Processor(folder))
     print(f"{source}\n{told}", flush=True)
     layouts = _layouts(source, some, reader)
     every = BatchLayout.concat(layouts, [len(layouts)])
@@ -122,20 +118,11 @@ def write_recipe(path: str, models: Mapping[str, Path], out: Path, trained: Path
                + ", ".join(f"{share:.0%} are {name}" for name, share in shares.items()))
     values = {
         "source": source, "lengths": lengths, "run": json.dumps(f"runs/{Path(source.name).stem}"),
-        "machine": machine, "path": json.dumps(path), "rows": rows,
+        "machine": machine, "path": json.dumps(path), "rows": rows, "model": model,
         "held_out": min(64, rows // 10), "lr": "1e-5" if models else "1e-3"}
-    if whole:
-        values |= {"tokenizer": "", "model": WHOLE.format(folder=json.dumps(str(whole)))}
-    else:
-        values |= {
-            "tokenizer": TOKENIZER.format(path=json.dumps(str(tokenizer.path)),
-                                          count=tokenizer.vocab_size),
-            "model": PARTS.format(**{
-                part: _section(part, models, machine, tokenizer, part == "llm" or shares[part] > 0)
-                for part in PHASES})}
     out.write_text(TEXT.format(**values, batch=1, why="", steps=1, examples=1, sample=0, save=0),
                    encoding="utf-8")
-    batch, why = _batch_size(load_recipe(out), layouts, machine)  # with the shapes of the models
+    batch, why = _batch_size(load_recipe(out), layouts, machine)
     examples = batch * machine.num_ranks
     steps = max(20, -(-3 * rows // examples))
     quarter = -(-steps // 4)
@@ -145,28 +132,43 @@ def write_recipe(path: str, models: Mapping[str, Path], out: Path, trained: Path
     print(f"{lengths}\n{machine.text}: {machine.num_ranks} ranks x {batch} examples; {why}")
 
 
-def _tokenizer(source: DataSource, some: Sequence[int], models: Mapping[str, Path], path: Path
-               ) -> tuple[ChatTokenizer, str]:
-    """That of the LLM, or the one beside the data, else one that is trained on the texts of some
-    rows; and where it is from. Raises ValueError for an LLM without one."""
+def _model(source: DataSource, some: Sequence[int], models: Mapping[str, Path], machine: Machine,
+           trained: Path, made: Path) -> tuple[Path, str, str]:
+    """(The folder of the model, where its tokenizer is from, what the recipe says of it). Raises
+    ValueError."""
+    if whole := models.get(""):
+        return whole, f"processor of {whole}", WHOLE.format(folder=json.dumps(str(whole)))
     if "llm" in models:
-        return ChatTokenizer(models["llm"]), f"tokenizer of {models['llm']}"
+        parts = Parts(models["llm"], models.get("vision"), models.get("audio"))
+        compose(parts, made)
+        return made, f"tokenizer of {models['llm']}, parts composed in {made}", COMPOSED.format(
+            folder=json.dumps(str(made)), parts=", ".join(map(str, models.values())))
+    texts, kinds = [], set()
+    for row in some:
+        try:
+            turns = source.conversation(row)
+        except ValueError:  # _layouts says what is wrong with it
+            continue
+        texts += [p for turn in turns for p in turn.parts if isinstance(p, str)]
+        kinds |= {medium.modality for medium in media_of(turns)}
+    tokenizer, told = _tokenizer(source, texts, trained)
+    size = -(-(tokenizer.vocab_size + len(kinds)) // 64) * 64
+    vision = machine.encoder if VISION in kinds else () if kinds else UNUSED
+    write_drawn(shapes(machine.llm, vision, machine.encoder if AUDIO in kinds else (),
+                       vocab_size=size), tokenizer.path, made, machine.max_side)
+    return made, f"{told}; model {made}", DRAWN.format(folder=json.dumps(str(made)))
+
+
+def _tokenizer(source: DataSource, texts: Sequence[str], path: Path
+               ) -> tuple[ChatTokenizer, str]:
+    """The one beside the data, else one that is trained on texts; and where it is from."""
     try:
         file = beside(source.config.path)
     except ValueError:  # none lies there
-        pass
-    else:
-        return ChatTokenizer(file), f"tokenizer {file}"
-    texts = []
-    for row in some:
-        try:
-            texts += [p for turn in source.conversation(row) for p in turn.parts
-                      if isinstance(p, str)]
-        except ValueError:  # _layouts says what is wrong with it
-            continue
-    size = train_tokenizer(texts, path, VOCAB_SIZE)
-    return ChatTokenizer(path), (f"no tokenizer lies beside the data: {path} was trained on their "
-                                 f"texts ({size} tokens)")
+        size = train_tokenizer(texts, path, VOCAB_SIZE)
+        return ChatTokenizer(path), (f"no tokenizer lies beside the data: {path} was trained on "
+                                     f"their texts ({size} tokens)")
+    return ChatTokenizer(file), f"tokenizer {file}"
 
 
 def _layouts(source: DataSource, some: Sequence[int], reader: LengthReader) -> list[BatchLayout]:
@@ -174,22 +176,6 @@ def _layouts(source: DataSource, some: Sequence[int], reader: LengthReader) -> l
     survey([source], reader, DataConfig(), print, len(some))
     measured = reader.plan(source.conversation, some)
     return [row.layout for row in measured if row.problem is None]
-
-
-def _section(part: str, models: Mapping[str, Path], machine: Machine, tokenizer: ChatTokenizer,
-             is_used: bool) -> str:
-    """A part of the model, as YAML."""
-    sizes = (machine.llm if part == "llm" else machine.encoder) if is_used else UNUSED
-    section = dict(zip(("num_layers", "hidden_size", "intermediate_size", "num_heads"), sizes,
-                       strict=True))
-    if part == "llm":
-        section["vocab_size"] = -(-tokenizer.vocab_size // 64) * 64
-    if part in models:
-        section = {"pretrained": str(models[part])}
-    if part == "vision":
-        section["max_side"] = machine.max_side
-    text = ", ".join(f"{key}: {json.dumps(value)}" for key, value in section.items())
-    return f"{{{text}}}" + ("" if is_used else "  # the data have none: as small as can be")
 
 
 def _batch_size(recipe: Recipe, layouts: Sequence[BatchLayout], machine: Machine
