@@ -116,9 +116,9 @@ def test_small_dry_run_is_consistent(tmp_path):
     (("--ranks", "2000"), "start 1792 or 2048 ranks, or set it to 0 (all ranks) or a number "
                                "that divides them"),
     (("--ranks", "2564", "fsdp.shard_size=4"), "start 2560 or 2568"),
-    (("--ranks", "2560", "fsdp.memory_gb=40"), "train.batch_size=21 would fit"),
+    (("--ranks", "2560", "fsdp.memory_gb=40"), "train.batch_size=20 would fit"),
     (("--ranks", "2560", "fsdp.memory_gb=40", "train.global_batch_size=76800"),
-     "train.global_batch_size=53760 would fit"),
+     "train.global_batch_size=51200 would fit"),
     (("--ranks", "2560", "fsdp.memory_gb=4"), "fsdp.shard_size above 256"),
     (("--ranks", "256", "train.global_batch_size=100"),
      "raise it to 256, or lower train.accumulation_steps"),
