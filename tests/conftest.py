@@ -43,8 +43,6 @@ def pytest_unconfigure() -> None:
 def demo_corpus(tmp_path_factory) -> Path:
     """A folder with 16 examples of the demo's corpus and a small model, which no test changes."""
     from tests.lib.commands import make_demo_data
-    from tests.lib.drawn import write_model
 
     folder = make_demo_data(tmp_path_factory.mktemp("demo"), 16)
-    write_model(folder / "tiny", folder / "tokenizer.json")
     return folder

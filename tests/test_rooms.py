@@ -50,6 +50,8 @@ from scripts.count_code import count_parts, count_rooms, read_all
 # of families and text models gone (-60). Packed clips of compositions took +75. The tools grew with
 # answers of a run of a whole model (+45).
 MOST = {"base": 24_690, "tools": 5_500, "papers": 1_700, "cpp": 2_220}
+# compose (+260). The papers' own formulas of models that are told by shapes took +45.
+MOST = {"base": 24_030, "tools": 5_520, "papers": 1_750, "cpp": 2_220}
 
 
 @pytest.fixture(scope="module")

@@ -152,6 +152,11 @@ class ComposedPreTrainedModel(PreTrainedModel):
     _supports_flash_attn = _supports_sdpa = _supports_flex_attn = True
     _supports_attention_backend = True
 
+    def _get_feat_extract_output_lengths(self, frames: int) -> tuple[int, int]:
+        """(Positions, rows of features) of a clip of so many frames, as audio towers of
+        transformers tell theirs."""
+        return (frames + 1) // 2, audio_rows(frames, self.config.audio_stack)
+
     @classmethod
     def is_custom_code(cls) -> bool:
         """See PackedWhisperEncoder: initial values of towers are those of their own classes."""

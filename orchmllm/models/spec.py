@@ -32,12 +32,11 @@ class Member:
 class ModelSpec:
     """One kind of model. what: in words. is_folder: a folder says what it is, and nothing else can
     be checked while that cannot be used. logits: of an item of the LLM, `tokens` or `rows`
-    (targets), for which there are logits. undrawn: encoder phases whose media no mix draws."""
+    (targets), for which there are logits."""
 
     what: str
     is_folder: bool
     logits: str
-    undrawn: frozenset[str]
 
     # Before anything is built: (model) -> the WeightSources that it starts from; (recipe), which
     # raises ValueError for keys of parts that it has not; (data, model); (model) -> tokens of its
@@ -68,13 +67,14 @@ class ModelSpec:
     feed = Member("data.loading.step_loader:feed_of", "data.loading.whole_examples:feed_of")
     build = Member("sharding.build:build_parts", "sharding.build:build_whole")
     asked = Member("runtime.samples:AskedParts", "runtime.whole_samples:AskedWhole")
-    # For tools: (recipe) -> its sources, and what measures their rows; (model, encoder phase) ->
-    # what says how long a medium is; (model) -> parameters by part; for timed see
+    # For tools: (recipe) -> its sources, and what measures their rows; (model) -> encoder phases
+    # that it has not; (model, encoder phase, sizes of media) -> their lengths, see
+    # orchmllm.tools.predict.whole.geometry; (model) -> parameters by part; for timed see
     # orchmllm.tools.predict.profile_command, for export orchmllm.tools.export.export.write_parts;
     # (arguments of the command, log) -> an answer.
     lengths = Member("tools.predict.examples:open_parts", "tools.predict.examples:open_whole")
-    geometry = Member(lambda model, phase: getattr(model, phase).geometry,
-                      "tools.predict.whole:geometry")
+    absent = Member(lambda model: frozenset(), "tools.predict.whole:absent")
+    geometry = Member("tools.predict.workload:geometry_of_parts", "tools.predict.whole:geometry")
     parameters = Member("tools.predict.dry_run:parameters", "tools.predict.whole:parameters")
     timed = Member("tools.predict.phase_runner:timed_parts",
                    "tools.predict.whole_runner:timed_whole")
@@ -82,8 +82,8 @@ class ModelSpec:
     answer = Member("tools.generate.own:answer_own", "tools.generate.whole:answer_whole")
 
 
-OWN_PARTS = ModelSpec("a model of this project's own parts", False, "tokens", frozenset())
-WHOLE = ModelSpec("a whole model of transformers", True, "rows", frozenset({"audio"}))
+OWN_PARTS = ModelSpec("a model of this project's own parts", False, "tokens")
+WHOLE = ModelSpec("a whole model of transformers", True, "rows")
 
 
 def spec_of(model: ModelConfig) -> ModelSpec:

@@ -7,7 +7,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -17,6 +16,7 @@ from orchmllm.config.job import Job
 from orchmllm.config.model import ModelConfig
 from orchmllm.counts.kept import kept
 from orchmllm.models.flops import Lengths, Work
+from orchmllm.models.shapes import description
 from orchmllm.plan.assign import PHASES, PlanSpec
 from orchmllm.plan.cost import CostModel
 from orchmllm.plan.layout import ENCODERS
@@ -104,9 +104,7 @@ def _known(folder: str, learns: tuple[str, ...], adapters: bool, dtype: str
         found = count(folder, learns, adapters, dtype)
         return {part: counts.as_json() for part, counts in found.items()}
 
-    config = Path(folder, "config.json")
-    key = [config.read_text(encoding="utf-8") if config.is_file() else folder, learns, adapters,
-           dtype]
+    key = [description(folder), learns, adapters, dtype]
     return {part: PartCounts.from_json(found) for part, found in kept(key, counted).items()}
 
 

@@ -26,13 +26,13 @@ from orchmllm.models.flops import plan_spec
 from orchmllm.plan.assign import PHASES, PhasePolicy
 from orchmllm.plan.layout import BatchLayout
 from orchmllm.plan.step import plan_step
-from orchmllm.sharding.fits import budget_of, decide, joined, with_real_batch
+from orchmllm.sharding.fits import budget_of, decide, joined, memory_of, with_real_batch
 from orchmllm.sharding.memory import Choice, loads_of
 from orchmllm.tools.predict.dry_run import NONE
 from orchmllm.tools.predict.examples import Examples, examples_of
 from orchmllm.tools.predict.hardware import Hardware
 from orchmllm.tools.predict.options import cluster_of, cluster_options
-from orchmllm.tools.predict.step_time import StepTime, memory_of, timed, work_of
+from orchmllm.tools.predict.step_time import StepTime, timed, work_of
 from orchmllm.tools.predict.text import unnamed_encoders
 
 PAD = frozenset({"audio"})
@@ -81,7 +81,7 @@ class Predicted:
         d = layouts[0].num_ranks
         job = resolve(recipe, d, hardware.ranks_per_node)
         spec = replace(plan_spec(job), balance=variant.balance)
-        self.memory = replace(memory_of(job, hardware), all_gather=d * variant.all_gather)
+        self.memory = replace(memory_of(job), all_gather=d * variant.all_gather)
         self.hardware = hardware
         self.plans = [plan_step(x, spec) for x in layouts]
         self.works = [work_of(p, self.memory.model, variant.pad, variant.all_gather)

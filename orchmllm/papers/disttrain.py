@@ -10,17 +10,14 @@ from dataclasses import replace
 
 import numpy as np
 
-from orchmllm.config.model import LLMConfig, ModelConfig, VisionConfig
-from orchmllm.config.recipe import FsdpConfig
-from orchmllm.models.flops import lengths_of
 from orchmllm.models.gpus import GPUS
 from orchmllm.papers.fact import MEASURED, Fact, Printed
 from orchmllm.papers.grouping import intra_reorder
 from orchmllm.papers.pipeline import inter_reorder, search_order, simulate
-from orchmllm.papers.profiles import ModuleProfile, analytic_profiles, state_of, with_frozen
+from orchmllm.papers.profiles import ModuleProfile, analytic, state_of, with_frozen
+from orchmllm.papers.shapes import Backbone, Tower
 from orchmllm.papers.units import UnitsPlan, plan_units
 from orchmllm.plan.balance import core
-from orchmllm.sharding.memory import MemoryModel
 from orchmllm.tools.predict.hardware import Hardware
 
 A800 = Hardware("A800, 8 a node, 4 x 200 Gbit/s per node", network_bandwidth=12.5e9,
@@ -30,22 +27,29 @@ A800 = Hardware("A800, 8 a node, 4 x 200 Gbit/s per node", network_bandwidth=12.
 ASSUMED = {"llm": 0.62, "vision": 0.45, "generator": 0.33}
 GENERATOR = {512: (1.9e12, 1e9), 1024: (9.2e12, 4e9)}
 SEQUENCE = 8192
-# Table 1: layers, hidden, ffn, heads, groups; image side of generation; Megatron's pipeline size.
-LLMS = {"9B": ((32, 4096, 11008, 32, 32), 512, 1), "15B": ((40, 5120, 13824, 40, 40), 512, 2),
-        "72B": ((80, 8192, 28672, 64, 8), 1024, 10)}
+# Table 1; image side of generation; Megatron's pipeline size.
+LLMS = {"9B": (Backbone(32, 4096, 11008, 32, 32, 128256), 512, 1),
+        "15B": (Backbone(40, 5120, 13824, 40, 40, 128256), 512, 2),
+        "72B": (Backbone(80, 8192, 28672, 64, 8, 128256), 1024, 10)}
+VIT = Tower(32, 1280, 5120, 16, patch=16)
 
 
 def disttrain_profiles(name: str, *, images: float = 5) -> dict[str, ModuleProfile]:
     """ViT-Huge, Llama 3 and Stable Diffusion 2.1 of MLLM-9B, -15B or -72B. images: of a sample of
     8,192 tokens; the papers do not say how many."""
-    (layers, hidden, ffn, heads, groups), side, _ = LLMS[name]
-    model = ModelConfig(
-        vision=VisionConfig(32, 1280, 5120, 16, patch_size=16, merge_size=1, max_side=side),
-        llm=LLMConfig(128256, layers, hidden, ffn, heads, groups))
-    made = analytic_profiles(MemoryModel(model, FsdpConfig(compute_dtype="bfloat16"), 1), {
-        phase: lengths_of(phase, getattr(model, phase), np.array([n]))
-        for phase, n in (("vision", (side / 16)**2), ("llm", SEQUENCE))}, A800, {
-        "vision": images}, ASSUMED)
+    llm, side, _ = LLMS[name]
+    patches, width = (side / VIT.patch)**2, llm.width
+    # The connector: two products, of each patch, with biases and a norm.
+    joined = VIT.width * width + width**2
+    made = {"vision": analytic(
+        "vision", VIT.layers, VIT.width, rows=patches * images, flops=images * (
+            VIT.front_flops(patches) + VIT.layers * VIT.layer_flops(patches)
+            + 2.0 * joined * patches),
+        parameters=VIT.parameters + joined + 2 * VIT.width + 2 * width, kept=VIT.kept,
+        hardware=A800, efficiency=ASSUMED["vision"]), "llm": analytic(
+        "llm", llm.layers, width, rows=SEQUENCE, flops=(
+            llm.layers * llm.layer_flops(SEQUENCE) + llm.head_flops(SEQUENCE)),
+        parameters=llm.parameters, kept=llm.kept, hardware=A800, efficiency=ASSUMED["llm"])}
     flops, kept = GENERATOR[side]
     rate = A800.sheet.bfloat16 * ASSUMED["generator"]
     made["generator"] = ModuleProfile(

@@ -7,26 +7,24 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
-from orchmllm.config.model import LLMConfig, ModelConfig, VisionConfig
-from orchmllm.models.flops import Lengths, phase_work
 from orchmllm.papers import grouping
 from orchmllm.papers.disttrain import seconds
 from orchmllm.papers.fact import CALIBRATED, MEASURED, Fact, Printed
 from orchmllm.papers.grouping import bias, isf
+from orchmllm.papers.shapes import Backbone, Tower
 from orchmllm.papers.split import Split, split_layers
 from orchmllm.plan.grouping import Groups
 from orchmllm.tools.predict.workload import sample_headers
 
 RANKS, TILE, LLM_TILE, TEXT = 16, 1025, 256, 3500  # ranks; ViT and LLM tokens of a tile; Qt used
 CAPS = {"max_images": 9, "max_tokens": 4096}
-# Layers, width, MLP width, heads; layers, width, MLP width, heads, key heads, words.
-TOWERS = {"InternVL-6B": (45, 3200, 12800, 25), "EVA-CLIP-1B": (40, 1408, 6144, 16),
-          "EVA-CLIP-8B": (32, 4096, 20480, 32), "EVA-CLIP-18B": (48, 5120, 25600, 40)}
-BACKBONES = {"Llama3-8B": (32, 4096, 14336, 32, 8, 128256),
-             "InternLM2-20B": (48, 6144, 16384, 48, 8, 92544),
-             "Yi-34B": (60, 7168, 20480, 56, 8, 64000),
-             "Llama3-70B": (80, 8192, 28672, 64, 8, 128256),
-             "Qwen1.5-110B": (80, 8192, 49152, 64, 8, 152064)}
+TOWERS = {"InternVL-6B": Tower(45, 3200, 12800, 25), "EVA-CLIP-1B": Tower(40, 1408, 6144, 16),
+          "EVA-CLIP-8B": Tower(32, 4096, 20480, 32), "EVA-CLIP-18B": Tower(48, 5120, 25600, 40)}
+BACKBONES = {"Llama3-8B": Backbone(32, 4096, 14336, 32, 8, 128256),
+             "InternLM2-20B": Backbone(48, 6144, 16384, 48, 8, 92544),
+             "Yi-34B": Backbone(60, 7168, 20480, 56, 8, 64000),
+             "Llama3-70B": Backbone(80, 8192, 28672, 64, 8, 128256),
+             "Qwen1.5-110B": Backbone(80, 8192, 49152, 64, 8, 152064)}
 RATIOS = ("pad", "dist ViT", "dist LLM")
 PARTITIONS = {"(1) parameter-based": "parameters", "(2) layer-based": "even",
               "(3) profile-based": "profile", "(4) BMP": "search"}  # of Table 4
@@ -95,19 +93,14 @@ def layer_ms(tower: str, backbone: str, ratio: float = 1.0, tp: int = 2) -> dict
     """Per layer of ViT and LLM: time (L,) in ms at 312 TFLOP/s times 0.6 on tp GPUs, parameters
     (L,), and bytes handed on (L - 1,). ratio: ViT time per FLOP over the LLM's. The head belongs
     to the last layer; the connector joins four tokens of the ViT's output."""
-    v, l = TOWERS[tower], BACKBONES[backbone]  # noqa: E741
-    model = ModelConfig(vision=VisionConfig(*v, merge_size=2, max_side=448), llm=LLMConfig(
-        l[5], l[0], l[1], l[2], l[3], l[4]))
-    tile, text = (Lengths(*(np.array([x]) for x in t)) for t in (
-        (TILE, TILE, 0), (TEXT, TEXT, TEXT)))
-    head = 2.0 * l[1] * l[5] * TEXT
-    vit = 9 * phase_work("vision", model, tile).forward.sum() * ratio / v[0]
-    llm = (phase_work("llm", model, text).forward.sum() - head) / l[0]
-    flops = np.array([vit] * v[0] + [llm] * l[0])
-    flops[-1] += head
-    size = np.array([2 * v[1] * (2 * v[1] + v[2])] * v[0] + [
-        2 * l[1]**2 * (1 + l[4] / l[3]) + 3 * l[1] * l[2]] * l[0])
-    moved = np.array([2.0 * 9 * TILE * v[1]] * (v[0] - 1) + [2.0 * TEXT * l[1]] * l[0])
+    vit, llm = TOWERS[tower], BACKBONES[backbone]
+    tile = 9 * (vit.front_flops(TILE) / vit.layers + vit.layer_flops(TILE)) * ratio
+    flops = np.array([tile] * vit.layers + [llm.layer_flops(TEXT)] * llm.layers)
+    flops[-1] += llm.head_flops(TEXT)
+    size = np.array([2 * vit.width * (2 * vit.width + vit.mlp)] * vit.layers + [
+        2 * llm.width**2 * (1 + llm.kv_heads / llm.heads) + 3 * llm.width * llm.mlp] * llm.layers)
+    moved = np.array([2.0 * 9 * TILE * vit.width] * (vit.layers - 1)
+                     + [2.0 * TEXT * llm.width] * llm.layers)
     return {"ms": 1e3 * flops / (312e12 * 0.6 * tp), "parameters": size, "bytes": moved}
 
 

@@ -10,6 +10,7 @@ from dataclasses import replace
 import numpy as np
 
 from orchmllm.config.recipe import FsdpConfig, Recipe, TrainConfig
+from orchmllm.models.spec import spec_of
 from orchmllm.papers.ablations import Predicted, variants
 from orchmllm.papers.fact import Fact, Printed
 from orchmllm.plan.assign import PHASES
@@ -18,7 +19,6 @@ from orchmllm.plan.rearrange import sums_of
 from orchmllm.sharding.choice import choose_checkpointing
 from orchmllm.sharding.fits import joined
 from orchmllm.sharding.memory import Choice
-from orchmllm.tools.predict.dry_run import parameters
 from orchmllm.tools.predict.examples import of_mix
 from orchmllm.tools.predict.hardware import Hardware
 from orchmllm.tools.predict.transfers import moves_of
@@ -48,7 +48,8 @@ def lines() -> Iterator[Fact]:
     """All rows."""
     printed = Printed("orchmllm")
     for model in BATCHES:
-        counted = parameters(MODELS[model.lower()])
+        config = MODELS[model.lower()]
+        counted = spec_of(config).parameters(config)
         for phase in PHASES:
             ours = sum(n for part, n in counted.items() if part.startswith(phase)
                        and part != f"{phase} connector") / 1e9

@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from orchmllm.config.model import AudioConfig, LLMConfig, VisionConfig
 from orchmllm.models.flops import Lengths, phase_work
 from orchmllm.sharding.memory import MemoryModel
 from orchmllm.sharding.units import units
@@ -95,15 +94,23 @@ def interpolated(rows: Sequence[float], ms: Sequence[float], at: float) -> Calla
     return lambda tp: alone / tp
 
 
-def analytic_ms(flops: float, rows: float, config: VisionConfig | AudioConfig | LLMConfig,
-                hardware: Hardware, efficiency: float) -> Callable[[int], float]:
+def analytic_ms(flops: float, rows: float, layers: int, width: int, hardware: Hardware,
+                efficiency: float) -> Callable[[int], float]:
     """forward_ms from a sample's FLOPs at a share of the peak, and two all-reduces of its rows in
     each layer when tp > 1."""
     def forward_ms(tp: int) -> float:
-        moved = 2 * config.num_layers * 2 * (tp - 1) / tp * rows * config.hidden_size * 2
+        moved = 2 * layers * 2 * (tp - 1) / tp * rows * width * 2
         return 1e3 * (flops / (hardware.sheet.bfloat16 * efficiency * tp)
                       + moved / hardware.sheet.node)
     return forward_ms
+
+
+def analytic(name: str, layers: int, width: int, *, rows: float, flops: float, parameters: float,
+             kept: float, hardware: Hardware, efficiency: float) -> ModuleProfile:
+    """A profile by what a sample computes. kept: bytes of a position, of all layers."""
+    return ModuleProfile(name, layers, rows, analytic_ms(
+        flops, rows, layers, width, hardware, efficiency), *state_of(parameters), kept,
+        2.0 * width, forward_flops=flops)
 
 
 def analytic_profiles(memory: MemoryModel, lengths: Mapping[str, Lengths], hardware: Hardware,
@@ -119,13 +126,11 @@ def analytic_profiles(memory: MemoryModel, lengths: Mapping[str, Lengths], hardw
         raise ValueError("model.lora.rank: units with adapters are not modelled: set it to 0")
     for phase in (p for p in ("vision", "audio", "llm") if p in lengths):
         config, item, count = getattr(model, phase), lengths[phase], items.get(phase, 1.0)
-        length = float(item.positions[0])
         flops = float(phase_work(phase, model, item).forward.sum())
-        share = (efficiency or {}).get(phase, 0.6)
-        size = sum(u.copies * u.size for u in units(model) if u.phase == phase)
-        out[phase] = ModuleProfile(
-            phase, config.num_layers, length * count,
-            analytic_ms(flops * count, length * count, config, hardware, share),
-            *state_of(size), memory.kept(phase, "selective"), 2.0 * config.hidden_size,
-            forward_flops=flops * count)
-    return with_frozen(out, [p for p in out if getattr(model, p).frozen])
+        out[phase] = analytic(
+            phase, config.num_layers, config.hidden_size, rows=float(item.positions[0]) * count,
+            flops=flops * count,
+            parameters=sum(u.copies * u.size for u in units(model) if u.phase == phase),
+            kept=memory.kept(phase, "selective"), hardware=hardware,
+            efficiency=(efficiency or {}).get(phase, 0.6))
+    return out

@@ -182,15 +182,23 @@ class MemoryModel:
 
     def _batch(self, loads: Loads) -> np.ndarray:
         rows = sum((self.all_gather * float(loads.phases[p].rows.max()) if self.all_gather
-                    else loads.phases[p].rows) * getattr(self.model, p).geometry.row_bytes
-                   for p in ENCODERS)
+                    else loads.phases[p].rows) * float(self._row_bytes(p)) for p in ENCODERS)
         return rows + loads.phases["llm"].tokens * 32.0
 
     def _features(self, phase: str, loads: Loads) -> np.ndarray | float:
         """Encoded rows as the LLM phase receives them."""
         rows = (self.all_gather * float(loads.phases[phase].tokens.max()) if self.all_gather
                 else loads.received[phase])
-        return rows * float(self.element * self.model.llm.hidden_size)
+        return rows * self._feature_bytes
+
+    @property
+    def _feature_bytes(self) -> float:
+        """Of a token of a medium."""
+        return float(self.element * self.model.llm.hidden_size)
+
+    def _row_bytes(self, phase: str) -> int:
+        """Of a patch or a frame in the batch."""
+        return getattr(self.model, phase).geometry.row_bytes
 
     def _blocks(self, phase: str) -> list[activations.BlockBytes]:
         config = getattr(self.model, phase)
@@ -220,7 +228,7 @@ class MemoryModel:
 
     def _exchange(self, phase: str, loads: Loads) -> np.ndarray:
         """Features as encoded, in sending order, as received, and in their own order."""
-        sent = loads.phases[phase].tokens * float(self.element * self.model.llm.hidden_size)
+        sent = loads.phases[phase].tokens * self._feature_bytes
         return (1 if self.all_gather else 2) * (sent + self._features(phase, loads))
 
     def loss_bytes(self, loads: Loads) -> np.ndarray:

@@ -18,6 +18,7 @@ from orchmllm.config.model import ModelConfig
 from orchmllm.config.recipe import Recipe
 from orchmllm.config.train import OPTIMIZER_STATE
 from orchmllm.models.names import PARTS, Named, named
+from orchmllm.models.shapes import placed
 from orchmllm.models.spec import spec_of
 
 Shape = tuple[int, ...]
@@ -118,33 +119,26 @@ def by_role(model: ModelConfig, phase: str) -> dict[str, Unit]:
 def units_of_whole(model: ModelConfig) -> list[Unit]:
     """The units of orchmllm.sharding.hf.ordered. What its model has not, audio or a head of its
     own, has no parameters."""
-    from orchmllm.models import adapters  # with torch
-    from orchmllm.models.hf import meta_model
-
-    whole = meta_model(model.folder)
-    stacks, places = whole.blocks(), {}
-    table, head = whole.hf.get_input_embeddings().weight, whole.hf.get_output_embeddings().weight
-    if table is not head:
-        places |= {id(table): "embed", id(head): "head"}
+    learnt, stacks = _adapters(model), {}
+    places: dict[str, str] = {}
+    for p in placed(model.folder):
+        places[p.name] = "" if p.role == "block" else p.role
+        if p.role == "block":
+            stacks.setdefault(p.part, {}).setdefault(p.block, []).append(p)
     runs: dict[str, list[tuple[str, int]]] = {phase: [] for phase in stacks}
     for phase, stack in stacks.items():  # some layers have experts
-        for _, group in groupby(stack, lambda block: [p.shape for p in block.parameters()]):
+        for _, group in groupby(stack.values(), lambda block: [p.shape for p in block]):
             alike = list(group)
             place = f"{phase} {len(runs[phase])}"
-            places |= {id(p): "" for block in alike for p in block.parameters()}
-            places |= {id(p): place for p in alike[0].parameters()}
+            places |= {p.name: place for p in alike[0]}
             runs[phase].append((place, len(alike)))
     found: dict[str, tuple[list[Shape], list[Shape]]] = {}
-    parameters = dict(whole.hf.named_parameters())
-    learnt = dict(adapters.learnt(whole, model)) if model.lora.rank else {}
-    for name, p in parameters.items():
-        part = whole.part_of(name)
-        frozen = name not in learnt if learnt else not model.learns(part)
-        place = places.get(id(p), "root")
-        found.setdefault(place, ([], []))[frozen].append(tuple(p.shape))
+    for p in placed(model.folder):
+        frozen = p.name not in learnt if learnt else not (p.learns and model.learns(p.part))
+        found.setdefault(places[p.name], ([], []))[frozen].append(p.shape)
     for name, shape in learnt.items():
         beside, adapter, _ = name.partition(".lora_")
-        if adapter and (place := places[id(parameters[f"{beside}.weight"])]):
+        if adapter and (place := places[f"{beside}.weight"]):
             found[place][0].append(shape)
 
     def unit(phase: str, role: str, copies: int = 1, place: str = "none", **options) -> Unit:
@@ -155,6 +149,16 @@ def units_of_whole(model: ModelConfig) -> list[Unit]:
     return [unit("vision", "root", place="root", stays=True), *blocks["vision"],
             unit("audio", "root"), *blocks["audio"], unit("llm", "embed", place="embed"),
             *blocks["llm"], unit("llm", "head", place="head")]
+
+
+def _adapters(model: ModelConfig) -> dict[str, Shape]:
+    """Name -> shape of all that learns where adapters do, else nothing."""
+    if not model.lora.rank:
+        return {}
+    from orchmllm.models import adapters  # with torch
+    from orchmllm.models.hf import meta_model
+
+    return dict(adapters.learnt(meta_model(model.folder), model))
 
 
 def _parameters(phase: str, model: ModelConfig) -> Iterator[Named]:

@@ -9,7 +9,6 @@ import numpy as np
 
 from orchmllm.config.job import Job
 from orchmllm.models.whole_flops import PartCounts, feature_width, part_counts
-from orchmllm.plan.layout import ENCODERS
 from orchmllm.sharding.activations import BlockBytes
 from orchmllm.sharding.memory import Loads, MemoryModel
 
@@ -41,20 +40,14 @@ class WholeMemory(MemoryModel):
                            block.none, 2 * block.largest, block.moved, block.repeated)
                 for block in self._counts[phase].blocks]
 
-    def _batch(self, loads: Loads) -> np.ndarray:
-        """Pixels and frames in float32, and as the forward pass casts them."""
-        out = loads.phases["llm"].tokens * 32.0
-        for part in self._counts.keys() & ENCODERS.keys():
-            out = out + loads.phases[part].rows * float(
-                self._counts[part].row_values * (4 + self.element))
-        return out
+    def _row_bytes(self, phase: str) -> int:
+        """In float32, and as the forward pass casts it."""
+        found = self._counts.get(phase)
+        return found.row_values * (4 + self.element) if found else 0
 
-    def _features(self, phase: str, loads: Loads) -> np.ndarray:
-        return loads.received[phase] * float(self.element * feature_width(self.model))
-
-    def _exchange(self, phase: str, loads: Loads) -> np.ndarray:
-        sent = loads.phases[phase].tokens * float(self.element * feature_width(self.model))
-        return 2 * (sent + self._features(phase, loads))
+    @property
+    def _feature_bytes(self) -> float:
+        return float(self.element * feature_width(self.model))
 
     def _around(self, phase: str, loads: Loads) -> np.ndarray:
         lengths = loads.phases[phase]
@@ -63,5 +56,5 @@ class WholeMemory(MemoryModel):
         found = self._counts[phase]
         kept = found.kept_row * lengths.rows + found.kept_position * lengths.positions
         if phase == "llm":  # and what the layers get
-            kept = kept + lengths.tokens * float(self.element * feature_width(self.model))
+            kept = kept + lengths.tokens * self._feature_bytes
         return kept

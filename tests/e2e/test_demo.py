@@ -11,7 +11,7 @@ from orchmllm.runtime.metrics import read_rows
 from orchmllm.tools import compare as command
 from orchmllm.tools.compare import largest_difference
 from tests.lib import launched
-from tests.lib.commands import ROOT, TINY, make_demo_data, demo_of, python
+from tests.lib.commands import ROOT, TINY, demo_of, make_demo_data, python
 from tests.lib.rows import row_problems
 
 KEYS = {"loss_off", "loss_on", "critical_path_ratio", "predicted_ratio", "on_over_mean",

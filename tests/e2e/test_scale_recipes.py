@@ -1,23 +1,25 @@
 """The paper's models (OrchMLLM Table 1): exact shapes, counts that equal an independent one, and a
-step of each at a fraction of its size on two ranks."""
+step of each recipe with a tiny model on two ranks."""
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
+from pathlib import Path
 
+import numpy as np
 import pytest
-import torch
 
 from orchmllm.config.recipe import Recipe
 from orchmllm.data.loading.step_loader import StepLoader
 from orchmllm.data.sampler import GlobalSampler
-from orchmllm.models.mllm import MultimodalModel
-from orchmllm.tools.predict.dry_run import parameters
-from orchmllm.tools.predict.workload import MODELS
+from orchmllm.models.families import read_config
+from orchmllm.models.hf import meta_model
+from orchmllm.tools.predict.whole import geometry, parameters
 from orchmllm.trainer import Trainer
 from tests.lib.ranks import run_ranks
 from tests.lib.recipes import read
-from tests.lib.synthetic import VOCAB, SyntheticDataset
+from tests.lib.synthetic import MODEL, SyntheticDataset
 
 NAMES = ("mllm10b", "mllm18b", "mllm84b", "mllm_1gpu")
 # Table 1: layers, hidden, ffn of LLM, vision, audio; then downsampling, image bound, mini-batch.
@@ -29,75 +31,67 @@ TABLE = {
 BILLIONS = {"mllm10b": (7, 2, 0.6), "mllm18b": (14, 3, 0.6), "mllm84b": (72, 6, 6)}
 
 
-def shape(part) -> tuple[int, int, int]:
-    return part.num_layers, part.hidden_size, part.intermediate_size
+def config_of(name: str):
+    return read_config(Path(read(name).model.folder))
 
 
 @pytest.mark.parametrize("name", TABLE)
 def test_recipe_is_the_papers(name):
-    recipe, model = read(name), read(name).model
-    got = (shape(model.llm), shape(model.vision), shape(model.audio), model.vision.merge_size**2,
-           model.audio.stack, model.vision.max_side, recipe.train.batch_size)
+    recipe, config = read(name), config_of(name)
+    text, vision, audio = config.text_config, config.vision_config, config.audio_config
+    images = json.loads((Path(recipe.model.folder) / "preprocessor_config.json").read_text())
+    side = (images["size"]["longest_edge"] * 4 / 3)**0.5  # of an image of 4:3
+    got = ((text.num_hidden_layers, text.hidden_size, text.intermediate_size),
+           (vision.depth, vision.embed_dim, vision.mlp_ratio * vision.embed_dim),
+           (audio.encoder_layers, audio.d_model, audio.encoder_ffn_dim),
+           vision.spatial_merge_size**2, config.audio_stack, round(side), recipe.train.batch_size)
     assert got == TABLE[name]
-    assert model.vision.patch_size == 14 and model.audio.geometry.sample_rate == 16000
-    assert model.llm.vocab_size == 152064 and recipe.fsdp.shard_size == 256
-    assert (model.llm.num_heads, model.llm.num_kv_heads) == {
-        3584: (28, 4), 5120: (40, 8), 8192: (64, 8)}[model.llm.hidden_size]  # Qwen2's GQA
+    assert vision.patch_size == images["patch_size"] == 14 and images["sampling_rate"] == 16000
+    assert text.vocab_size == 152064 and recipe.fsdp.shard_size == 256
+    assert (text.num_attention_heads, text.num_key_value_heads) == {
+        3584: (28, 4), 5120: (40, 8), 8192: (64, 8)}[text.hidden_size]  # Qwen2's GQA
     assert recipe.fsdp.compute_dtype == "bfloat16" and recipe.fsdp.meta_init
-    assert model == MODELS[name.removeprefix("mllm")]  # what the workload and benchmarks use
+    [large] = geometry(recipe.model, "vision", np.array([[4000, 3000]])).tolist()
+    assert 0.95 * side / 14 < large[5] <= side / 14
 
 
-def by_hand(model) -> int:
+def by_hand(config) -> int:
     """Parameters from the architecture's text alone: ViT and Whisper blocks with biases (no key
-    bias in Whisper), Qwen2 with QKV biases, untied embeddings, two-layer connectors."""
-    v, a, m = model.vision, model.audio, model.llm
-    c, f = v.hidden_size, v.intermediate_size
-    total = v.num_layers * (4 * c * c + 2 * c * f + 9 * c + f)
-    total += (3 * v.patch_size**2 + 1) * c + 2 * c
-    c, f = a.hidden_size, a.intermediate_size
-    total += a.num_layers * (4 * c * c + 2 * c * f + 8 * c + f)
-    total += 3 * a.num_mels * c + c + 3 * c * c + c + 2 * c
-    for joined in (v.hidden_size * v.merge_size**2, a.hidden_size * a.stack):
+    bias in Whisper), a merger behind the ViT, Qwen2 with QKV biases, untied embeddings, two-layer
+    connectors."""
+    v, a, m = config.vision_config, config.audio_config, config.text_config
+    c, f, merged = v.embed_dim, v.mlp_ratio * v.embed_dim, v.spatial_merge_size**2 * v.embed_dim
+    total = v.depth * (4 * c * c + 2 * c * f + 9 * c + f) + 3 * v.patch_size**2 * c
+    total += 2 * c + merged**2 + merged + merged * v.hidden_size + v.hidden_size
+    c, f = a.d_model, a.encoder_ffn_dim
+    total += a.encoder_layers * (4 * c * c + 2 * c * f + 8 * c + f)
+    total += 3 * a.num_mel_bins * c + c + 3 * c * c + c + 2 * c + a.max_source_positions * c
+    for joined in (v.hidden_size, a.d_model * config.audio_stack):
         total += 2 * joined + joined * m.hidden_size + m.hidden_size**2 + 2 * m.hidden_size
-    c, kv = m.hidden_size, m.hidden_size // m.num_heads * m.num_kv_heads
-    total += m.num_layers * (2 * c * c + 2 * c * kv + 3 * c * m.intermediate_size + 3 * c + 2 * kv)
+    c, kv = m.hidden_size, m.hidden_size // m.num_attention_heads * m.num_key_value_heads
+    total += m.num_hidden_layers * (
+        2 * c * c + 2 * c * kv + 3 * c * m.intermediate_size + 3 * c + 2 * kv)
     return total + 2 * m.vocab_size * c + c
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_parameters_on_meta_equal_the_analytic_count(name):
     model = read(name).model
-    with torch.device("meta"):
-        built = MultimodalModel(model)
-    total = sum(p.numel() for p in built.parameters())
+    total = sum(p.numel() for p in meta_model(model.folder).parameters())
     counts = parameters(model)
-    assert total == by_hand(model) == sum(counts.values())
-    for phase in ("vision", "audio", "llm"):
-        own = sum(p.numel() for p in getattr(built, phase).parameters())
-        assert own == sum(n for part, n in counts.items() if part.startswith(phase))
+    assert total == by_hand(config_of(name)) == sum(counts.values())
     if name in BILLIONS:  # the table's totals are rounded; its 2B ViT is 1.8B in the blocks
         table = dict(zip(("llm", "vision", "audio"), BILLIONS[name], strict=True))
         for phase, billions in table.items():
-            own = sum(n for part, n in counts.items()
-                      if part.startswith(phase) and part != f"{phase} connector")
+            own = sum(n for part, n in counts.items() if part.startswith(phase))
             assert own / 1e9 == pytest.approx(billions, rel=0.1)
 
 
 def scaled_down(recipe: Recipe) -> Recipe:
-    """The recipe at about 1/64 of its widths: heads, grouping, downsampling and all options stay,
-    but for the number of ranks and what is downloaded or filled."""
-    model = recipe.model
-
-    def small(part, heads: int, **more):
-        return replace(part, num_layers=2, hidden_size=16 * heads, intermediate_size=40 * heads,
-                       num_heads=heads, **more)
-
-    group = model.llm.num_heads // model.llm.num_kv_heads
+    """The recipe with a tiny model: all options stay, but for the number of ranks and what is
+    downloaded or filled."""
     return replace(
-        recipe, model=replace(
-            model, vision=small(model.vision, 2, max_side=112),
-            audio=small(model.audio, 2, num_mels=8),
-            llm=small(model.llm, group, num_kv_heads=1, vocab_size=VOCAB)),
+        recipe, model=MODEL,
         fsdp=replace(recipe.fsdp, shard_size=2, loss_chunk_rows=32),
         train=replace(recipe.train, batch_size=4, num_steps=1, lr=1e-3, warmup_steps=0),
         data=replace(recipe.data, prefetch=0),
@@ -108,8 +102,7 @@ def one_step(world, names):
     rows = {}
     for name in names:
         recipe = scaled_down(read(name))
-        data = SyntheticDataset(vision=recipe.model.vision.geometry,
-                                audio=recipe.model.audio.geometry)
+        data = SyntheticDataset()
         trainer = Trainer(recipe, world, dataset=data)
         sampler = GlobalSampler(range(8), 8, shuffle=False)
         (step,) = StepLoader(data, sampler, trainer.orchestrator, num_steps=1, prefetch=0)
@@ -119,7 +112,7 @@ def one_step(world, names):
 
 @pytest.mark.slow
 @pytest.mark.dist
-def test_a_step_of_each_at_a_fraction_of_its_size():
+def test_a_step_of_each_with_a_tiny_model():
     first, second = run_ranks(one_step, 2, NAMES)
     for name in NAMES:
         assert 4.0 < first[name]["loss"] < 4.4  # ln 64 = 4.16

@@ -14,7 +14,13 @@ from orchmllm.plan.geometry import AudioGeometry
 _MASKS = ("feature_attention_mask", "input_features_mask")  # of frames that are no padding
 # Tokens of a clip. Qwen2-Audio takes clips of one token for placeholders that are not expanded yet,
 # and then numbers the positions of the whole row anew.
-_FEWEST = 2
+FEWEST = 2
+
+
+def fills_windows(config: Any) -> bool:
+    """Whether a model's tower encodes windows of one length, with their padding: all do but those
+    of omni models and packed ones."""
+    return not (hasattr(config.audio_config, "n_window") or getattr(config, "audio_packed", False))
 
 
 class Clips:
@@ -24,10 +30,7 @@ class Clips:
     def __init__(self, processor: Any, config: Any) -> None:
         extractor = processor.feature_extractor
         self.geometry = AudioGeometry(extractor.sampling_rate)
-        # Towers but those of omni models and packed ones encode windows of one length, with their
-        # padding.
-        self._windows = not (hasattr(config.audio_config, "n_window")
-                             or getattr(config, "audio_packed", False))
+        self._windows = fills_windows(config)
         longest_s = getattr(processor, "max_audio_len", extractor.chunk_length)
         self._most_samples = longest_s // extractor.chunk_length * extractor.n_samples
         self._token = processor.audio_token
@@ -56,8 +59,8 @@ class Clips:
                 most_s = self._most_samples / self.geometry.sample_rate
                 raise RowError(f"{length}long: the processor of the model would leave out what "
                                f"comes after {most_s:g} s: cut it")
-            if text.count(self._token) < _FEWEST:
-                raise RowError(f"{length}short: it has fewer than {_FEWEST} rows of features: "
+            if text.count(self._token) < FEWEST:
+                raise RowError(f"{length}short: it has fewer than {FEWEST} rows of features: "
                                "leave it out")
         name = next(name for name in _MASKS if name in out)
         mask = np.asarray(out[name])

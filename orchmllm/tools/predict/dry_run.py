@@ -31,7 +31,7 @@ from orchmllm.plan.layout import ENCODERS, BatchLayout
 from orchmllm.plan.microbatches import plan_microbatches
 from orchmllm.plan.step import StepPlan, imbalance, plan_step
 from orchmllm.sharding.caps import with_count
-from orchmllm.sharding.fits import decide, joined, with_real_batch
+from orchmllm.sharding.fits import decide, joined, memory_of, with_real_batch
 from orchmllm.sharding.longest import Room, heaviest, table
 from orchmllm.sharding.memory import Loads, MemoryModel, loads_of
 from orchmllm.sharding.units import units
@@ -39,7 +39,6 @@ from orchmllm.tools.predict.examples import Examples, of_mix
 from orchmllm.tools.predict.hardware import Hardware
 from orchmllm.tools.predict.step_time import (
     StepTime,
-    memory_of,
     rank_seconds,
     timed,
     work_of,
@@ -74,7 +73,7 @@ def dry_run(recipe: Recipe, num_ranks: int, hardware: Hardware, steps: int = 20,
     started = time.perf_counter()
     job, hardware = hardware.job(recipe, num_ranks)
     check_world(job)
-    spec, memory = plan_spec(job), memory_of(job, hardware)
+    spec, memory = plan_spec(job), memory_of(job)
     recipe = with_real_batch(recipe, num_ranks)
     examples = examples or of_mix(recipe, without=without)
     drawn = functools.partial(examples.draw, num_ranks)
@@ -82,7 +81,7 @@ def dry_run(recipe: Recipe, num_ranks: int, hardware: Hardware, steps: int = 20,
     step = drawn(recipe.train.batch_size * recipe.train.least_microbatches, recipe.run.seed)
     recipe, spec, caps = with_count(recipe, [step], spec, memory, room.budget)
     job, train = replace(job, recipe=recipe), recipe.train
-    memory = memory_of(job, hardware)
+    memory = memory_of(job)
     first = [plan for _, plan in plan_microbatches(step, spec, train.accumulation_steps)]
     choice = _checkpointing(recipe, first, room, hardware, examples)
     room = replace(room, choice=choice)

@@ -60,7 +60,7 @@ def _cut(layout: BatchLayout, limit: int) -> BatchLayout:
 def of_mix(recipe: Recipe, mix: str = "natural", without: Collection[str] = (),
            why: str = "") -> Examples:
     """A mix of orchmllm.tools.predict.workload. why: said behind its name."""
-    without = spec_of(recipe.model).undrawn or without
+    without = {*without, *spec_of(recipe.model).absent(recipe.model)}
     media = [name for p, name in (("vision", "images"), ("audio", "audio")) if p not in without]
     kinds = f"{', '.join(media)} and text" if media else "text"
 

@@ -25,7 +25,14 @@ from orchmllm.plan.microbatches import plan_microbatches
 from orchmllm.plan.room import Limit
 from orchmllm.sharding.caps import is_below, room_of, with_count
 from orchmllm.sharding.choice import choose_checkpointing
-from orchmllm.sharding.fits import MISSED, budget_of, decide, joined, with_real_batch
+from orchmllm.sharding.fits import (
+    MISSED,
+    budget_of,
+    decide,
+    joined,
+    memory_of,
+    with_real_batch,
+)
 from orchmllm.sharding.memory import Loads, MemoryModel, loads_of
 from orchmllm.sharding.units import by_role
 from orchmllm.tools.predict.examples import Examples
@@ -33,7 +40,6 @@ from orchmllm.tools.predict.hardware import Hardware
 from orchmllm.tools.predict.step_time import (
     PlanWork,
     StepTime,
-    memory_of,
     phase_seconds,
     timed,
     update_seconds,
@@ -119,8 +125,7 @@ class Search:
         job = resolve(recipe, self.num_ranks, self.hardware.ranks_per_node)
         step = self.examples.draw(self.num_ranks, recipe.train.batch_size
                                   * recipe.train.least_microbatches, recipe.run.seed)
-        return with_count(recipe, [step], plan_spec(job), memory_of(job, self.hardware),
-                          self.budget)
+        return with_count(recipe, [step], plan_spec(job), memory_of(job), self.budget)
 
     def caps(self, setting: Setting) -> str:
         """What a rank may hold by a setting, in words."""
@@ -169,7 +174,7 @@ class Search:
         """`drawn` by limits of memory; None if a step has no plan below them, too."""
         recipe = replace(self.recipe, fsdp=replace(self.recipe.fsdp, shard_size=group))
         job = resolve(recipe, self.num_ranks, self.hardware.ranks_per_node)
-        spec, model = replace(plan_spec(job), room=room), memory_of(job, self.hardware).model
+        spec, model = replace(plan_spec(job), room=room), memory_of(job).model
         pad, works, loads = padded_phases(recipe.model), [], []
         for step in range(-(-self.steps // microbatches)):
             drawn = self.examples.draw(self.num_ranks, batch_size * microbatches,
@@ -199,7 +204,7 @@ class Search:
 
     def memory(self, setting: Setting) -> MemoryModel:
         return memory_of(resolve(setting.of(self.recipe), self.num_ranks,
-                                 self.hardware.ranks_per_node), self.hardware)
+                                 self.hardware.ranks_per_node))
 
     def peak(self, setting: Setting) -> float:
         """Bytes of the fullest rank in the worst of the steps."""

@@ -15,7 +15,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from orchmllm.config.job import Job
 from orchmllm.config.model import ModelConfig
 from orchmllm.models.flops import (
     Lengths,
@@ -30,7 +29,6 @@ from orchmllm.models.spec import spec_of
 from orchmllm.plan.assign import PHASES
 from orchmllm.plan.layout import ENCODERS
 from orchmllm.plan.step import StepPlan
-from orchmllm.sharding import fits
 from orchmllm.sharding.memory import MemoryModel
 from orchmllm.sharding.units import by_role
 from orchmllm.tools.predict.collectives import pass_seconds, unit_traffic
@@ -38,14 +36,6 @@ from orchmllm.tools.predict.hardware import Hardware
 from orchmllm.tools.predict.transfers import Move, moves_of
 
 UPDATE_PASSES = 10  # reads and writes of a parameter's size: norm, clipping and AdamW's kernel
-
-
-def memory_of(job: Job, hardware: Hardware) -> MemoryModel:
-    """The memory of a job's ranks. Raises ValueError for a whole model with measured shares."""
-    if hardware.measured:
-        job.recipe.model.require_parts(
-            "the shares of --measured are those of this project's own blocks: say --efficiency")
-    return fits.memory_of(job)
 
 
 @dataclass(frozen=True)

@@ -14,8 +14,8 @@ from orchmllm.plan.layout import ENCODERS
 def unnamed_encoders(loaded: Loaded[Recipe]) -> frozenset[str]:
     """Encoders without a single key in a recipe that describes other parts of its model: it has no
     data for them, and they stay as small as the defaults are."""
-    if undrawn := spec_of(loaded.recipe.model).undrawn:
-        return undrawn
+    if loaded.recipe.model.folder:
+        return spec_of(loaded.recipe.model).absent(loaded.recipe.model)
     named = {path.split(".")[1] for path in loaded.places if path.startswith("model.")}
     return frozenset(p for p in ENCODERS if named and p not in named)
 

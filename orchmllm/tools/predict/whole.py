@@ -1,79 +1,71 @@
-"""Predictions for a whole model of transformers, without weights or pixels: its parameters, and
-what its image processor makes of the size of an image."""
+"""Predictions for a whole model of transformers, without weights, pixels or samples: its parts and
+parameters, and what media of given sizes become in it. What is kept of a known model and of known
+sizes is read without torch."""
 
 from __future__ import annotations
 
-from functools import lru_cache
+import math
+from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
-from transformers import PROCESSOR_MAPPING, AutoImageProcessor
 
 from orchmllm.config.model import ModelConfig
-from orchmllm.data.media.shapes import Shapes, Size, adapted, sized
-from orchmllm.models.families import read_config
-from orchmllm.models.hf import meta_model
-from orchmllm.plan.geometry import SegmentLengths
+from orchmllm.counts.kept import kept, kept_each
+from orchmllm.models.shapes import description, placed
+from orchmllm.plan.geometry import AudioGeometry
+from orchmllm.plan.layout import ENCODERS
+
+if TYPE_CHECKING:
+    from orchmllm.tools.predict.media import Clips, Pictures
+
+SETTINGS = ("preprocessor_config.json", "processor_config.json")
+
+
+def absent(model: ModelConfig) -> frozenset[str]:
+    """Encoder phases that the model has not."""
+    return frozenset(ENCODERS.keys() - {p.part for p in placed(model.folder)})
 
 
 def parameters(model: ModelConfig) -> dict[str, int]:
     """Part of the model -> its parameters."""
-    whole, counts = meta_model(model.folder), {}
-    layers = {id(p) for stack in whole.blocks().values() for p in stack.parameters()}
+    counts: Counter[str] = Counter()
     rest = {"vision": "vision front", "audio": "audio front", "llm": "llm embedding and head",
             "connector": "connector"}
-    for name, p in whole.hf.named_parameters():
-        part = whole.part_of(name)
-        place = f"{part} layers" if id(p) in layers else rest[part]
-        counts[place] = counts.get(place, 0) + p.numel()
-    return counts
+    for p in placed(model.folder):
+        counts[f"{p.part} layers" if p.role == "block" else rest[p.part]] += math.prod(p.shape)
+    return dict(counts)
 
 
-class Pictures:
-    """What the image processor of a folder makes of the size of an image, by the settings of
-    preprocessor_config.json or processor_config.json alone: an image of an example by itself.
-    Raises ValueError, saying what is missing."""
+def geometry(model: ModelConfig, phase: str, sizes: np.ndarray) -> np.ndarray:
+    """(n, 6) int64: rows, positions, tokens and grid of media of an encoder phase, each by itself
+    in an example. sizes (n, 2) int64: width and height in pixels, or samples and their rate. Raises
+    ValueError, saying what is missing in the folder."""
+    def opened() -> Pictures | Clips:
+        from orchmllm.tools.predict import media  # with torch
 
-    def __init__(self, folder: str) -> None:
-        config = read_config(Path(folder))
-        merge = getattr(getattr(config, "vision_config", None), "spatial_merge_size", None)
-        ratio = getattr(config, "downsample_ratio", None)
-        cure = "run `orchmllm data index RECIPE` first, so that lengths are those of its own rows"
-        if hasattr(config, "audio_config") or merge is None and ratio is None or (
-                config.model_type == "mistral3"):
-            raise ValueError(f"{folder}: sizes of media cannot be drawn for {config.model_type}, "
-                             f"whose tokens its whole processor decides: {cure}")
-        try:
-            processor = AutoImageProcessor.from_pretrained(folder, backend="pil",
-                                                           local_files_only=True)
-        except (OSError, ValueError, ImportError) as error:
-            raise ValueError(
-                f"{folder} has no settings of an image processor that can be read "
-                f"(preprocessor_config.json), which say how many patches an image has: copy them "
-                f"from the model, or {cure}") from error
-        self._processor = adapted(processor, Shapes)
-        self._options = getattr(PROCESSOR_MAPPING[type(config)], "images_kwargs", {})
-        self._patches = merge**2 if merge else round(1 / ratio**2)  # of a token
-        self._patch = int(np.max(config.vision_config.patch_size))
-        self.segment_lengths = lru_cache(maxsize=100_000)(self._segment_lengths)
+        return media.of(model.folder, phase)
 
-    def _segment_lengths(self, width: int, height: int) -> SegmentLengths:
-        """Of an image of so many pixels."""
-        out = self._processor([sized(Size(height, width))], return_tensors="np", **self._options)
-        if "image_grid_thw" in out:
-            t, h, w = out["image_grid_thw"][0].tolist()
-        else:
-            tiles, _, high, wide = out["pixel_values"].shape
-            t, h, w = tiles, high // self._patch, wide // self._patch
-        return SegmentLengths(t * h * w, t * h * w, t * h * w // self._patches, (t, h, w))
+    def count(asked: Sequence[str]) -> list[list[int]]:
+        found = (opened().segment_lengths(*map(int, size.split())) for size in asked)
+        return [[*map(int, (*lengths[:3], *lengths.grid))] for lengths in found]
+
+    paths = [Path(model.folder, name) for name in SETTINGS]
+    key = [phase, description(model.folder),
+           *(path.read_text(encoding="utf-8") if path.is_file() else "" for path in paths)]
+    if phase == "audio":  # hardly two clips have as many samples, and many as many frames
+        rate = AudioGeometry(*kept(["rate", *key], lambda: opened().rate))
+        sizes = -(-rate.resampled(*sizes.T) // rate.hop_length)[:, None]
+    distinct, which = distinct_rows(sizes)
+    asked = [" ".join(map(str, size)) for size in distinct.tolist()]
+    return np.array(kept_each(key, asked, count), np.int64).reshape(-1, 6)[which]
 
 
-pictures = lru_cache(maxsize=4)(Pictures)
-
-
-def geometry(model: ModelConfig, phase: str) -> Pictures:
-    """Raises ValueError for clips."""
-    if phase != "vision":
-        raise ValueError(f"{model.folder}: lengths of clips are only those of its own rows: run "
-                         "`orchmllm data index RECIPE`, or leave audio_s out")
-    return pictures(model.folder)
+def distinct_rows(table: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """(Distinct rows of (n, 1 or 2) numbers from 0 to 2**31 - 1, which of them each row is), as
+    numpy's unique finds it, but by one number a row."""
+    joined = table[:, 0] << 31 | table[:, -1]
+    _, first, which = np.unique(joined, return_index=True, return_inverse=True)
+    return table[first], which

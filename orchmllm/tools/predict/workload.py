@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 
@@ -226,21 +227,18 @@ def _samples(seconds: np.ndarray) -> np.ndarray:
     return np.stack([samples, np.full_like(samples, SAMPLE_RATE)], 1)
 
 
+def geometry_of_parts(model: ModelConfig, phase: str, sizes: np.ndarray) -> np.ndarray:
+    """See orchmllm.tools.predict.whole.geometry."""
+    lengths_of = lru_cache(None)(getattr(model, phase).geometry.segment_lengths)
+    return np.array([(*s[:3], *s.grid) for s in (lengths_of(*size) for size in sizes.tolist())])
+
+
 def _media_lengths(headers: Headers, model: ModelConfig) -> np.ndarray:
-    """(m, 6) int64: rows, attn_len, num_tokens and grid of each media item. Distinct headers go
-    through segment_lengths once: a batch of 100,000 images has a few thousand sizes."""
+    """(m, 6) int64: rows, attn_len, num_tokens and grid of each media item."""
     table = np.zeros((len(headers.size), 6), np.int64)
-    for is_image in (True, False):
-        at = np.flatnonzero(headers.is_image == is_image)
-        if not len(at):
-            continue
-        distinct, which = np.unique(headers.size[at], axis=0, return_inverse=True)
-        geometry = spec_of(model).geometry(model, "vision" if is_image else "audio")
-        lengths = np.zeros((len(distinct), 6), np.int64)
-        for k, (a, b) in enumerate(distinct.tolist()):
-            s = geometry.segment_lengths(a, b)
-            lengths[k] = (s.rows, s.attn_len, s.num_tokens, *s.grid)
-        table[at] = lengths[which.ravel()]
+    for phase, at in (("vision", headers.is_image), ("audio", ~headers.is_image)):
+        if at.any():
+            table[at] = spec_of(model).geometry(model, phase, headers.size[at])
     return table
 
 

@@ -20,17 +20,20 @@ from orchmllm.data.text.processor import Processor
 from orchmllm.models.families import model_class
 from orchmllm.models.flops import Lengths, phase_work
 from orchmllm.models.hf import WholeModel, meta_model
-from orchmllm.plan.layout import ENCODERS, VISION
+from orchmllm.plan.geometry import SegmentLengths
+from orchmllm.plan.layout import AUDIO, ENCODERS, VISION
 from orchmllm.sharding.hf import freeze, ordered
 from orchmllm.sharding.memory import Loads
 from orchmllm.sharding.units import checkpoint_bytes, units
 from orchmllm.sharding.whole_memory import WholeMemory
 from orchmllm.tools.data.command import main as data_command
 from orchmllm.tools.predict import dry_run_command, plan_job
-from orchmllm.tools.predict.whole import pictures
+from orchmllm.tools.predict.whole import geometry
+from tests.lib import drawn
 from tests.lib import whole_models as models
 from tests.lib.commands import ROOT, python
 from tests.lib.recipes import frozen
+from tests.lib.tokenizers import write_tokenizer
 from tests.lib.whole_folders import write_model, write_rows
 
 pytestmark = pytest.mark.whole
@@ -39,6 +42,11 @@ model: {{pretrained: {0}/model}}
 data: {{path: {0}/data.jsonl, index_dir: {0}/index}}
 train: {{batch_size: 2}}
 """
+
+
+def lengths(model: ModelConfig, phase: str, sizes: list[tuple[int, int]]) -> list[SegmentLengths]:
+    found = geometry(model, phase, np.array(sizes)).tolist()
+    return [SegmentLengths(*row[:3], tuple(row[3:])) for row in found]
 
 
 def test_dry_run_and_plan_of_a_tiny_model(tmp_path, capsys):
@@ -68,16 +76,17 @@ def test_dry_run_and_plan_of_a_tiny_model(tmp_path, capsys):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["qwen2_audio", "qwen2_5_omni"])
-def test_a_model_that_takes_clips_needs_the_index(name, tmp_path, capsys):
+def test_a_model_that_takes_clips(name, tmp_path, capsys):
+    """Of a mix, with what it takes alone; and of its own rows."""
     made = write_model(name, tmp_path / "model")
     write_rows(tmp_path, 12, name)
     recipe, out = tmp_path / "recipe.yaml", tmp_path / "out.json"
     recipe.write_text(RECIPE.format(tmp_path), encoding="utf-8")
     capsys.readouterr()
     for command in (dry_run_command, plan_job):
-        assert command.main([str(recipe), "--ranks", "2"]) == 2
-        told = capsys.readouterr().err
-        assert f"cannot be drawn for {made.config.model_type}" in told and told.count("\n") == 1
+        assert command.main([str(recipe), "--ranks", "2"]) == 0
+        told = capsys.readouterr().out
+        assert "audio and text" in told and ("images" in told) == (name == "qwen2_5_omni")
     assert data_command(["index", str(recipe)]) == 0
     assert dry_run_command.main([str(recipe), "--ranks", "2", "--json", str(out),
                                  "train.batch_size=4"]) == 0
@@ -221,7 +230,7 @@ def test_a_published_model(name, billions, tmp_path):
     ("internvl3_8b", (13, 32, 32), 13 * 256)])  # 4 x 3 tiles, and the image as one
 def test_an_image_in_a_published_model(name, grid, tokens):
     folder = str(ROOT / "recipes/configs" / name)
-    got = pictures(folder).segment_lengths(640, 480)
+    [got] = lengths(ModelConfig(config=folder), "vision", [(640, 480)])
     assert got.grid == grid and got.num_tokens == tokens and got.rows == np.prod(grid)
     several = np.array([1024, 2048])  # patches; tiles do not see each other
     one, two = phase_work("vision", ModelConfig(config=folder), Lengths(
@@ -233,9 +242,33 @@ def test_an_image_in_a_published_model(name, grid, tokens):
 def test_sizes_of_images_are_the_whole_processors(name, tmp_path):
     """From the settings of the image processor alone."""
     write_model(name, tmp_path)
-    processor = Processor(tmp_path)
+    processor, model = Processor(tmp_path), ModelConfig(config=str(tmp_path))
     for width, height in np.random.default_rng(0).integers(40, 120, (8, 2)).tolist():
         expanded = processor.calls.expanded((Size(height, width),))
-        got = pictures(str(tmp_path)).segment_lengths(width, height)
+        [got] = lengths(model, "vision", [(width, height)])
         assert (got.grid,) == expanded.grids[0]
         assert got.num_tokens == expanded.texts[0].count(processor.calls.features[VISION])
+
+
+@pytest.mark.parametrize("name", ["packed", "qwen2_audio", "qwen2_5_omni", "audioflamingo3"])
+def test_lengths_of_clips_are_the_whole_processors(name, tmp_path):
+    """From the settings of the feature extractor alone; also of clips of other rates."""
+    folder = tmp_path / "model"
+    if name == "packed":
+        drawn.write_model(folder, write_tokenizer(tmp_path))
+    else:
+        write_model(name, folder)
+    processor = Processor(folder)
+    (folder / "tokenizer.json").unlink()
+    model, rng = ModelConfig(config=str(folder)), np.random.default_rng(0)
+    sizes = [(n, rate) for rate in (16000, 44100)
+             for n in rng.integers(rate // 5, rate, 4).tolist()]
+    for size, got in zip(sizes, lengths(model, "audio", sizes), strict=True):
+        heard = processor.audio.resampled(*size)
+        expanded = processor.calls.expanded((Size(0, heard),))
+        assert (got.grid,) == expanded.grids[0]
+        assert got.num_tokens == expanded.texts[0].count(processor.calls.features[AUDIO])
+        assert (got.rows, got.attn_len) == (got.grid[2], (got.grid[2] + 1) // 2)
+    for wrong, why in ((1, "too short"), (16000 * 10**4, "too long")):
+        with pytest.raises(ValueError, match=why):
+            lengths(model, "audio", [(wrong, 16000)])
