@@ -14,13 +14,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from orchmllm.config.fsdp import DTYPE_BYTES
-from orchmllm.config.job import Job
-from orchmllm.config.model import AudioConfig, LLMConfig, ModelConfig, VisionConfig
 from orchmllm.models.gpus import GPUS, kind_of
-from orchmllm.models.spec import spec_of
-from orchmllm.plan.assign import PHASES, PlanSpec
-from orchmllm.plan.cost import CostModel
 from orchmllm.plan.layout import ENCODERS, BatchLayout
 from orchmllm.plan.step import StepPlan
 
@@ -67,24 +61,6 @@ def item_rank(plan: StepPlan, phase: str) -> np.ndarray:
     """(n,) rank that processes each item, items in source order."""
     move = plan.rearrangement(phase)
     return move.target_rank[move.inverse.order]
-
-
-def phase_work(phase: str, model: ModelConfig, lengths: Lengths,
-               checkpointing: str = "none") -> Work:
-    """Work of each item. checkpointing: none, selective (no product is repeated) or full."""
-    return whole_flops.whole_work(phase, model, lengths, checkpointing)
-
-
-def pair_flop(phase: str, model: ModelConfig) -> float:
-    """FLOP of the forward pass for a position that attends to one, in all layers."""
-    one = np.ones(1, np.int64)
-    return float(phase_work(phase, model, Lengths(one, one, one)).forward[1, 0])
-
-
-def step_flops(model: ModelConfig, layout: BatchLayout) -> dict[str, float]:
-    """phase -> useful FLOP of a global batch."""
-    return {phase: float(phase_work(phase, model, phase_lengths(layout, phase)).useful.sum())
-            for phase in PHASES}
 
 
 def peak_flops(device_name: str) -> float | None:

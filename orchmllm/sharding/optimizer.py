@@ -12,32 +12,24 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from orchmllm.config.recipe import TRAIN_PARTS, TrainConfig
-from orchmllm.models import families
+from orchmllm.models.families import part_of
 from orchmllm.models.hf import WholeModel
-from orchmllm.models.mllm import MultimodalModel
 
 
-def part_of(name: str) -> str:
-    """The submodule that a parameter belongs to: vision, audio, llm or connector."""
-    if name.startswith("hf."):
-        return families.part_of(name.removeprefix("hf."))
-    return "connector" if ".connector." in name else name.split(".")[0]
-
-
-def learning_parts(model: MultimodalModel | WholeModel) -> dict[str, list[nn.Parameter]]:
+def learning_parts(model: WholeModel) -> dict[str, list[nn.Parameter]]:
     """part -> its parameters that learn, without parts that have none. Raises ValueError if nothing
     learns."""
     parts: dict[str, list[nn.Parameter]] = {part: [] for part in TRAIN_PARTS}
     for name, p in model.named_parameters():
         if p.requires_grad:
-            parts[part_of(name)].append(p)
+            parts[part_of(name.removeprefix("hf."))].append(p)
     learning = {part: found for part, found in parts.items() if found}
     if not learning:
         raise ValueError("model.*.frozen: every submodule is frozen, nothing would be trained")
     return learning
 
 
-def describe_learning(model: MultimodalModel | WholeModel) -> str:
+def describe_learning(model: WholeModel) -> str:
     """One line for the log."""
     counts = {part: sum(p.numel() for p in found)
               for part, found in learning_parts(model).items()}
@@ -63,7 +55,7 @@ def _local(tensors: Sequence[Tensor]) -> list[Tensor]:
     return [x.to_local() if isinstance(x, DTensor) else x for x in tensors]
 
 
-def make_optimizer(model: MultimodalModel | WholeModel, config: TrainConfig
+def make_optimizer(model: WholeModel, config: TrainConfig
                    ) -> torch.optim.AdamW:
     """AdamW over learning_parts; with a GPU its fused kernel. Each group has `lr_share`, its
     learning rate over train.lr. Norms, biases and the token embedding are not decayed."""
