@@ -49,23 +49,6 @@ def on_this_device(work: Callable[..., None]) -> Callable[..., None]:
 
 
 @dataclass(frozen=True)
-class Example:
-    """One example, or the parts of it that a rank was asked to load.
-
-    token_ids, labels: (L,) int32 over the whole interleaved sequence, or None if the text was not
-    asked for. token_ids is 0 at media positions; labels are already shifted (labels[t] is the
-    token at t + 1) and IGNORE_INDEX where nothing is learnt.
-    media: segment index (within the example) -> rows: images (rows, 3 * patch^2) uint8, audio
-    (rows, num_mels) float32.
-    """
-
-    example_id: int
-    token_ids: Tensor | None
-    labels: Tensor | None
-    media: dict[int, Tensor] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
 class ProcessedExample:
     """An example as a processor of transformers makes it, or the parts of it that a rank was asked
     to load.
@@ -115,29 +98,6 @@ class SequenceLengths:
     @property
     def total(self) -> int:
         return sum(self.lengths)
-
-
-@dataclass(frozen=True)
-class Batch:
-    """One rank's tensors for one microbatch, on the training device, and its part of the plan.
-
-    inputs[m] (R_m, row_size): rows of the segments this rank encodes, in slot order; images uint8,
-    audio float32. input_lengths[m]: their packing in rows. token_ids, labels (R_llm,) int64: the
-    packed sequences of its LLM phase, without labels where answers are generated; text_lengths:
-    their packing. position_ids (R_llm,) restart per example. scatter[m] (R_f,): where feature rows
-    go.
-    num_global_targets: labels of all ranks and microbatches of the step, the loss's denominator.
-    """
-
-    plan: RankPlan
-    inputs: dict[str, Tensor]
-    input_lengths: dict[str, SequenceLengths]
-    token_ids: Tensor
-    labels: Tensor | None
-    text_lengths: SequenceLengths
-    position_ids: Tensor
-    scatter: dict[str, Tensor]
-    num_global_targets: int
 
 
 @dataclass(frozen=True)

@@ -22,21 +22,17 @@ import torch
 import torch.distributed as dist
 
 from orchmllm.batch import (
-    IGNORE_INDEX,
     UNCOUNTED,
     UNKNOWN,
-    Batch,
     FailedSegment,
     Microbatch,
     PackedExamples,
-    SequenceLengths,
-    on_device,
 )
 from orchmllm.comm.agree import describe, raise_first, require_agreement
-from orchmllm.comm.exchange import RaggedGather, RowGather, exchange_rows, gather_texts
+from orchmllm.comm.exchange import RaggedGather, RowGather, gather_texts
 from orchmllm.comm.ilp import SharedPrograms
 from orchmllm.plan.assign import NodeSolver, PlanSpec, digest_of_arrays
-from orchmllm.plan.layout import ENCODERS, NO_EXAMPLES, BatchLayout
+from orchmllm.plan.layout import NO_EXAMPLES, BatchLayout
 from orchmllm.plan.microbatches import assert_invariants, plan_microbatches
 from orchmllm.plan.step import StepPlan, plan_step
 
@@ -188,32 +184,11 @@ class Orchestrator:
                 np.stack([head["seen"] >> 32, head["seen"] & (2**32 - 1)], 1),
                 UNKNOWN if (loops == UNKNOWN).any() else int(loops.max()))
 
-    def dispatch(self, micro: Microbatch, num_global_targets: int) -> Batch | PackedExamples:
-        """Moves one of the trainer's microbatches to the ranks that process it (training thread).
-        Collective: every rank dispatches all microbatches of a step, in their order. Of whole
-        examples the text is there already."""
-        if isinstance(micro.content, PackedExamples):
-            packed = micro.content
-            if len(micro.ignored):
-                packed = packed.without_labels(np.isin(micro.rank_plan.examples, micro.ignored))
-            return packed.to(self.device).exchanged(self._device_group)
-        plan, group = micro.rank_plan, self._device_group
-        moves = self.spec.balance.dispatch == "tensors"
-        inputs, input_lengths, scatter = {}, {}, {}
-        for m in ENCODERS:
-            rows = on_device(micro.inputs[m], self.device)
-            inputs[m] = exchange_rows(rows, plan.encode[m], group) if moves else rows
-            input_lengths[m] = SequenceLengths.from_lengths(plan.encode[m].lengths, self.device)
-            scatter[m] = on_device(plan.scatter[m], self.device)
-        text = on_device(micro.content, self.device)
-        text = exchange_rows(text, plan.llm, group) if moves else text
-        token_ids, labels = text.long().unbind(1)
+    def dispatch(self, micro: Microbatch) -> PackedExamples:
+        """Moves the media of one of the trainer's microbatches to the ranks that encode them
+        (training thread). Collective: every rank dispatches all microbatches of a step, in their
+        order. The text is there already."""
+        packed = micro.content
         if len(micro.ignored):
-            lost = np.repeat(np.isin(plan.examples, micro.ignored), plan.llm.lengths)
-            labels = labels.masked_fill(on_device(lost, self.device), IGNORE_INDEX)
-        return Batch(
-            plan=plan, inputs=inputs, input_lengths=input_lengths, token_ids=token_ids,
-            labels=labels,
-            text_lengths=SequenceLengths.from_lengths(plan.llm.lengths, self.device),
-            position_ids=on_device(plan.position_ids, self.device), scatter=scatter,
-            num_global_targets=num_global_targets)
+            packed = packed.without_labels(np.isin(micro.rank_plan.examples, micro.ignored))
+        return packed.to(self.device).exchanged(self._device_group)

@@ -122,11 +122,10 @@ def _start_problems(
     """Why the recipe cannot run on the ranks that are there, or will be (`expected`), or from its
     pretrained weights. machine: also what this machine lacks for it."""
     from orchmllm.hf.sources import find_sources
-    from orchmllm.models.spec import spec_of
     from orchmllm.sharding.units import checkpoint_bytes
 
     wrong = preflight.problems([lambda: find_sources(recipe.model)])
-    if wrong and spec_of(recipe.model).is_folder:
+    if wrong:
         return wrong  # the other checks read the folder, too
     checks = [lambda: _check_ranks(recipe, world, expected)]
     if machine:

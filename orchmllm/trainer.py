@@ -18,11 +18,14 @@ from orchmllm.config.recipe import Recipe
 from orchmllm.data.dataset import ConversationDataset
 from orchmllm.data.loading.ray_workers import join_pool
 from orchmllm.data.loading.step_loader import StepLoader
+from orchmllm.data.loading.whole_examples import feed_of
 from orchmllm.data.sampler import GlobalSampler, make_sampler
 from orchmllm.hf.sources import find_sources
 from orchmllm.launch import World, device_of, gpu_of
-from orchmllm.models.flops import mfu, peak_flops, plan_spec, step_flops
-from orchmllm.models.spec import spec_of
+from orchmllm.models.flops import mfu, peak_flops
+from orchmllm.models.hf import describe_attention
+from orchmllm.models.whole_flops import plan_spec, step_flops
+from orchmllm.proof.prove import prove_on_first_rank
 from orchmllm.runtime.build import build_dataset, build_orchestrator
 from orchmllm.runtime.display import RunDisplay
 from orchmllm.runtime.health import HangWatchdog
@@ -35,6 +38,7 @@ from orchmllm.runtime.run_checkpoints import RunCheckpoints
 from orchmllm.runtime.run_state import Incidents, MediaCount, Progress
 from orchmllm.runtime.samples import Samples
 from orchmllm.runtime.stop import FOLDER_TAKEN, Stopped, StopSignal
+from orchmllm.sharding.build import agreed_fingerprint, build_model
 from orchmllm.sharding.fsdp import compute_dtype, evaluating, state_tensors
 from orchmllm.sharding.longest import LongExamples
 from orchmllm.sharding.optimizer import (
@@ -43,7 +47,6 @@ from orchmllm.sharding.optimizer import (
     make_optimizer,
     set_learning_rate,
 )
-from orchmllm.sharding.pretrained import agreed_fingerprint
 from orchmllm.sharding.run_memory import RunMemory
 
 
@@ -85,15 +88,14 @@ class Trainer:
             self.checkpointer.kept_batch, gather=self._gather, known=self.checkpointer.memory,
             log=self._log)
         spec = self.memory.spec
-        kind = spec_of(recipe.model)
-        self.attention = kind.attention(recipe.model, self.device.type, compute_dtype(
+        self.attention = describe_attention(recipe.model, self.device.type, compute_dtype(
             recipe.fsdp))  # chosen before the first step; a kernel that fails is found here
         for source in sources:
             self._log(source.describe())
-        kind.prove(recipe, self.dataset, on_cpu, self._log)
-        self.model = kind.build(recipe, self.device, self.memory.choice, sources, on_cpu,
+        prove_on_first_rank(recipe, self.dataset, on_cpu, self._log)
+        self.model = build_model(recipe, self.device, self.memory.choice, sources, on_cpu,
                                 spec.ranks_per_node, group, self._log)
-        self._feed, spec = kind.feed(self.model, self.dataset, spec, on_cpu, self._log)
+        self._feed, spec = feed_of(self.model, self.dataset, spec, on_cpu, self._log)
         self.orchestrator, self._validation = (
             build_orchestrator(recipe, one, world.world_size, self.device, group)
             for one in (spec, replace(spec, balance=replace(spec.balance, measure_every=0))))
@@ -269,7 +271,7 @@ class Trainer:
         loss_sum = torch.zeros((), dtype=torch.float64, device=self.device)
         clock.switch("exchange")
         for micro in step.micro:
-            batch = self.orchestrator.dispatch(micro, step.num_global_targets)
+            batch = self.orchestrator.dispatch(micro)
             clock.switch("forward")
             out = self.model(batch)
             (out / max(step.num_global_targets, 1)).backward()

@@ -126,9 +126,6 @@ class DataConfig:
                     aliases=("dataset", "data_path", "train_file"))
     sources: tuple[SourceConfig, ...] = key((), "Sources of examples, instead of data.path.",
                                             aliases=("datasets", "mixture"))
-    tokenizer: str = key("", "A tokenizer.json, or a folder with one and its chat template; empty: "
-                         "the one beside the (first) data, else that of model.llm.pretrained. A "
-                         "whole model of transformers uses its own; another one is refused.")
     num_validation: int = key(0, "Rows held out at the end of the sources.", at_least=0)
     streaming: bool = key(False, "Read the shards of the sources in order instead of sampling "
                           "rows.")

@@ -83,9 +83,6 @@ class FsdpConfig:
         "vocabulary each); 0: all.", at_least=0)
     prefetch: int = key(0, "Units whose parameters are gathered ahead, in forward and backward; "
                         "0: FSDP2's own choice.", at_least=0, at_most=8)
-    meta_init: bool = key(
-        False, "Build without memory, then draw each rank's part of the weights from a seed per "
-        "row: the same on any number of ranks, and nowhere a full copy.")
     compile: bool = key(False, "torch.compile every block: one graph a phase, made in the first "
                         "steps; blocks with fewer than two rows run without.")
     param_dtype: str = key("float32", "Dtype of parameters, gradients and optimizer state.",

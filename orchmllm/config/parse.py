@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import takewhile
@@ -24,7 +24,7 @@ from orchmllm.config.strict_yaml import Section, YamlProblem, dump, parse
 T = TypeVar("T")
 Path = tuple  # of a key: names, and numbers for the items of a list
 # As line numbers, so that problems are sorted by them.
-COMMAND_LINE, NOWHERE, FROM_FILE = 2**31, 2**31 + 1, 2**31 + 2
+COMMAND_LINE, NOWHERE = 2**31, 2**31 + 1
 
 
 class RecipeError(ValueError):
@@ -42,12 +42,9 @@ class Loaded(Generic[T]):
 
 def read(
     cls: type[T], name: str, data: bytes | str, overrides: Sequence[str] = (),
-    fill: Callable[[Section], Iterator[tuple[Path, Any]]] = lambda tree: iter(()),
 ) -> Loaded[T]:
     """`data`, a YAML document, merged with `section.key=value` overrides into an instance of the
-    dataclass `cls`. fill: the tree -> values of keys that are not in it, from files that it names,
-    or the key that names one and a ValueError. Raises RecipeError listing every problem with
-    `name`."""
+    dataclass `cls`. Raises RecipeError listing every problem with `name`."""
     try:
         tree = parse(data)
     except YamlProblem as e:
@@ -60,14 +57,6 @@ def read(
         except ValueError as e:
             problems.append((COMMAND_LINE, str(e)))
             bad.add(tuple(item.partition("=")[0].split(".")))
-    for path, value in fill(tree) if isinstance(tree, Section) else ():
-        if isinstance(value, ValueError):
-            problems.append((_find(tree, path)[0], f"{_dotted(path)}: {value}"))
-            bad.add(path)
-            continue
-        for key in reversed(path):
-            value = Section({key: value}, {key: FROM_FILE})
-        tree = _merged(tree, value)
     tree = _without_words(tree, schema.leaves)
     try:
         recipe = schema.adapter.validate_python(tree)
@@ -89,7 +78,7 @@ def read(
 
 def place(line: int) -> str:
     """`line 3`, `command line` or nothing."""
-    named = {COMMAND_LINE: "command line", FROM_FILE: "config.json", NOWHERE: "", 0: ""}
+    named = {COMMAND_LINE: "command line", NOWHERE: "", 0: ""}
     return named.get(line, f"line {line}")
 
 

@@ -7,13 +7,11 @@ from __future__ import annotations
 
 import importlib.util
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from orchmllm.config.balance import BalanceConfig
-from orchmllm.config.checkpoint_shapes import shapes_of
 from orchmllm.config.data import DataConfig, RemoteConfig, RemoteRoot, SourceConfig
 from orchmllm.config.fsdp import FsdpConfig, layer_counts
 from orchmllm.config.model import ModelConfig
@@ -21,7 +19,6 @@ from orchmllm.config.parse import Loaded, RecipeError, explain, read, to_yaml
 from orchmllm.config.schema import MAX_INT, Conflict, did_you_mean, key, section
 from orchmllm.config.train import TRAIN_PARTS, TrainConfig
 from orchmllm.plan.assign import PHASES
-from orchmllm.plan.balance import POLICIES
 
 __all__ = ["TRAIN_PARTS", "DataConfig", "FsdpConfig", "Recipe", "RecipeError", "RemoteConfig",
            "RemoteRoot", "SourceConfig", "TrainConfig", "explain", "load_recipe", "read_recipe",
@@ -184,23 +181,14 @@ class Recipe:
                            "one shard holds all ranks: set balance.group to world, or "
                            "fsdp.shard_size to the ranks of a shard")
         yield from self._of_layers()
-        policy = self.balance.audio.policy
-        balances = self.balance.enabled and not self.balance.whole_examples
-        if balances and self.model.audio.mode == "padded" and policy != "none" and not (
-                POLICIES[policy].padded):
-            yield Conflict(
-                ("balance.audio.policy", "model.audio.mode"),
-                "evens out sums of lengths, but with model.audio.mode=padded a rank takes as long "
-                "as its clips times the longest: set balance.audio.policy=padded")
 
     def _of_layers(self) -> Iterator[Conflict]:
-        """fsdp.*_checkpointing: known words, and no more layers than the recipe has. Those of a
-        whole model are counted when it is read."""
+        """fsdp.*_checkpointing: known words. Layers are counted when the model is read."""
         for phase in PHASES:
-            choice, layers = self.fsdp.checkpointing(phase), getattr(self.model, phase).num_layers
+            choice = self.fsdp.checkpointing(phase)
             try:
                 if choice != "auto":
-                    layer_counts(choice, MAX_INT if self.model.folder else layers)
+                    layer_counts(choice, MAX_INT)
             except ValueError as e:
                 yield Conflict((f"fsdp.{phase}_checkpointing",), str(e))
 
@@ -231,31 +219,7 @@ def read_recipe(path: str | Path, overrides: Sequence[str] | None = None) -> Loa
         data = Path(path).read_bytes()
     except OSError as e:
         raise RecipeError(f"recipe {path}: {e.strerror or e}") from e
-    return read(Recipe, str(path), data, overrides or (), _from_checkpoints)
-
-
-def _from_checkpoints(tree: Mapping) -> Iterator[tuple[tuple, Any]]:
-    """What the recipe leaves out and its pretrained parts have: shapes, from their config.json, and
-    the tokenizer."""
-    model = tree.get("model")
-    for part in PHASES if isinstance(model, Mapping) else ():
-        given = model.get(part)
-        if isinstance(given, Mapping) and given.get("pretrained") and isinstance(
-                given["pretrained"], str):
-            try:
-                for key_, value in shapes_of(part, given).items():
-                    yield ("model", part, key_), value
-            except ValueError as error:
-                yield ("model", part, "pretrained"), error
-    try:
-        data, folder = tree["data"], Path(tree["model"]["llm"]["pretrained"])
-        first = Path(data.get("path") or data["sources"][0]["path"])
-    except (AttributeError, LookupError, TypeError):  # not named, or told below
-        return
-    beside = first if first.is_dir() else first.parent
-    if (not data.get("tokenizer") and not (beside / "tokenizer.json").is_file()
-            and (folder / "tokenizer.json").is_file()):
-        yield ("data", "tokenizer"), str(folder)
+    return read(Recipe, str(path), data, overrides or ())
 
 
 def load_recipe(path: str | Path, overrides: Sequence[str] | None = None) -> Recipe:

@@ -13,20 +13,18 @@ from functools import partial
 from typing import Any
 
 import numpy as np
-from torch import Tensor
 
-from orchmllm.batch import Example, ProcessedExample
+from orchmllm.batch import ProcessedExample
 from orchmllm.config.recipe import SourceConfig
 from orchmllm.data.formats.conversation import Conversation
 from orchmllm.data.formats.open import DataSource, index_path, open_source
 from orchmllm.data.formats.scanned import sampled
 from orchmllm.data.index import LengthIndex, joined_layouts, open_index
-from orchmllm.data.lengths import LengthReader, MeasuredExample
-from orchmllm.data.media.decode import OnError
+from orchmllm.data.lengths import MeasuredExample
 from orchmllm.data.media.medium import MediaError, Medium, printable
-from orchmllm.data.reader import RowReader
+from orchmllm.data.processed import ProcessedReader
 from orchmllm.data.storage.remote import NOWHERE, Storage, fetch_ahead
-from orchmllm.plan.layout import TEXT, BatchLayout
+from orchmllm.plan.layout import BatchLayout
 
 MEASURED_AT_ONCE = 64  # rows that are in memory with what they hold
 CACHED_BYTES = 256 << 20  # of media that rows hold themselves
@@ -37,8 +35,7 @@ class ConversationDataset:
 
     sources: a path, or the sources of a recipe. index_dir: where length indexes and scans of large
     files are kept (None: ~/.cache/orchmllm/index); an index that fits is used. storage: what may be
-    read of other machines. reader: what measures and loads a row: a ProcessedReader, or by default
-    a RowReader, which of_parts are the arguments of. Raises ValueError if a source cannot be
+    read of other machines. reader: what measures and loads a row. Raises ValueError if a source cannot be
     opened; bad rows and media are reported when they are loaded.
     """
 
@@ -51,17 +48,14 @@ class ConversationDataset:
         *,
         index_dir: str | os.PathLike | None = None,
         storage: Storage = NOWHERE,
-        reader: LengthReader | None = None,
-        **of_parts: Any,
+        reader: ProcessedReader,
     ):
         if isinstance(sources, str | os.PathLike):
             sources = [SourceConfig(path=os.fspath(sources))]
         folder, self.storage = index_path(index_dir), storage
         self.sources = [open_source(config, folder, storage, streaming=self.streaming)
                         for config in sources]
-        self.reader = reader or RowReader(**of_parts)
-        self.tokenizer, self.vision, self.audio = (
-            self.reader.tokenizer, self.reader.vision, self.reader.audio)
+        self.reader, self.tokenizer = reader, reader.tokenizer
         self.indexes: list[LengthIndex | None] = [
             None if self.streaming else open_index(source, self.reader, folder)
             for source in self.sources]
@@ -134,7 +128,7 @@ class ConversationDataset:
             return
         wanted = []
         for (i,), keys in calls:
-            row = keys["row"] = keys.get("row") or self._row(i, keys.get("text", True))
+            row = keys["row"] = keys.get("row") or self._row(i)
             segments = keys.get("segments")
             wanted += [m.path for s, m in row.media_at.items()
                        if segments is None or s in segments]
@@ -161,10 +155,10 @@ class ConversationDataset:
         return self.sources[source].conversation(row)
 
     def load(self, i: int, *, row: MeasuredExample | None = None, text: bool = True, **wanted: Any
-             ) -> Example | ProcessedExample:
+             ) -> ProcessedExample:
         """Reads row i once and decodes it or parts of it. row: what `kept` returned in the process
-        that planned it. text, wanted: see RowReader.load, or ProcessedReader.load."""
-        return self.reader.load(row or self._row(i, text), partial(self.name, i), text=text,
+        that planned it. text, wanted: see ProcessedReader.load."""
+        return self.reader.load(row or self._row(i), partial(self.name, i), text=text,
                                 **wanted)
 
     def kept(self, i: int) -> MeasuredExample | None:
@@ -172,15 +166,10 @@ class ConversationDataset:
         would have to read it again."""
         return self._cache.get(i)
 
-    def decode(self, modality: int, data: bytes, rows: int, *, segment: int,
-               on_error: OnError) -> Tensor:
-        """Rows of a medium that `load` returned encoded, zeros after on_error was called."""
-        return self.reader.rows(Medium(modality, "", data=data), modality, rows, segment, on_error)
-
     def media_of(self, i: int) -> list[tuple[int, int, Medium]]:
         """(segment index, modality, medium) of example i's media in reading order; those after the
         cut are left out."""
-        return [(s, m.modality, m) for s, m in self._row(i, text=False).media_at.items()]
+        return [(s, m.modality, m) for s, m in self._row(i).media_at.items()]
 
     def split(self, num_validation: int) -> tuple[Sequence[int], Sequence[int]]:
         """(training, validation) indices: the last rows of each source are held out, in proportion
@@ -197,9 +186,8 @@ class ConversationDataset:
         train = np.concatenate(list(map(np.arange, self.bounds[:-1], stops)))
         return train, np.concatenate(list(map(np.arange, stops, self.bounds[1:]))).tolist()
 
-    def _row(self, i: int, text: bool) -> MeasuredExample:
-        """Row i with its media and, if asked for, its tokens, which have the lengths of the index
-        if there is one."""
+    def _row(self, i: int) -> MeasuredExample:
+        """Row i with its media; its tokens come with these where there is an index."""
         source, number = self.where(i)
         index = self.indexes[source]
         if index is None:
@@ -209,18 +197,14 @@ class ConversationDataset:
             return self.reader.stand_in(problem, i, layout)
         media: list[Medium] = []
         turns: Conversation = ()
-        sizes = index.sizes(number) if self.reader.has_sizes else ()
-        count = layout.num_tokens[layout.modality == TEXT].sum()
-        token_ids, supervised = np.zeros(count, np.int32), np.zeros(count, bool)
+        sizes, none = index.sizes(number), np.zeros(0, np.int32)
         try:
             turns = self.conversation(i)
             media = self.reader.media(turns)
-            if text and not self.reader.has_sizes:  # else ids come with the media
-                token_ids, supervised = self.reader.text_like(layout, turns)
         except ValueError as error:
             problem = MediaError(self.name(i), "the row has changed since it was indexed (`data "
                                  f"lint` reads all rows again): {error}")
-        return MeasuredExample(layout, token_ids, supervised, media, problem, turns, sizes)
+        return MeasuredExample(layout, none, none, media, problem, turns, sizes)
 
     def _keep(self, i: int, row: MeasuredExample) -> None:
         """A row's media may be its own bytes, so what is kept is bounded in bytes, too. Threads of

@@ -9,7 +9,6 @@ that failed.
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
@@ -21,7 +20,6 @@ from PIL import Image
 from torch import Tensor
 
 from orchmllm.batch import IGNORE_INDEX, ProcessedExample
-from orchmllm.config.recipe import DataConfig
 from orchmllm.data.formats.conversation import Conversation
 from orchmllm.data.leaving import row_of_medium
 from orchmllm.data.lengths import LengthReader, MeasuredExample
@@ -36,7 +34,6 @@ from orchmllm.data.media.video_processor import items_of
 from orchmllm.data.segments import KINDS, VIDEOS, is_content
 from orchmllm.data.text.processor import Processor
 from orchmllm.data.text.spans import Tokens, before
-from orchmllm.data.text.tokenizer import ChatTokenizer
 from orchmllm.plan.geometry import AudioGeometry
 from orchmllm.plan.layout import TEXT, VISION, BatchLayout
 
@@ -50,10 +47,8 @@ class ProcessedReader(LengthReader):
     h x w patches, rows and attn_len their product; of a clip, rows are the frames that are encoded,
     padding of a window too."""
 
-    has_sizes = True
-
     def __init__(self, processor: Processor, max_example_tokens: int = 0) -> None:
-        super().__init__(processor.tokenizer, None, processor.audio, max_example_tokens)
+        super().__init__(processor.tokenizer, max_example_tokens)
         self.processor = processor
 
     @property
@@ -62,15 +57,14 @@ class ProcessedReader(LengthReader):
 
     @property
     def fingerprint(self) -> dict[str, str]:
-        return {**super().fingerprint, "processor": self.processor.digest}
+        """What decides, beside the rows, what examples hold."""
+        return {"tokenizer": self.tokenizer.digest, "processor": self.processor.digest}
 
     def media(self, turns: Conversation) -> list[Medium]:
+        """One for each segment that is no text."""
         return [item[0] for item in chain.from_iterable(items_of(turns, self.processor.videos))]
 
-    def _texts(self, conversations: Sequence[Conversation]) -> Sequence[Conversation]:
-        return conversations
-
-    def _measure(self, turns: Conversation, _: Conversation, example_id: int) -> MeasuredExample:
+    def measure(self, turns: Conversation, example_id: int) -> MeasuredExample:
         try:
             spans = self.processor.rendered(turns)
             every = items_of(turns, self.processor.videos)
@@ -92,7 +86,7 @@ class ProcessedReader(LengthReader):
         first = media[0]
         try:
             if first.modality != VISION:
-                return Size(0, self.audio.resampled(*audio_header(first)))
+                return Size(0, self.processor.audio.resampled(*audio_header(first)))
             sizes = sorted({image_header(medium)[::-1] for medium in media})
         except MediaError as error:
             error.segment, error.modality = 0, first.modality
@@ -257,18 +251,6 @@ def layout_of(example_id: int, tokens: Tokens) -> BatchLayout:
         raise RowError("nothing to learn: no text of an assistant (in the first "
                        "data.max_example_tokens tokens, where that is set)")
     return BatchLayout.from_segments(example_id, targets, tokens.segments)
-
-
-def open_processor(folder: str | os.PathLike, data: DataConfig) -> Processor:
-    """The processor of a model. Raises ValueError if the folder cannot be used, or `data` names a
-    tokenizer with other tokens or another chat template than the folder has."""
-    processor = Processor(folder)
-    if data.tokenizer and ChatTokenizer(data.tokenizer).digest != ChatTokenizer(folder).digest:
-        raise ValueError(
-            f"data.tokenizer is {data.tokenizer!r}, which has other tokens or another chat "
-            f"template than the tokenizer of {folder}, with which the model was trained: leave it "
-            "out. Another chat template goes into that folder, as chat_template.jinja")
-    return processor
 
 
 def _parted(example: ProcessedExample, segments: Collection[int], raw: Collection[str], patch: int

@@ -17,16 +17,15 @@ from itertools import islice
 
 import numpy as np
 
-from orchmllm.config.model import ModelConfig
 from orchmllm.config.recipe import DataConfig, SourceConfig
 from orchmllm.data.dataset import ConversationDataset
-from orchmllm.data.formats.open import DataSource, open_tokenizer, sources_of
+from orchmllm.data.formats.open import DataSource, sources_of
 from orchmllm.data.formats.rows import LaterRows, StoreUnit, StreamRow
 from orchmllm.data.formats.scanned import sizes as file_sizes
-from orchmllm.data.lengths import LengthReader
-from orchmllm.data.reader import RowReader
+from orchmllm.data.processed import ProcessedReader
 from orchmllm.data.sampler import Mixture
 from orchmllm.data.storage.remote import RemoteFile, Storage, fetch_ahead
+from orchmllm.data.text.processor import Processor
 from orchmllm.plan.layout import ranges
 
 WINDOW = 256  # rows that are shuffled together
@@ -234,16 +233,11 @@ class StreamDataset(ConversationDataset):
         return str(found.file), found.number
 
 
-def open_dataset(data: DataConfig, model: ModelConfig, *, seed: int) -> ConversationDataset:
-    """The dataset of a recipe's data section for a model of this project's own parts, see
-    with_reader. Raises ValueError."""
-    return with_reader(data, RowReader(open_tokenizer(data), model.vision.geometry,
-                                       model.audio.geometry, data.max_example_tokens), seed=seed)
-
-
-def with_reader(data: DataConfig, reader: LengthReader, *, seed: int) -> ConversationDataset:
-    """The dataset of a recipe's data section: map-style or, with data.streaming, a stream whose
-    order `seed` decides. Raises ValueError."""
+def open_dataset(data: DataConfig, folder: str, *, seed: int) -> ConversationDataset:
+    """The dataset of a recipe's data section, for the model of a folder: map-style or, with
+    data.streaming, a stream whose order `seed` decides. Raises ValueError naming what cannot be
+    read."""
+    reader = ProcessedReader(Processor(folder), data.max_example_tokens)
     keys = dict(reader=reader, index_dir=data.index_dir or None, storage=Storage(data.remote))
     if data.streaming:
         return StreamDataset(sources_of(data), num_shards=data.num_shards, seed=seed,

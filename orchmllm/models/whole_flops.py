@@ -15,11 +15,11 @@ from orchmllm.config.fsdp import DTYPE_BYTES
 from orchmllm.config.job import Job
 from orchmllm.config.model import ModelConfig
 from orchmllm.counts.kept import kept
-from orchmllm.models.flops import Lengths, Work
+from orchmllm.models.flops import Lengths, Work, phase_lengths
 from orchmllm.models.shapes import description
 from orchmllm.plan.assign import PHASES, PlanSpec
 from orchmllm.plan.cost import CostModel
-from orchmllm.plan.layout import ENCODERS
+from orchmllm.plan.layout import ENCODERS, BatchLayout
 
 ARRAYS = ("item", "row", "position", "moved")  # of PartCounts
 
@@ -55,7 +55,7 @@ class PartCounts:
     FLOP, (3,) float64 each: of the forward pass, of the backward pass, and what activation
     checkpointing repeats. item, row, position: of products, of an item beside those of its rows
     (frames of sound, or the LLM's targets) and of its positions. attention: of a pair of positions.
-    Bytes: moved, (2, 3), see orchmllm.models.moved.moved_by; blocks, in their order; kept_row,
+    Bytes: moved, (2, 3), see moved_by; blocks, in their order; kept_row,
     kept_position: what is kept around them; row_bytes: of a patch or a frame that moves. Numbers:
     width, in a position of the blocks; outputs, in a token
     for the LLM or in a row of its logits; row_values, in a patch or frame for the encoder."""
@@ -133,8 +133,9 @@ def _pieces(n: np.ndarray, size: float) -> np.ndarray:
     return whole * np.minimum(size, n)**2 + (n - whole * np.minimum(size, n))**2
 
 
-def whole_work(phase: str, model: ModelConfig, lengths: Lengths, checkpointing: str) -> Work:
-    """See orchmllm.models.flops.phase_work."""
+def phase_work(phase: str, model: ModelConfig, lengths: Lengths,
+               checkpointing: str = "none") -> Work:
+    """Work of each item. checkpointing: none, selective (no product is repeated) or full."""
     if (flops := part_counts(model).get(phase)) is None:
         return Work(*np.zeros((3, 2, len(lengths.positions))))
     products = np.add.outer(flops.item, np.zeros(len(lengths.positions))) + np.outer(
@@ -145,12 +146,27 @@ def whole_work(phase: str, model: ModelConfig, lengths: Lengths, checkpointing: 
     return Work(forward, backward, again * (checkpointing == "full"))
 
 
-def moved_by_whole(model: ModelConfig, dtype: str) -> dict[str, np.ndarray]:
-    """See orchmllm.models.moved.moved_by."""
+def moved_by(model: ModelConfig, dtype: str) -> dict[str, np.ndarray]:
+    """Phase that the model has -> (2, 3) bytes that it moves forward and backward outside of
+    products and attention: once, of a row (patches, frames, targets) and of a position. Without
+    the head and its loss, and with nothing recomputed. dtype: of forward and backward. Raises
+    ValueError where they cannot be counted."""
     return {part: counts.moved for part, counts in part_counts(model, dtype).items()}
 
 
-def plan_whole(job: Job) -> PlanSpec:
+def pair_flop(phase: str, model: ModelConfig) -> float:
+    """FLOP of the forward pass for a position that attends to one, in all layers."""
+    one = np.ones(1, np.int64)
+    return float(phase_work(phase, model, Lengths(one, one, one)).forward[1, 0])
+
+
+def step_flops(model: ModelConfig, layout: BatchLayout) -> dict[str, float]:
+    """phase -> useful FLOP of a global batch."""
+    return {phase: float(phase_work(phase, model, phase_lengths(layout, phase)).useful.sum())
+            for phase in PHASES}
+
+
+def plan_spec(job: Job) -> PlanSpec:
     """What the planner has to know. Images move as bytes, which a run finds out to be so or not
     (orchmllm.data.loading.whole_examples), frames of clips in float32. A medium costs by its
     positions and an example by its tokens what they compute, without the logits of what is learnt:
@@ -184,3 +200,18 @@ def _cost(phase: str, flops: PartCounts) -> CostModel:
 def feature_width(model: ModelConfig) -> int:
     """Numbers that the LLM gets for a token of a medium, those of several layers, too."""
     return max(counts.outputs for part, counts in part_counts(model).items() if part in ENCODERS)
+
+
+@lru_cache(maxsize=64)
+def moved_by_head(model: ModelConfig, dtype: str, chunk_rows: int) -> np.ndarray:
+    """(2, 2) bytes of the head's loss, forward and backward: once, and of a row of logits.
+    chunk_rows: of the loss."""
+    llm = part_counts(model, dtype)["llm"]
+    shape = [llm.width, llm.outputs, chunk_rows, dtype, not (model.llm.frozen or model.lora.rank)]
+
+    def count() -> list:
+        from orchmllm.models.counting_head import count_head  # with torch
+
+        return count_head(*shape)
+
+    return np.array(kept(["head", *shape], count))

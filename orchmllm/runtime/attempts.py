@@ -19,6 +19,7 @@ copied to another folder, and the file may be gone.
 
 from __future__ import annotations
 
+import json
 import platform
 import socket
 from collections.abc import Iterator, Mapping
@@ -29,9 +30,9 @@ from importlib.metadata import distributions
 from pathlib import Path
 
 from orchmllm.config.job import Job
+from orchmllm.data.formats.scanned import digest
 from orchmllm.data.sampler import lengths_digest
 from orchmllm.data.storage.clients import without_query
-from orchmllm.models.spec import spec_of
 from orchmllm.runtime.metrics import JsonLines, read_rows
 
 NAME = "attempts.jsonl"
@@ -50,6 +51,14 @@ def flat(value: object, where: str = "") -> dict:
     return {key: leaf for name, part in inner.items() for key, leaf in flat(part, name).items()}
 
 
+def _identity(folder: Path) -> str:
+    """Digest of the config.json of a model, without what says nothing of it."""
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    for name in ("_name_or_path", "dtype", "torch_dtype", "transformers_version"):
+        config.pop(name, None)
+    return digest([config])
+
+
 def settings_of(job: Job, dataset, weights: int = 0) -> dict:
     """Everything that an attempt is compared by, for JSON. weights: fingerprint of those that the
     run starts from. Raises OSError for a data file that is gone."""
@@ -58,7 +67,7 @@ def settings_of(job: Job, dataset, weights: int = 0) -> dict:
         content |= {"capped_lengths": lengths_digest(dataset),
                     "capped_batch_size": recipe.train.batch_size}
     versions = {name: d.version for name in PACKAGES for d in distributions(name=name)}
-    model = asdict(recipe.model) | spec_of(recipe.model).identity(recipe.model)
+    model = asdict(recipe.model) | {"config_json": _identity(Path(recipe.model.folder))}
     if recipe.model.lora.rank:  # the checkpoint does not hold them
         model["weights"] = f"{weights:012x}"
     return flat({

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -12,8 +13,9 @@ import torch.distributed as dist
 from orchmllm.comm.exchange import RowGather, bytes_group
 from orchmllm.config.recipe import Recipe
 from orchmllm.data.dataset import ConversationDataset
+from orchmllm.data.stream import open_dataset
 from orchmllm.data.survey import survey
-from orchmllm.models.spec import spec_of
+from orchmllm.models.families import read_config
 from orchmllm.orchestrator import Orchestrator
 from orchmllm.plan.assign import PlanSpec
 from orchmllm.runtime.preflight import check_vocabulary
@@ -25,7 +27,8 @@ def build_dataset(recipe: Recipe, log: Callable[[str], object] = lambda line: No
                   seen: bool = False) -> ConversationDataset:
     """log: is told where rows of its sources go, unless that was seen. Raises ValueError naming the
     file if data or tokenizer cannot be used with the model, or too much of the data is lost."""
-    dataset = spec_of(recipe.model).dataset(recipe.data, recipe.model, seed=recipe.run.seed)
+    read_config(Path(recipe.model.folder))  # other versions of transformers lack what reads rows
+    dataset = open_dataset(recipe.data, recipe.model.folder, seed=recipe.run.seed)
     check_vocabulary(dataset.tokenizer, recipe.model)
     if not seen:
         survey(dataset.sources, dataset.reader, recipe.data, log)
@@ -49,8 +52,8 @@ def build_orchestrator(
     """One with groups of its own, for one prefetch thread. Collective. device_group: see
     Orchestrator."""
     timeout = recipe.launch.timeout_s
-    # The text of whole examples moves in the prefetch thread.
-    kinds = ("bytes", "tensors") if spec.fills else ("bytes",)
-    group = bytes_group(range(world_size), timeout) if spec.balance.dispatch in kinds else None
+    # Text moves in the prefetch thread.
+    moves = spec.balance.dispatch in ("bytes", "tensors")
+    group = bytes_group(range(world_size), timeout) if moves else None
     return Orchestrator(spec, RowGather(spec.ranks_per_node, timeout), device=device, group=group,
                         device_group=device_group)

@@ -10,17 +10,14 @@ from torch import Tensor
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 
 from orchmllm.config.model import ModelConfig
-from orchmllm.models.spec import spec_of
 
 
 def other_kind(path: Path, saved: Mapping, model: ModelConfig) -> str:
     """Why a model cannot start from the checkpoint in `path`, of which `saved` is the model
-    section; "" if both are of one kind."""
-    there, here = spec_of(ModelConfig(pretrained=saved.get("pretrained", ""),
-                                      config=saved.get("config", ""))), spec_of(model)
-    if there is not here:
-        return (f"run.init_from: {path} has {there.what}, and this recipe trains {here.what}: give "
-                "a run of the same kind, or change model.*")
+    section; "" if it can."""
+    if not (saved.get("pretrained") or saved.get("config")):
+        return (f"run.init_from: {path} has parts that this project had before it composed models "
+                "of those of transformers: they cannot be read any more")
     adapters = bool(saved.get("lora", {}).get("rank"))
     if adapters == bool(model.lora.rank):
         return ""

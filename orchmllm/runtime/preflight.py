@@ -15,8 +15,9 @@ from orchmllm.config.model import ModelConfig
 from orchmllm.config.recipe import Recipe
 from orchmllm.data.formats.open import check_source, sources_of
 from orchmllm.data.storage.remote import Storage
+from orchmllm.data.text.processor import Processor
 from orchmllm.data.text.tokenizer import ChatTokenizer
-from orchmllm.models.spec import spec_of
+from orchmllm.models.described import check_parts, vocabulary
 from orchmllm.runtime.lineage import START_CURE, list_saved, start_of
 
 SPARE_BYTES = 64 << 20  # for logs and the state of a checkpoint
@@ -36,19 +37,19 @@ def problems(checks: Iterable[Callable[[], object]]) -> list[str]:
 def checks(recipe: Recipe, state_bytes: int) -> list[tuple[str, Callable[[], object]]]:
     """(what it looks at, a check that raises ValueError). state_bytes: size of a checkpoint of this
     recipe."""
-    storage, model = Storage(recipe.data.remote), spec_of(recipe.model)
+    storage, folder = Storage(recipe.data.remote), recipe.model.folder
     return [("run folder", partial(check_run_folder, recipe, state_bytes)),
-            ("learning rates", partial(model.check, recipe)),
+            ("learning rates", partial(check_parts, recipe)),
             ("run.init_from", partial(check_start, recipe)),
             *((f"data {source.path}", partial(check_source, source, storage))
               for source in sources_of(recipe.data)),
             ("tokenizer", lambda: check_vocabulary(
-                model.tokenizer(recipe.data, recipe.model), recipe.model))]
+                Processor(folder).tokenizer, recipe.model))]
 
 
 def check_vocabulary(tokenizer: ChatTokenizer, model: ModelConfig) -> None:
     """Raises ValueError if the model has no row for some token."""
-    size, key = spec_of(model).vocabulary(model)
+    size, key = vocabulary(model)
     if tokenizer.vocab_size > size:
         raise ValueError(f"{key} is {size}, but the tokenizer has "
                          f"{tokenizer.vocab_size} tokens: raise it")

@@ -29,16 +29,13 @@ CLASSES = {
     "train.batch_size": "batch", "train.accumulation_steps": "batch",
     "train.global_batch_size": "batch",
     "model": "model", "fsdp.param_dtype": "model",
-    "model.connectors": "said", "model.pretrained": "said", "model.config": "said",
-    "model.vision.pretrained": "said",
-    "model.audio.pretrained": "said", "model.llm.pretrained": "said",
+    "model.pretrained": "said", "model.config": "said",
 }
 CURES = {
     "init": "a run reads the weights that it starts from once, at its start: use the checkpoint's "
             "value, or start another run with another run.dir",
     "model": "the checkpoint's tensors are those of another model: use its values (recipe.yaml in "
-             "run.dir has them all, also those that were read from a config.json), or start anew "
-             "with another run.dir or run.resume=never",
+             "run.dir has them), or start anew with another run.dir or run.resume=never",
     "order": "the order of all examples would change: use the checkpoint's values, or set "
              "run.allow_data_change=true to go on at the same step of the new order",
     "content": "what is trained on is not what the checkpoint saw (the files or weights of "
@@ -53,7 +50,6 @@ CURES = {
 }
 DEFAULTS = {leaf.path: list(leaf.default) if leaf.kind is tuple else leaf.default
             for leaf in leaves(Recipe) if leaf.default is not MISSING}
-DEFAULTS["model.vision.family"] = "vit"  # of checkpoints that say it: there was another one once
 
 
 def class_of(key: str) -> str:

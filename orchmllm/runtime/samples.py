@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -17,10 +19,13 @@ from torch import nn
 from orchmllm.comm.exchange import RowGather, gather_texts
 from orchmllm.config.recipe import Recipe
 from orchmllm.data.dataset import ConversationDataset
-from orchmllm.models.generate import greedy, prompt_of
-from orchmllm.models.mllm import MultimodalModel
-from orchmllm.models.spec import spec_of
+from orchmllm.data.loading.step_loader import StepLoader
+from orchmllm.data.loading.whole_examples import WholeFeed
+from orchmllm.data.questions import Questions
+from orchmllm.data.sampler import GlobalSampler
+from orchmllm.models.hf import WholeModel
 from orchmllm.plan.assign import PlanSpec
+from orchmllm.runtime.build import build_orchestrator
 from orchmllm.runtime.metrics import SAMPLES, JsonLines
 
 
@@ -33,7 +38,7 @@ class Samples:
                  spec: PlanSpec, device: torch.device, group: dist.ProcessGroup | None,
                  log: Callable[[str], None]) -> None:
         self._gather = RowGather(spec.ranks_per_node, recipe.launch.timeout_s)
-        self._answers = spec_of(recipe.model).asked(
+        self._answers = Asked(
             recipe, dataset, list(rows[:recipe.train.num_samples]), spec, device, group,
             self._gather)
         self._log, self._path, self._file = log, recipe.run.folder / SAMPLES, None
@@ -54,37 +59,42 @@ class Samples:
                 f"{line['answer']!r:.200}; the data say {line['expected']!r:.200}"))
 
 
-class AskedParts:
-    """Asks a model of our own parts about this rank's share of the examples `asked`, all of them
-    together. Returns a line for each: example, and expected, answer and ended, or error."""
+class Asked:
+    """Asks a model about this rank's share of the examples `asked`, one after the other: a rank has
+    one at a time, or none. Returns a line for each: example, and expected, answer and ended, or
+    error."""
 
     def __init__(self, recipe: Recipe, dataset: ConversationDataset, asked: Sequence[int],
                  spec: PlanSpec, device: torch.device, group: dist.ProcessGroup | None,
                  gather: RowGather) -> None:
-        self._dataset, self._asked, self._spec, self._device = dataset, asked, spec, device
-        self._gather, self._max_tokens = gather, recipe.train.sample_tokens
+        self._asked, self._gather = asked, gather
+        self._max_tokens, self._tokenizer = recipe.train.sample_tokens, dataset.tokenizer
         self._end_id = dataset.tokenizer.end_id
+        self._questions = Questions(dataset)
+        spec = replace(spec.as_sampled, balance=replace(spec.as_sampled.balance, dispatch="load"))
+        self._orchestrator = build_orchestrator(recipe, spec, gather.world_size, device, group)
 
-    def __call__(self, model: MultimodalModel) -> list[dict]:
-        told, prompts = [], []
-        for example in self._asked[self._gather.rank::self._gather.world_size]:
-            line = {"example": example}
-            told.append(line)
-            try:
-                prompt, expected = prompt_of(self._dataset.load(example),
-                                             self._dataset.layout(example))
-                line["expected"] = self._text(expected)
-                prompts.append(prompt)
-            except Exception as error:  # of this rank alone: it still takes part in what follows
-                line["error"] = f"{type(error).__name__}: {error}"
-        answers = iter(greedy(
-            model, prompts, self._spec, self._device, end_id=self._end_id,
-            max_tokens=self._max_tokens,
-            all_done=lambda done: bool(self._gather([int(done)]).all())))
-        return [line if "error" in line else line | self._answered(next(answers)) for line in told]
+    def __call__(self, model: WholeModel) -> list[dict]:
+        sampler = GlobalSampler(self._asked, self._gather.world_size, shuffle=False)
+        told: list[dict] = []
+        for step in StepLoader(self._questions, sampler, self._orchestrator,
+                               num_steps=len(sampler), feed=partial(WholeFeed, model=model)):
+            [micro] = step.micro
+            ids = model(self._orchestrator.dispatch(micro), {
+                "max_new_tokens": self._max_tokens, "do_sample": False,
+                "eos_token_id": self._end_id, "pad_token_id": self._end_id,
+                "synced_gpus": self._gather.world_size > 1})
+            errors = {failed.example: failed.reason for failed in step.failed}
+            for position, example in zip(micro.rank_plan.examples.tolist(),
+                                         micro.rank_plan.example_ids.tolist(), strict=True):
+                told.append({"example": example, **(
+                    {"error": errors[position]} if position in errors else
+                    {"expected": self._text(self._questions.answer(example)),
+                     **self._answered(ids)})})
+        return told
 
     def _answered(self, ids: list[int]) -> dict:
         return {"answer": self._text(ids), "ended": ids[-1] == self._end_id}
 
     def _text(self, ids: list[int]) -> str:
-        return self._dataset.tokenizer.decode([i for i in ids if i != self._end_id])
+        return self._tokenizer.decode([i for i in ids if i != self._end_id])

@@ -6,7 +6,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from functools import cache, partial
 
-from torch import nn
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     checkpoint,
@@ -14,7 +13,7 @@ from torch.utils.checkpoint import (
 )
 
 from orchmllm.config.fsdp import phase_counts
-from orchmllm.models.mllm import MultimodalModel
+from orchmllm.models.hf import WholeModel
 
 
 def keep_products(ctx, op, *args, **kwargs) -> CheckpointPolicy:
@@ -50,20 +49,12 @@ def _recomputing(cls: type) -> type:
     return type(cls.__name__, (Recomputing, cls), {})
 
 
-def stacks(model: nn.Module) -> Mapping[str, nn.ModuleList]:
-    """Transformer blocks by phase: the units of sharding, recomputing and compiling. model: of this
-    package, or orchmllm.models.hf.WholeModel."""
-    if not isinstance(model, MultimodalModel):
-        return model.blocks()
-    return {"vision": model.vision.blocks, "audio": model.audio.blocks, "llm": model.llm.layers}
-
-
-def recompute(model: nn.Module, choice: Mapping[str, str]) -> None:
+def recompute(model: WholeModel, choice: Mapping[str, str]) -> None:
     """Tells the blocks of all phases what they recompute from now on: the first ones of a phase
     everything, the last ones nothing. choice: phase -> see orchmllm.config.fsdp.layer_counts.
     Raises ValueError for `auto`, which orchmllm.sharding.fits has to decide before, and for more
     layers than there are."""
-    for phase, stack in stacks(model).items():
+    for phase, stack in model.blocks().items():
         counts = phase_counts(phase, choice[phase], len(stack))
         kinds = [kind for kind in ("full", "selective", "none") for _ in range(counts[kind])]
         for block, kind in zip(stack, kinds, strict=True):

@@ -1,5 +1,4 @@
-"""From a recipe to its sharded model: the three parts of this package, or a model of
-transformers."""
+"""From a recipe to its sharded model."""
 
 from __future__ import annotations
 
@@ -11,34 +10,24 @@ import torch
 import torch.distributed as dist
 
 from orchmllm.comm.agree import RemoteError, describe, raise_first
+from orchmllm.comm.errors import AgreedError
 from orchmllm.comm.exchange import RowGather, gather_texts
 from orchmllm.config.recipe import Recipe
 from orchmllm.encoders.planned import PlannedEncoders
-from orchmllm.hf.sources import WeightSource
+from orchmllm.hf.sources import WeightSource, fingerprint
 from orchmllm.models.hf import WholeModel
-from orchmllm.models.mllm import MultimodalModel
-from orchmllm.sharding.fsdp import build_model
 from orchmllm.sharding.hf import load_whole
 from orchmllm.sharding.optimizer import describe_learning
 
 
-def build_parts(
-    recipe: Recipe, device: torch.device, checkpointing: Mapping[str, str],
-    sources: Sequence[WeightSource], gather: RowGather, ranks_per_node: int,
-    group: dist.ProcessGroup | None, log: Callable[[str], None],
-) -> MultimodalModel:
-    """The model. Collective; gather: of all ranks. group: for what moves in a forward (default: the
-    default group). The rest as in orchmllm.sharding.fsdp.build_model."""
-    return build_model(recipe.model, recipe.fsdp, device, recipe.run.seed, checkpointing, sources,
-                       ranks_per_node=ranks_per_node, group=group)
-
-
-def build_whole(
+def build_model(
     recipe: Recipe, device: torch.device, checkpointing: Mapping[str, str],
     sources: Sequence[WeightSource], gather: RowGather, ranks_per_node: int,
     group: dist.ProcessGroup | None, log: Callable[[str], None],
 ) -> WholeModel:
-    """The same of a model of transformers."""
+    """The model. Collective; gather: of all ranks. group: for what moves in a forward (default: the
+    default group). checkpointing: see orchmllm.sharding.blocks.recompute; sources: of its weights;
+    ranks_per_node: see orchmllm.sharding.gathers."""
     error = None
     try:
         model = load_whole(Path(recipe.model.folder), recipe.model, recipe.fsdp, device,
@@ -60,3 +49,19 @@ def agreed(gather: RowGather, error: Exception | None) -> None:
     text = describe(error)
     sizes = gather(np.array([len(text.encode())], np.int64))[:, 0]
     raise_first(0, gather_texts(gather, text, sizes), error)
+
+
+def agreed_fingerprint(sources: Sequence[WeightSource],
+                       gather: Callable[[Sequence[int]], np.ndarray]) -> int:
+    """The fingerprint. gather: gives (d, n) for n numbers of each rank. Raises AgreedError on all
+    ranks if they would shard different weights: nodes may each have a copy of a folder."""
+    mine = fingerprint(sources)
+    fingerprints = gather([mine])[:, 0]
+    values, counts = np.unique(fingerprints, return_counts=True)
+    if len(values) > 1:
+        odd = np.flatnonzero(fingerprints != values[counts.argmax()]).tolist()
+        raise AgreedError(
+            f"pretrained weights: rank{'s' if len(odd) > 1 else ''} {', '.join(map(str, odd))} "
+            f"read{'' if len(odd) > 1 else 's'} other weights than the rest: give every node the "
+            "same copy of the folders")
+    return mine

@@ -10,7 +10,6 @@ from dataclasses import replace
 import numpy as np
 
 from orchmllm.config.recipe import Recipe
-from orchmllm.models.flops import padded_phases
 from orchmllm.plan.assign import PHASES, PlanSpec
 from orchmllm.plan.balance import CapError
 from orchmllm.plan.layout import BatchLayout
@@ -100,8 +99,8 @@ def with_count(
     """(the recipe with a number in place of train.accumulation_steps=auto; the spec with the room
     of a rank in a microbatch, without one where nothing fits; that in words). layouts: of some
     steps. Raises ValueError where no number of microbatches keeps below that."""
-    pad, count = padded_phases(recipe.model), recipe.train.accumulation_steps
-    loads = joined([loads_of(plan, pad) for layout in layouts
+    count = recipe.train.accumulation_steps
+    loads = joined([loads_of(plan) for layout in layouts
                     for _, plan in plan_microbatches(layout, spec, count or 1)])
     try:
         choice = chosen(recipe, layouts, spec, memory, loads, budget_bytes, MISSED)

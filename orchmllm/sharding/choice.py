@@ -75,7 +75,7 @@ def _cases(memory: MemoryModel, phase: str, fixed: str | None, by_layer: bool) -
     if fixed is not None or not by_layer:
         tried = [memory.counts(phase, c) for c in ([fixed] if fixed is not None else CHOICES)]
         return {c: np.array([[counts[c]] for counts in tried]) for c in CHOICES}
-    layers = getattr(memory.model, phase).num_layers
+    layers = memory.num_layers(phase)
     full, selective = (x.ravel()[:, None] for x in np.indices((layers + 1, layers + 1)))
     there = (full + selective <= layers)[:, 0]
     full, selective = full[there], selective[there]

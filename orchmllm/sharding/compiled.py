@@ -14,25 +14,16 @@ import torch
 import torch.fx.experimental._config
 from torch import Tensor, nn
 
-from orchmllm.config.model import ModelConfig
-from orchmllm.plan.assign import PHASES
-
 if TYPE_CHECKING:
     from orchmllm.models.hf import WholeModel
 
 GRAPHS = 64  # of all blocks together: phases, with and without gradients, and a margin
 
 
-def check_compiles(model: ModelConfig, device: torch.device, dtype: torch.dtype) -> None:
-    """Raises ValueError naming the phase whose attention has no kernel that can be compiled: on a
-    GPU it is torch's flash attention alone (orchmllm.models.attention_op)."""
-    padded = {"audio"} if model.audio.mode == "padded" else set()  # no packed sequences
-    check_heads({phase: config.hidden_size // config.num_heads for phase in PHASES
-                 if phase not in padded and (config := getattr(model, phase))}, device, dtype)
-
-
 def check_heads(sizes: Mapping[str, int], device: torch.device, dtype: torch.dtype) -> None:
-    """The same for the sizes of the heads of attention, by phase. Raises ValueError."""
+    """sizes: of the heads of attention, by phase. Raises ValueError naming the phase whose
+    attention has no kernel that can be compiled: on a GPU it is torch's flash attention alone
+    (orchmllm.models.attention_op)."""
     half = dtype in (torch.bfloat16, torch.float16)
     for phase, size in sizes.items():
         if device.type != "cpu" and (not half or size % 8 or size > 256):

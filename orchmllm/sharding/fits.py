@@ -8,10 +8,9 @@ from dataclasses import replace
 
 import numpy as np
 
-from orchmllm.config.job import Job, resolve
+from orchmllm.config.job import resolve
 from orchmllm.config.recipe import Recipe
 from orchmllm.models.flops import Lengths
-from orchmllm.models.spec import spec_of
 from orchmllm.plan.assign import PHASES
 from orchmllm.plan.layout import ENCODERS
 from orchmllm.sharding.choice import choose_checkpointing
@@ -128,8 +127,3 @@ def scaled(loads: Loads, factor: float) -> Loads:
 def largest_fitting(peak: Callable[[int], float], budget_bytes: float, high: int) -> int:
     """Largest b in 1 .. high with peak(b) <= budget_bytes, by bisection; 0 if there is none."""
     return bisect_right(range(1, high + 1), budget_bytes, key=peak)
-
-
-def memory_of(job: Job, on_cpu: bool = False) -> MemoryModel:
-    """Of a rank of a job."""
-    return spec_of(job.recipe.model).memory(job, on_cpu)

@@ -2,14 +2,11 @@
 
 A step's loss is a sum over all ranks divided by the global number of targets, so the reduction has
 to SUM: gradient divide factor 1, and sums forced because gloo has no pre-multiplied sum.
-
-Order: build (on meta with fsdp.meta_init) -> what blocks recompute -> compile ->
-fully_shard -> memory and weights of this rank's shards.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
@@ -24,17 +21,10 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.tensor import DTensor
 
-from orchmllm.config.model import ModelConfig
 from orchmllm.config.recipe import FsdpConfig
 from orchmllm.config.train import OPTIMIZER_STATE
-from orchmllm.hf.sources import WeightSource
-from orchmllm.models.mllm import MultimodalModel
-from orchmllm.plan.assign import PHASES
-from orchmllm.sharding.blocks import recompute, stacks
-from orchmllm.sharding.compiled import check_compiles, compile_block
-from orchmllm.sharding.gathers import Unit, ordered, shard_units
-from orchmllm.sharding.init import seed_weights
-from orchmllm.sharding.pretrained import load_pretrained
+from orchmllm.models.hf import WholeModel
+from orchmllm.sharding.gathers import Unit, shard_units
 
 
 def compute_dtype(config: FsdpConfig) -> torch.dtype:
@@ -55,48 +45,6 @@ def make_mesh(shard_size: int, device_type: str) -> DeviceMesh:
         for group in mesh.get_all_groups():  # to which torch gives one of its own
             dist.distributed_c10d._set_pg_timeout(options._timeout, group)
     return mesh
-
-
-def build_model(model: ModelConfig, config: FsdpConfig, device: torch.device, seed: int,
-                checkpointing: Mapping[str, str] | None = None,
-                sources: Sequence[WeightSource] = (), *, ranks_per_node: int = 1,
-                group: dist.ProcessGroup | None = None) -> MultimodalModel:
-    """The sharded model with its initial weights; collective over all ranks.
-
-    Without fsdp.meta_init every rank builds a full copy from torch's global generator; with it, or
-    with sources (pretrained weights, `orchmllm.hf.sources`), no rank ever holds more than its
-    shards. checkpointing, ranks_per_node: see `shard`; group: see MultimodalModel."""
-    if config.compile:
-        check_compiles(model, device, compute_dtype(config))
-    if not config.meta_init and not sources:
-        torch.manual_seed(seed)
-        return shard(MultimodalModel(model, group), config, device, checkpointing, ranks_per_node)
-    with torch.device("meta"):
-        built = MultimodalModel(model, group)
-    built = shard(built, config, device, checkpointing, ranks_per_node)
-    built.to_empty(device="cpu" if config.cpu_offload else device)
-    seed_weights(built, seed, skip={name for source in sources for name in source.tensors})
-    load_pretrained(built, sources)
-    return built
-
-
-def shard(model: MultimodalModel, config: FsdpConfig, device: torch.device,
-          checkpointing: Mapping[str, str] | None = None,
-          ranks_per_node: int = 1) -> MultimodalModel:
-    """Applies recomputation, compile and fully_shard in place; collective over all
-    ranks. A model on meta stays there.
-
-    checkpointing: see orchmllm.sharding.blocks.recompute; None: the recipe's. ranks_per_node: see
-    orchmllm.sharding.gathers."""
-    on_meta = next(model.parameters()).is_meta
-    model.to(device=None if on_meta else device, dtype=getattr(torch, config.param_dtype))
-    model.llm.loss_chunk_rows = config.loss_chunk_rows
-    recompute(model, checkpointing or {p: config.checkpointing(p) for p in PHASES})
-    for stack in stacks(model).values() if config.compile else ():
-        for block in stack:
-            compile_block(block)
-    shard_all(model, ordered(model, config), config, device, ranks_per_node)
-    return model
 
 
 def shard_all(model: nn.Module, orders: tuple[list[Unit], list[Unit]], config: FsdpConfig,
@@ -130,7 +78,7 @@ def reshard(model: nn.Module) -> None:
 
 
 @contextmanager
-def evaluating(model: MultimodalModel) -> Iterator[None]:
+def evaluating(model: WholeModel) -> Iterator[None]:
     """Within it the model computes without gradients; then it trains as before."""
     model.eval()
     with torch.no_grad():

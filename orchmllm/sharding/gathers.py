@@ -2,24 +2,20 @@
 backward pass, and not at all where nothing reads them (orchmllm.sharding.units.gathers says how
 often).
 
-The embedding and a frozen encoder are not read in the backward pass, so a connector that learns
-behind a frozen encoder is a unit of its own. The head's backward pass follows its forward pass at
-once, so it stays gathered, as does the model's root, which holds one norm.
+The embedding and a frozen encoder are not read in the backward pass. The head's backward pass
+follows its forward pass at once, so it stays gathered, as does the model's root.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import chain, islice
+from itertools import islice
 from typing import Any, NamedTuple
 
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from orchmllm.config.recipe import FsdpConfig
-from orchmllm.models.audio import AudioEncoder
-from orchmllm.models.mllm import MultimodalModel
-from orchmllm.models.vision import VisionEncoder
 
 
 class Unit(NamedTuple):
@@ -54,30 +50,6 @@ def shard_units(orders: tuple[list[Unit], list[Unit]], config: FsdpConfig, ranks
         unit.module.set_unshard_in_backward(unit.backward)
     if config.prefetch:
         _set_prefetch(forward, backward, config.prefetch)
-
-
-def ordered(model: MultimodalModel, config: FsdpConfig) -> tuple[list[Unit], list[Unit]]:
-    """The units in the order of the forward pass and in that of the backward pass, in which an
-    encoder's own unit, and the connector's, come before its blocks."""
-    towers = [_tower(model.vision, config.reshard("vision")),
-              _tower(model.audio, config.reshard("audio"))]
-    root, head = Unit(model, "none"), Unit(model.llm.lm_head, "none")
-    embed = Unit(model.llm.embed_tokens, "full", backward=False)
-    layers = [Unit(layer, config.reshard("llm")) for layer in model.llm.layers]
-    forward = [root, *chain(*towers), embed, *layers, head]
-    backward = [head, root, *reversed(layers), embed]
-    for own, *blocks in reversed(towers):
-        backward += [own, *reversed(blocks)]
-    return forward, backward
-
-
-def _tower(encoder: VisionEncoder | AudioEncoder, reshard: str) -> list[Unit]:
-    """The units of an encoder in the order of the forward pass. Its connector is in the first one,
-    or the last one where the connector alone learns."""
-    own, *blocks = [of_encoder(m, reshard) for m in (encoder, *encoder.blocks)]
-    if own.backward and not blocks[0].backward:
-        return [Unit(encoder, "full", backward=False), *blocks, Unit(encoder.connector, reshard)]
-    return [own, *blocks]
 
 
 def of_encoder(module: nn.Module, reshard: str) -> Unit:

@@ -2,8 +2,7 @@
 
 Row r of a weight comes from a counter-based generator keyed by (seed, name of the weight, r), so
 every rank draws just its rows, and the model is the same on any number of ranks and any device. How
-its numbers are spread is said here for the parts of this package, by their classes for models of
-transformers.
+its numbers are spread is said by the model's own class.
 
 About 150 million values a second on one core: 84 B parameters over 256 ranks take seconds.
 """
@@ -11,7 +10,7 @@ About 150 million values a second on one core: 84 B parameters over 256 ranks ta
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Container, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -25,20 +24,6 @@ from transformers.initialization import TORCH_INIT_FUNCTIONS
 from transformers.utils import logging
 
 from orchmllm.models.adapters import WEIGHTS
-from orchmllm.models.mllm import MultimodalModel
-from orchmllm.models.parts import init_parameters
-
-
-def seed_weights(model: MultimodalModel, seed: int, skip: Container[str] = ()) -> None:
-    """Gives every parameter its initial value, in place: N(0, std^2) for weights of linear,
-    convolution and embedding layers, zero biases, norms' own. model: whole or sharded, with
-    memory. skip: plain names of weights that will be read from a file, so need not be drawn."""
-    def draw(name: str, weight: Tensor) -> None:
-        if name not in skip:
-            std = model.llm.head_std if weight is model.llm.lm_head.weight else 0.02
-            _draw(weight, std, seed, name)
-
-    init_parameters(model, draw)
 
 
 @torch.no_grad()

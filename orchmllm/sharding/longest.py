@@ -24,7 +24,7 @@ from orchmllm.plan.cost import CostModel
 from orchmllm.plan.geometry import SegmentLengths, text_lengths
 from orchmllm.plan.layout import ENCODERS, TEXT, BatchLayout
 from orchmllm.plan.rearrange import sums_of
-from orchmllm.sharding.fits import budget_of, largest_fitting, memory_of, scaled
+from orchmllm.sharding.fits import budget_of, largest_fitting, scaled
 from orchmllm.sharding.memory import Choice, Loads, MemoryModel
 
 if TYPE_CHECKING:
@@ -246,7 +246,7 @@ class LongExamples:
 
     def __init__(self, job: Job, spec: PlanSpec, dataset, device_bytes: float,
                  log: Callable[[str], object], shows: bool = True) -> None:
-        self._room = Room.of(job, device_bytes, memory_of(job, on_cpu=not device_bytes))
+        self._room = Room.of(job, device_bytes, MemoryModel.of(job))
         self._costs, self._place, self._log = spec.costs, dataset.name, log
         self._shows = shows
         self._told: dict[str, float] = {}

@@ -22,8 +22,8 @@ from orchmllm.config.job import Job
 from orchmllm.config.model import ModelConfig
 from orchmllm.config.recipe import CheckpointConfig, FsdpConfig
 from orchmllm.config.train import OPTIMIZER_STATE
-from orchmllm.models.flops import Lengths, item_rank, padded_lengths, phase_lengths, phase_work
-from orchmllm.models.spec import spec_of
+from orchmllm.models.flops import Lengths, item_rank, phase_lengths
+from orchmllm.models.whole_flops import PartCounts, feature_width, part_counts, phase_work
 from orchmllm.plan.assign import PHASES
 from orchmllm.plan.layout import ENCODERS
 from orchmllm.plan.step import StepPlan
@@ -55,13 +55,13 @@ class Loads:
                      {p: change(p, x) for p, x in self.pairs.items()})
 
 
-def loads_of(plan: StepPlan, pad: frozenset[str] = frozenset()) -> Loads:
-    """The loads of a planned microbatch. pad: phases whose batches are padded."""
+def loads_of(plan: StepPlan) -> Loads:
+    """The loads of a planned microbatch."""
     d = plan.layout.num_ranks
     phases, received, pairs = {}, {}, {}
     for phase in PHASES:
         rank = item_rank(plan, phase)
-        lengths = padded_lengths(plan, phase) if phase in pad else phase_lengths(plan.layout, phase)
+        lengths = phase_lengths(plan.layout, phase)
         *sums, pairs[phase] = (np.bincount(rank, values, d) for values in (
             lengths.rows, lengths.positions, lengths.tokens, lengths.positions.astype(float)**2))
         phases[phase] = Lengths(*sums)
@@ -74,8 +74,8 @@ def loads_of(plan: StepPlan, pad: frozenset[str] = frozenset()) -> Loads:
 
 @dataclass(frozen=True)
 class MemoryModel:
-    """shards: ranks a parameter is cut over. on_cpu: attention on CPU keeps a copy of its output.
-    all_gather: ranks whose rows everybody receives, if rows travel by all-gather instead of
+    """Of the units that are really sharded, and of what autograd was counted to keep of the parts
+    on tensors without memory. shards: ranks a parameter is cut over. all_gather: ranks whose rows everybody receives, if rows travel by all-gather instead of
     all-to-all (OrchMLLM section 8.3), else 0; what a rank keeps of the gathered rows is a view, so
     all of them stay: inputs for the step, features for the forward pass. ranks_per_node: for what
     fsdp.*_reshard keeps over a node's ranks. microbatches: of a step, with `auto` as if it had
@@ -84,17 +84,24 @@ class MemoryModel:
     model: ModelConfig
     fsdp: FsdpConfig
     shards: int
-    on_cpu: bool = False
     all_gather: int = 0
     ranks_per_node: int = 8
     microbatches: int = 1
 
     @classmethod
-    def of(cls, job: Job, on_cpu: bool = False) -> MemoryModel:
+    def of(cls, job: Job) -> MemoryModel:
         """Of a rank of a job."""
-        return cls(job.recipe.model, job.recipe.fsdp, job.shard_size, on_cpu,
+        return cls(job.recipe.model, job.recipe.fsdp, job.shard_size,
                    ranks_per_node=job.ranks_per_node,
                    microbatches=job.recipe.train.accumulation_steps or 2)
+
+    @property
+    def _counts(self) -> dict[str, PartCounts]:
+        return part_counts(self.model, self.fsdp.forward_dtype)
+
+    def num_layers(self, phase: str) -> int:
+        """Of a phase; 1 where the model has not got it."""
+        return len(self._counts[phase].blocks) if phase in self._counts else 1
 
     @property
     def element(self) -> int:
@@ -122,7 +129,7 @@ class MemoryModel:
 
     def counts(self, phase: str, choice: str) -> dict[str, int]:
         """Layers of a phase by CHOICES. Raises ValueError for more than it has."""
-        return phase_counts(phase, choice, getattr(self.model, phase).num_layers)
+        return phase_counts(phase, choice, self.num_layers(phase))
 
     def stack(self, phase: str, counts: Counts) -> Stack:
         """Of the blocks of a phase."""
@@ -181,42 +188,40 @@ class MemoryModel:
         return {p: size * n for p, (_, n) in shard_sizes(self.model, self.shards).items()}
 
     def _batch(self, loads: Loads) -> np.ndarray:
-        rows = sum((self.all_gather * float(loads.phases[p].rows.max()) if self.all_gather
-                    else loads.phases[p].rows) * float(self._row_bytes(p)) for p in ENCODERS)
-        return rows + loads.phases["llm"].tokens * 32.0
+        """Pixels and frames in float32, and as the forward pass casts them."""
+        out = loads.phases["llm"].tokens * 32.0
+        for phase in self._counts.keys() & ENCODERS.keys():
+            rows = loads.phases[phase].rows
+            rows = self.all_gather * float(rows.max()) if self.all_gather else rows
+            out = out + rows * float(self._counts[phase].row_values * (4 + self.element))
+        return out
 
     def _features(self, phase: str, loads: Loads) -> np.ndarray | float:
         """Encoded rows as the LLM phase receives them."""
         rows = (self.all_gather * float(loads.phases[phase].tokens.max()) if self.all_gather
                 else loads.received[phase])
-        return rows * self._feature_bytes
-
-    @property
-    def _feature_bytes(self) -> float:
-        """Of a token of a medium."""
-        return float(self.element * self.model.llm.hidden_size)
-
-    def _row_bytes(self, phase: str) -> int:
-        """Of a patch or a frame in the batch."""
-        return getattr(self.model, phase).geometry.row_bytes
+        return rows * float(self.element * feature_width(self.model))
 
     def _blocks(self, phase: str) -> list[activations.BlockBytes]:
-        config = getattr(self.model, phase)
-        return [activations.block_bytes(phase, config, self.element, self.on_cpu)
-                ] * config.num_layers
+        """The gradients of the largest tensor and of what it was made of are there at the same
+        time; without a backward pass nothing is, but for a moment."""
+        if phase not in self._counts:
+            return [activations.NOTHING]
+        return [activations.BlockBytes(
+            {"none": block.none, "selective": block.selective, "full": block.full},
+            block.none, 2 * block.largest, block.moved, block.repeated)
+            for block in self._counts[phase].blocks]
 
     def _around(self, phase: str, loads: Loads) -> np.ndarray:
         """What is kept around the blocks."""
-        lengths, e = loads.phases[phase], self.element
-        config = getattr(self.model, phase)
-        if phase == "llm":
-            last = activations.rms_norm_bytes(config, e, self.on_cpu)
-            rotary = 2 * e * config.hidden_size // config.num_heads
-            return (last + rotary) * lengths.tokens
-        make = getattr(activations, f"{phase}_root")
-        row, position, token = make(config, self.model.llm.hidden_size, e)
-        return self.model.features_learn(phase) * (
-            row * lengths.rows + position * lengths.positions + token * lengths.tokens)
+        lengths = loads.phases[phase]
+        if phase not in self._counts:
+            return np.zeros(len(lengths.rows))
+        found = self._counts[phase]
+        kept = found.kept_row * lengths.rows + found.kept_position * lengths.positions
+        if phase == "llm":  # and what the layers get
+            kept = kept + lengths.tokens * float(self.element * feature_width(self.model))
+        return kept
 
     def _backward_work(self, phase: str, loads: Loads, stack: Stack) -> np.ndarray:
         """A block's recomputed activations and its gradients: as the weights' gradients are made,
@@ -228,27 +233,26 @@ class MemoryModel:
 
     def _exchange(self, phase: str, loads: Loads) -> np.ndarray:
         """Features as encoded, in sending order, as received, and in their own order."""
-        sent = loads.phases[phase].tokens * self._feature_bytes
+        sent = loads.phases[phase].tokens * float(self.element * feature_width(self.model))
         return (1 if self.all_gather else 2) * (sent + self._features(phase, loads))
 
     def loss_bytes(self, loads: Loads) -> np.ndarray:
         """(d,) bytes of the loss at its worst: logits, their log-softmax and gradient, or a chunk's
         logits with its rows of the input and the gradients that are made at once."""
-        config, e = self.model.llm, self.element
-        f, llm, chunk = max(4, e), loads.phases["llm"], self.fsdp.loss_chunk_rows
-        tokens = getattr(llm, spec_of(self.model).logits)
-        plain = 3.0 * f * config.vocab_size * tokens
+        config, e, llm = self.model.llm, self.element, self._counts["llm"]
+        f, chunk, tokens = max(4, e), self.fsdp.loss_chunk_rows, loads.phases["llm"].rows
+        plain = 3.0 * f * llm.outputs * tokens
         if not chunk:
             return plain
         learns = not (config.frozen or self.model.lora.rank)
-        learnt = config.hidden_size * learns  # columns of the weight's gradient
+        learnt = llm.width * learns  # columns of the weight's gradient
         rounded = e * (e < f)
         # A chunk's logits as computed and in float32, their gradient and rows of its product, or
         # the weight's gradient as it is rounded.
-        moment = max((f + rounded) * chunk * config.vocab_size,
-                     e * chunk * config.vocab_size + rounded * COPIED_ROWS * learnt,
-                     rounded * learnt * config.vocab_size)
-        chunked = (e * config.hidden_size * (tokens + chunk) + f * learnt * config.vocab_size
+        moment = max((f + rounded) * chunk * llm.outputs,
+                     e * chunk * llm.outputs + rounded * COPIED_ROWS * learnt,
+                     rounded * learnt * llm.outputs)
+        chunked = (e * llm.width * (tokens + chunk) + f * learnt * llm.outputs
                    + moment)
         return np.where(tokens > chunk, chunked, plain)
 
@@ -307,7 +311,7 @@ class MemoryModel:
     def again(self, phase: str, loads: Loads, counts: Counts) -> np.ndarray:
         """(d,) FLOP that a phase repeats, or (n, d) for n cases; bytes that are moved count, too.
         """
-        lengths, layers = loads.phases[phase], getattr(self.model, phase).num_layers
+        lengths, layers = loads.phases[phase], self.num_layers(phase)
         # As many items as the rank has, each as long as the one that a position is in on average.
         share = np.maximum(loads.pairs[phase], 1.0) / np.maximum(lengths.positions, 1.0)**2
         one = Lengths(lengths.rows * share, lengths.positions * share, lengths.tokens * share)

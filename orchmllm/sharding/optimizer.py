@@ -13,29 +13,22 @@ from torch.distributed.tensor import DTensor
 
 from orchmllm.config.recipe import TRAIN_PARTS, TrainConfig
 from orchmllm.models.hf import WholeModel
-from orchmllm.models.mllm import MultimodalModel
 
 
-def part_of(name: str) -> str:
-    """The submodule that a parameter of own parts belongs to: vision, audio, llm or connector."""
-    return "connector" if ".connector." in name else name.split(".")[0]
-
-
-def learning_parts(model: MultimodalModel | WholeModel) -> dict[str, list[nn.Parameter]]:
+def learning_parts(model: WholeModel) -> dict[str, list[nn.Parameter]]:
     """part -> its parameters that learn, without parts that have none. Raises ValueError if nothing
     learns."""
     parts: dict[str, list[nn.Parameter]] = {part: [] for part in TRAIN_PARTS}
-    is_whole = isinstance(model, WholeModel)
     for name, p in model.named_parameters():
         if p.requires_grad:
-            parts[model.part_of(name.removeprefix("hf.")) if is_whole else part_of(name)].append(p)
+            parts[model.part_of(name.removeprefix("hf."))].append(p)
     learning = {part: found for part, found in parts.items() if found}
     if not learning:
         raise ValueError("model.*.frozen: every submodule is frozen, nothing would be trained")
     return learning
 
 
-def describe_learning(model: MultimodalModel | WholeModel) -> str:
+def describe_learning(model: WholeModel) -> str:
     """One line for the log."""
     counts = {part: sum(p.numel() for p in found)
               for part, found in learning_parts(model).items()}
@@ -61,7 +54,7 @@ def _local(tensors: Sequence[Tensor]) -> list[Tensor]:
     return [x.to_local() if isinstance(x, DTensor) else x for x in tensors]
 
 
-def make_optimizer(model: MultimodalModel | WholeModel, config: TrainConfig
+def make_optimizer(model: WholeModel, config: TrainConfig
                    ) -> torch.optim.AdamW:
     """AdamW over learning_parts; with a GPU its fused kernel. Each group has `lr_share`, its
     learning rate over train.lr. Norms, biases and the token embedding are not decayed."""

@@ -15,7 +15,6 @@ from orchmllm.batch import Step
 from orchmllm.config.job import resolve
 from orchmllm.config.recipe import Recipe
 from orchmllm.data.sampler import make_sampler
-from orchmllm.models.flops import padded_phases
 from orchmllm.plan.assign import PHASES, PlanSpec
 from orchmllm.plan.layout import BatchLayout
 from orchmllm.plan.microbatches import plan_microbatches
@@ -28,7 +27,6 @@ from orchmllm.sharding.fits import (
     MISSED,
     budget_of,
     joined,
-    memory_of,
     smaller_state,
     with_real_batch,
 )
@@ -81,7 +79,7 @@ class RunMemory:
 
     @cached_property
     def memory(self) -> MemoryModel:
-        return memory_of(self._job, self._on_cpu)
+        return MemoryModel.of(self._job)
 
     @cached_property
     def layouts(self) -> list[BatchLayout]:
@@ -107,7 +105,7 @@ class RunMemory:
                        for _, plan in plan_microbatches(layout, self._spec, count)])
 
     def _loads_of(self, plan: StepPlan) -> Loads:
-        return loads_of(plan, padded_phases(self._recipe.model))
+        return loads_of(plan)
 
     @property
     def _taken(self) -> float:

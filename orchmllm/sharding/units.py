@@ -1,14 +1,8 @@
-"""Every parameter of a model by its shape, grouped as FSDP2 shards it: pure arithmetic on the
-configuration, so that a model of any size is counted in no time and without torch.
-
-Shapes come from the table of names (orchmllm.models.names). The order of units is that of the
-forward pass; tests compare them with the built model.
-"""
+"""Every parameter of a model by its shape, grouped as FSDP2 shards it."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from itertools import groupby
@@ -17,9 +11,8 @@ from orchmllm.config.fsdp import DTYPE_BYTES
 from orchmllm.config.model import ModelConfig
 from orchmllm.config.recipe import Recipe
 from orchmllm.config.train import OPTIMIZER_STATE
-from orchmllm.models.names import PARTS, Named, named
 from orchmllm.models.shapes import placed
-from orchmllm.models.spec import spec_of
+from orchmllm.plan.assign import PHASES
 
 Shape = tuple[int, ...]
 ROLES = ("root", "connector", "embed", "head")  # of units that are no block
@@ -74,51 +67,13 @@ def shard_sizes(model: ModelConfig, shards: int) -> dict[str, tuple[int, int]]:
     """phase -> parameters that the fullest of `shards` ranks holds, and those of them that
     learn."""
     return {phase: tuple(sum(u.copies * u.shard_size(shards, only) for u in units(model)
-                             if u.phase == phase) for only in (False, True)) for phase in PARTS}
+                             if u.phase == phase) for only in (False, True)) for phase in PHASES}
 
 
 @lru_cache(maxsize=8)
 def units(model: ModelConfig) -> list[Unit]:
-    """All units in the order of the forward pass."""
-    return spec_of(model).units(model)
-
-
-def units_of_parts(model: ModelConfig) -> list[Unit]:
-    """See units."""
-    out = []
-    for phase in PARTS:
-        found: dict[str, list[Named]] = {}
-        apart = model.learns("connector") and not model.learns(phase)
-        for n in _parameters(phase, model):
-            found.setdefault(_unit_name(n.name, apart), []).append(n)
-        copies = sum(name.isdigit() for name in found)
-        for name, members in found.items():
-            if name in ("0", *ROLES):
-                shapes = {True: [], False: []}  # of those that learn, and of the others
-                for n in members:
-                    part = "connector" if ".connector." in n.name else phase
-                    shapes[model.learns(part)].append(n.shape)
-                out.append(Unit(phase, "block" if name == "0" else name,
-                                copies if name == "0" else 1, *map(tuple, shapes.values())))
-    return out
-
-
-def by_role(model: ModelConfig, phase: str) -> dict[str, Unit]:
-    """The units of a phase by role: of blocks that are not alike the largest, as if all were."""
-    found: dict[str, Unit] = {}
-    for unit in units(model):
-        if unit.phase != phase:
-            continue
-        if other := found.get(unit.role):
-            copies = other.copies + unit.copies
-            unit = replace(max(other, unit, key=lambda u: u.size), copies=copies)
-        found[unit.role] = unit
-    return found
-
-
-def units_of_whole(model: ModelConfig) -> list[Unit]:
-    """The units of orchmllm.sharding.hf.ordered. What its model has not, audio or a head of its
-    own, has no parameters."""
+    """Those of orchmllm.sharding.hf.ordered, in the order of the forward pass. What the model has
+    not, audio or a head of its own, has no parameters."""
     learnt, stacks = _adapters(model), {}
     places: dict[str, str] = {}
     for p in placed(model.folder):
@@ -145,7 +100,7 @@ def units_of_whole(model: ModelConfig) -> list[Unit]:
         return Unit(phase, role, copies, *map(tuple, found.get(place, ((), ()))), **options)
 
     blocks = {part: [unit(part, "block", copies, place) for place, copies in runs.get(
-        part, [("none", 1)])] for part in PARTS}
+        part, [("none", 1)])] for part in PHASES}
     return [unit("vision", "root", place="root", stays=True), *blocks["vision"],
             unit("audio", "root"), *blocks["audio"], unit("llm", "embed", place="embed"),
             *blocks["llm"], unit("llm", "head", place="head")]
@@ -161,17 +116,17 @@ def _adapters(model: ModelConfig) -> dict[str, Shape]:
     return dict(adapters.learnt(meta_model(model.folder), model))
 
 
-def _parameters(phase: str, model: ModelConfig) -> Iterator[Named]:
-    yield from named(phase, model)
-    yield from (n for n in named("connectors", model) if n.name.startswith(f"{phase}."))
-
-
-def _unit_name(parameter: str, apart: bool) -> str:
-    """The number of its block, or the role of its unit. apart: connectors have their own."""
-    for part in parameter.split("."):
-        if part.isdigit() or part == "connector" and apart:
-            return part
-    return {"embed_tokens": "embed", "lm_head": "head"}.get(parameter.split(".")[-2], "root")
+def by_role(model: ModelConfig, phase: str) -> dict[str, Unit]:
+    """The units of a phase by role: of blocks that are not alike the largest, as if all were."""
+    found: dict[str, Unit] = {}
+    for unit in units(model):
+        if unit.phase != phase:
+            continue
+        if other := found.get(unit.role):
+            copies = other.copies + unit.copies
+            unit = replace(max(other, unit, key=lambda u: u.size), copies=copies)
+        found[unit.role] = unit
+    return found
 
 
 def checkpoint_bytes(recipe: Recipe) -> int:

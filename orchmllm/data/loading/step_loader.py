@@ -14,27 +14,18 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Mapping
-from functools import partial
 from typing import Any
 
 import numpy as np
-import torch
-from torch import Tensor
 
-from orchmllm.batch import UNCOUNTED, Example, FailedSegment, Microbatch, Step
-from orchmllm.comm.exchange import RowGather
-from orchmllm.comm.exchange_bytes import Postponed, exchange_bytes
+from orchmllm.batch import FailedSegment, Microbatch, Step
 from orchmllm.data.loading.pipeline import Pipeline
 from orchmllm.data.loading.ray_workers import RayWorkers
 from orchmllm.data.loading.workers import Workers
 from orchmllm.data.sampler import GlobalSampler
 from orchmllm.orchestrator import Orchestrator
-from orchmllm.plan.assign import PlanSpec
 from orchmllm.plan.layout import ENCODERS, BatchLayout
-from orchmllm.plan.rearrange import Rearrangement
 from orchmllm.plan.step import phase_figures
-
-_ROW_DTYPE = {"vision": torch.uint8, "audio": torch.float32}
 
 
 class SegmentFeed:
@@ -42,9 +33,9 @@ class SegmentFeed:
     worker processes the next step is planned before one is taken, so that they have work meanwhile.
     pool: of a Ray cluster, reads and decodes instead (orchmllm.data.loading.ray_workers).
 
-    dataset: has vision, audio, layout, load and describe of
-    orchmllm.data.dataset.ConversationDataset; for dispatch `bytes` also decode, and load with
-    `encoded`. If it has them, kept, layouts and prepare_loads are used, too: to give a worker what
+    dataset: has reader, layout, load and describe of
+    orchmllm.data.dataset.ConversationDataset; for dispatch `bytes` load with `encoded`. If it has
+    them, kept, layouts and prepare_loads are used, too: to give a worker what
     planning read, and to read several examples at once."""
 
     num_dropped = 0
@@ -79,78 +70,9 @@ class SegmentFeed:
                     self.options, step.index)
             for micro in step.micro])
 
-    def load(self, step: Step) -> tuple[int, int]:
-        requests = self._requested.popleft()
-        if self.dispatch == "bytes":
-            postponed = Postponed()
-            contents = [self._moved(request, step, postponed) for request in requests]
-            if not postponed.everything_came():
-                return UNCOUNTED
-            self._decode(contents, step)
-        else:
-            contents = [request.content(step) for request in requests]
-        for micro, (media, texts) in zip(step.micro, contents, strict=True):
-            _ = micro.rank_plan.position_ids  # computed here, not in the training thread
-            micro.inputs = {p: torch.cat([self._zeros(p, 0), *media[p]]) for p in ENCODERS}
-            micro.content = torch.cat([torch.empty(0, 2, dtype=torch.int32), *texts])
-            if self.orchestrator.device.type == "cuda":
-                # The copy into pinned memory is paid here, in the prefetch thread; that to the
-                # device is then one that the training thread does not wait for.
-                micro.inputs = {p: rows.pin_memory() for p, rows in micro.inputs.items()}
-                micro.content = micro.content.pin_memory()
-        return UNCOUNTED  # the lengths tell it
-
     def close(self) -> None:
         self._requested.clear()
         self._workers.close()
-
-    def _moved(self, request: Request, step: Step, postponed: Postponed
-               ) -> tuple[dict[str, list], list[Tensor | None]]:
-        """Media and text of a microbatch, on the ranks that process them, in slot order: a medium
-        that came from another rank is still encoded, with no bytes where it could not be read."""
-        plan = request.micro.plan
-        media, texts = postponed.call(request.content, step) or (None, None)
-        there = {p: self._exchanged(media and media[p], len(request.media[p]), plan.encode[p],
-                                    postponed) for p in ENCODERS}
-        came = self._exchanged(texts, len(request.texts), plan.llm, postponed)
-        return there, [torch.from_numpy(t.copy().view(np.int32)).reshape(-1, 2)
-                       if isinstance(t, np.ndarray) else t for t in came]
-
-    def _exchanged(self, items: list[Tensor] | None, count: int, move: Rearrangement,
-                   postponed: Postponed) -> list[Tensor | np.ndarray | None]:
-        """items: `count` of them, or None where this rank has none to send."""
-        def data(item: int) -> np.ndarray | None:
-            return None if items is None else items[item].numpy().reshape(-1).view(np.uint8)
-
-        came = exchange_bytes([partial(data, k) for k in range(count)], move,
-                              self.orchestrator.rank, self.orchestrator.group)
-        postponed.incomplete |= any(c is None for c in came)
-        return [items and items[c] if isinstance(c, int) else c for c in came]
-
-    def _decode(self, contents: list[tuple[dict[str, list], list[Tensor]]], step: Step) -> None:
-        """Rows in place of what came encoded, zeros in place of what its sender could not read."""
-        calls, places = [], []
-        for micro, (media, _) in zip(step.micro, contents, strict=True):
-            layout = micro.plan.layout
-            for phase, came in media.items():
-                for slot, (example, segment) in enumerate(micro.rank_plan.media[phase].tolist()):
-                    data = came[slot]
-                    if not isinstance(data, np.ndarray):
-                        continue
-                    rows = int(layout.rows[layout.segment_start[example] + segment])
-                    came[slot] = self._zeros(phase, rows)
-                    if len(data):  # else its sender reported it
-                        calls.append(((ENCODERS[phase], data.tobytes(), rows),
-                                      {"segment": segment}))
-                        places.append((came, slot, int(micro.positions[example])))
-        results = self._workers.request("decode", calls, step.index)()
-        for (came, slot, position), (rows, failures) in zip(places, results, strict=True):
-            came[slot] = rows
-            step.failed += [FailedSegment(position, *failure) for failure in failures]
-
-    def _zeros(self, phase: str, rows: int) -> Tensor:
-        return torch.zeros(rows, getattr(self.dataset, phase).row_size, dtype=_ROW_DTYPE[phase])
-
 
 class Request:
     """What this rank reads of a microbatch, one call for each example: for `load` what it
@@ -196,20 +118,6 @@ class Request:
             step.failed += [FailedSegment(position, *failure) for failure in failures]
         return out
 
-    def content(self, step: Step) -> tuple[dict[str, list[Tensor]], list[Tensor]]:
-        """Waits. (Rows of the media by phase, texts (L, 2) int32 [token id, label]); failures: see
-        `loaded`."""
-        loaded: dict[int, Example] = self.loaded(step)
-        return ({p: [loaded[e].media[s] for e, s in at] for p, at in self.media.items()},
-                [torch.stack([loaded[e].token_ids, loaded[e].labels], dim=1) for e in self.texts])
-
-
-def feed_of(model: Any, dataset: Any, spec: PlanSpec, gather: RowGather, log: Callable[[str], None]
-            ) -> tuple[Callable[..., SegmentFeed], PlanSpec]:
-    """The feed of a model of this project's own parts, which asks nothing of its arguments."""
-    return SegmentFeed, spec
-
-
 class StepLoader(Pipeline):
     """The trainer's front end: yields `Step`s from first_step to num_steps (exclusive), or until
     the sampler's pass ends.
@@ -217,7 +125,8 @@ class StepLoader(Pipeline):
     dataset: see SegmentFeed. sampler: global batches.
     num_workers: processes that read and decode; 0: the prefetch thread does. pool: see SegmentFeed.
     flops_of: useful FLOP of each phase of a layout, where
-    a step's are to be counted. feed: of whole examples, in place of SegmentFeed. Other arguments
+    a step's are to be counted. feed: makes an orchmllm.data.loading.whole_examples.WholeFeed of the
+    first arguments. Other arguments
     and errors: see Pipeline.
     """
 
@@ -226,7 +135,7 @@ class StepLoader(Pipeline):
         num_steps: int, first_step: int = 0, accumulation_steps: int = 1, prefetch: int = 2,
         num_workers: int = 0, pool: Any = None,
         flops_of: Callable[[BatchLayout], dict[str, float]] | None = None,
-        feed: Callable[..., SegmentFeed] = SegmentFeed,
+        feed: Callable[..., SegmentFeed],
     ) -> None:
         self._flops_of = flops_of
         super().__init__(feed(dataset, sampler, orchestrator, num_steps, num_workers, pool),
