@@ -29,7 +29,7 @@ from orchmllm.cli.options import in_one_line, recipe_parser
 from orchmllm.config.job import check_world, resolve
 from orchmllm.config.recipe import Recipe, load_recipe, to_yaml
 from orchmllm.data.loading.ray_workers import own_cluster
-from orchmllm.models.spec import spec_of
+from orchmllm.models.described import vocabulary
 from orchmllm.runtime.build import look_at_data
 from orchmllm.runtime.local_ranks import run_local
 from orchmllm.runtime.metrics import metrics_log
@@ -161,7 +161,7 @@ def run_all(recipe: Recipe, argv: list[str]) -> int:
 
     result = report.summarize(rows)
     result["training_s"] = time.perf_counter() - started
-    result["vocab_size"] = spec_of(recipe.model).vocabulary(recipe.model)[0]
+    result["vocab_size"] = vocabulary(recipe.model)[0]
     result["loss_difference"] = largest_difference(result["loss_off"], result["loss_on"])
     (run_dir / "comparison.json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     (run_dir / "comparison.html").write_text(page(

@@ -29,7 +29,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from orchmllm.batch import Example, ProcessedExample
+from orchmllm.batch import ProcessedExample
 from orchmllm.comm.agree import describe
 from orchmllm.data.loading.forks import SureFork
 from orchmllm.plan.layout import TEXT
@@ -219,7 +219,7 @@ def _convert(value: Any, kind: type, to: Callable) -> Any:
         return to(value)
     if isinstance(value, dict):
         return {key: _convert(part, kind, to) for key, part in value.items()}
-    if isinstance(value, Example | ProcessedExample):
+    if isinstance(value, ProcessedExample):
         return replace(value, **{field.name: _convert(getattr(value, field.name), kind, to)
                                  for field in fields(value)})
     return value

@@ -14,7 +14,7 @@ from orchmllm.config.job import resolve
 from orchmllm.config.recipe import Recipe
 from orchmllm.data.formats.open import DataSource
 from orchmllm.data.index import LengthIndex, usable_rows
-from orchmllm.models.flops import plan_spec
+from orchmllm.models.whole_flops import plan_spec
 from orchmllm.plan.layout import MODALITIES, BatchLayout
 from orchmllm.plan.rearrange import sums_of
 from orchmllm.plan.step import PHASES, imbalance, plan_step

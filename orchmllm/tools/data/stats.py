@@ -11,7 +11,7 @@ from pathlib import Path
 from orchmllm.config.recipe import DataConfig, Recipe, TrainConfig
 from orchmllm.data.formats.open import DataSource, beside, index_path
 from orchmllm.data.index import LengthIndex
-from orchmllm.models.flops import plan_spec
+from orchmllm.models.whole_flops import plan_spec
 from orchmllm.sharding.caps import with_count
 from orchmllm.sharding.fits import memory_of, with_real_batch
 from orchmllm.sharding.longest import Room, heaviest, table

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from orchmllm.config.model import LoraConfig, ModelConfig
-from orchmllm.data.formats.open import beside
-from orchmllm.models.names import PARTS
+from orchmllm.config.model import LoraConfig, ModelConfig, PartConfig
+from orchmllm.plan.assign import PHASES
 
 
 def checkpoint_in(folder: Path) -> Path:
@@ -25,36 +24,17 @@ def checkpoint_in(folder: Path) -> Path:
 def model_of(state: dict) -> ModelConfig:
     """The shapes that a checkpoint was saved with; keys that came later have their defaults. Raises
     ValueError for those of another version."""
-    kinds = {part: type(getattr(ModelConfig(), part)) for part in PARTS}
     try:
         model = state["model"]
-        if model["vision"].pop("family", "vit") != "vit":
-            raise ValueError("the checkpoint has the vision tower of Qwen2-VL as model.vision, "
-                             "which only versions before knew: export it with the version that "
-                             "trained it")
         lora = model.get("lora", {})
         return ModelConfig(
-            **{p: kind(**model[p]) for p, kind in kinds.items()},
-            **{name: model[name] for name in ("pretrained", "config") if name in model},
+            **{part: PartConfig(frozen=model[part]["frozen"]) for part in PHASES},
+            **{name: model[name] for name in ("pretrained", "config", "connectors_frozen")
+               if name in model},
             lora=LoraConfig(**{**lora, "target_modules": tuple(lora.get("target_modules", ()))}))
     except (KeyError, TypeError) as e:
         raise ValueError("state.json is not that of a checkpoint of a run, or of a newer version "
                          f"of orchmllm: {e}") from None
-
-
-def tokenizer_of(state: dict) -> Path:
-    """Where the run of a checkpoint read its tokenizer. state: of the checkpoint. Raises ValueError
-    if that is not known, or another tokenizer is there by now."""
-    run = state.get("attempt", {}).get("settings", {})
-    if not run:
-        raise ValueError("state.json does not say with which tokenizer it was trained: name it "
-                         "with --tokenizer")
-    path = Path(run["data.tokenizer"] or beside(
-        run["data.path"] or run["data.sources[0].path"]))
-    if path.exists() and is_other(path, state):
-        raise ValueError(f"{path}, from where the run read it, is not the tokenizer that the "
-                         "checkpoint was trained with: name that with --tokenizer")
-    return path
 
 
 def is_other(path: Path, state: dict) -> bool:

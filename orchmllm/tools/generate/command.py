@@ -22,7 +22,6 @@ from pathlib import Path
 from orchmllm.cli.options import command_parser, in_one_line
 from orchmllm.data.media.medium import Medium, RowError, VideoSampling
 from orchmllm.data.media.video import expand
-from orchmllm.hf.folder import read_json
 from orchmllm.hf.tensors import DTYPES
 from orchmllm.plan.layout import AUDIO, VISION
 
@@ -55,20 +54,12 @@ def main(argv: list[str]) -> int:
 
 
 def _answer(args: Namespace, log: Callable[[str], None]) -> str:
-    from orchmllm.models.spec import OWN_PARTS, WHOLE
-    from orchmllm.tools.export.checkpoints import checkpoint_in, model_of
-    from orchmllm.tools.export.export import NOTE
-    from orchmllm.tools.generate.own import is_own
-    from orchmllm.tools.generate.whole import answer_run
+    from orchmllm.tools.export.checkpoints import checkpoint_in
+    from orchmllm.tools.generate.whole import answer_run, answer_whole
 
-    if not is_own(args.folder):
-        return WHOLE.answer(args, log)
-    if (args.folder / NOTE).is_file():
-        return OWN_PARTS.answer(args, log)
-    checkpoint = checkpoint_in(args.folder)
-    if model_of(read_json(checkpoint / "state.json")).folder:
-        return answer_run(args, checkpoint, log)
-    return OWN_PARTS.answer(args, log)
+    if (args.folder / "state.json").is_file() or (args.folder / "checkpoints").is_dir():
+        return answer_run(args, checkpoint_in(args.folder), log)
+    return answer_whole(args, log)
 
 
 def _medium(modality: int, path: str) -> list[Medium]:

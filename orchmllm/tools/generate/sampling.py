@@ -7,14 +7,14 @@ from collections.abc import Sequence
 
 import torch
 
-from orchmllm.batch import Example, ProcessedExample
+from orchmllm.batch import ProcessedExample
 from orchmllm.data.formats.conversation import Turn
 from orchmllm.data.lengths import LengthReader, MeasuredExample
 from orchmllm.data.media.medium import MediaError
 
 
 def asked(reader: LengthReader, turns: Sequence[Turn]
-          ) -> tuple[Example | ProcessedExample, MeasuredExample]:
+          ) -> tuple[ProcessedExample, MeasuredExample]:
     """A question as training reads a row of data, with an answer behind it. reader: one that loads
     rows, too. Raises ValueError for what cannot be read."""
     [row] = reader.plan(lambda _: (*turns, Turn("assistant", ("a",), True)), [0])

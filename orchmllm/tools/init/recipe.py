@@ -20,12 +20,12 @@ from orchmllm.data.processed import ProcessedReader
 from orchmllm.data.survey import survey
 from orchmllm.data.text.processor import Processor
 from orchmllm.data.text.tokenizer import ChatTokenizer
-from orchmllm.models.flops import padded_phases, plan_spec
+from orchmllm.models.whole_flops import plan_spec
 from orchmllm.plan.assign import PHASES
 from orchmllm.plan.layout import AUDIO, MODALITIES, VISION, BatchLayout
 from orchmllm.plan.step import plan_step
-from orchmllm.sharding.fits import DEVICE_SHARE, memory_of
-from orchmllm.sharding.memory import loads_of
+from orchmllm.sharding.fits import DEVICE_SHARE
+from orchmllm.sharding.memory import MemoryModel, loads_of
 from orchmllm.tools.compose.drawn import shapes, write_drawn
 from orchmllm.tools.compose.write import Parts, compose
 from orchmllm.tools.init.tokenizer import train_tokenizer
@@ -190,8 +190,8 @@ def _batch_size(recipe: Recipe, layouts: Sequence[BatchLayout], machine: Machine
         drawn = np.random.default_rng(0).integers(0, len(layouts), batch * machine.num_ranks)
         plan = plan_step(BatchLayout.concat([layouts[i] for i in drawn],
                                             [batch] * machine.num_ranks), plan_spec(job))
-        peak = memory_of(job, on_cpu).peak(
-            loads_of(plan, padded_phases(recipe.model)), choice)
+        peak = MemoryModel.of(job).peak(
+            loads_of(plan), choice)
         if peak > machine.budget:
             why = (f"predicted {peak / 1e9:.3g} GB for {batch}, and a rank has "
                    f"{machine.budget / 1e9:.3g}")
