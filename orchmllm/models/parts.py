@@ -44,7 +44,7 @@ class Connector(nn.Module):
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotary embedding of x (R, H, Dh), computed in the wider dtype of x and tables; value i pairs
     with value i + Dh / 2. cos, sin: (R, 1, Dh), whose halves are equal. Returns x's dtype."""
-    return Rotate.apply(x, cos, sin, sin)
+    return Rotate.apply(x, cos, sin, sin.view_as(sin))  # torch.compile takes no tensor twice
 
 
 def check_sizes(config: VisionConfig | AudioConfig | LLMConfig) -> None:

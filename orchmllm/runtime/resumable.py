@@ -29,7 +29,7 @@ CLASSES = {
     "train.batch_size": "batch", "train.accumulation_steps": "batch",
     "train.global_batch_size": "batch",
     "model": "model", "fsdp.param_dtype": "model",
-    "model.connectors": "said", "model.pretrained": "said", "model.config": "said",
+    "model.proof": "said", "model.connectors": "said", "model.pretrained": "said", "model.config": "said",
     "model.vision.pretrained": "said",
     "model.audio.pretrained": "said", "model.llm.pretrained": "said",
 }

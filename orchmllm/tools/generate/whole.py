@@ -82,7 +82,8 @@ def answer_whole(args: argparse.Namespace, log: Callable[[str], None]) -> str:
 
 @torch.no_grad()
 def answer_run(args: argparse.Namespace, checkpoint: Path, log: Callable[[str], None]) -> str:
-    """The answer of a checkpoint of a run. The rest as in answer_whole."""
+    """The answer of a checkpoint of a run. The rest as in answer_whole. Raises ValueError for
+    adapters."""
     log(f"checkpoint {checkpoint}")
     trained = model_of(read_json(checkpoint / "state.json"))
     if trained.lora.rank:
