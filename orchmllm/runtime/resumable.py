@@ -29,9 +29,9 @@ CLASSES = {
     "train.batch_size": "batch", "train.accumulation_steps": "batch",
     "train.global_batch_size": "batch",
     "model": "model", "fsdp.param_dtype": "model",
-    "model.proof": "said", "model.connectors": "said", "model.pretrained": "said", "model.config": "said",
-    "model.vision.pretrained": "said",
-    "model.audio.pretrained": "said", "model.llm.pretrained": "said",
+    "model.proof": "said", "model.connectors": "said", "model.pretrained": "said",
+    "model.config": "said", "model.vision.pretrained": "said", "model.audio.pretrained": "said",
+    "model.llm.pretrained": "said",
 }
 CURES = {
     "init": "a run reads the weights that it starts from once, at its start: use the checkpoint's "
