@@ -7,6 +7,7 @@ import json
 import logging
 import os
 from collections.abc import Callable
+from functools import cache
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -52,6 +53,7 @@ def _digest(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
+@cache
 def _code() -> str:
     root = Path(__file__).parents[1]
     files = [path for room in _CODE for path in sorted((root / room).rglob("*.py"))]
