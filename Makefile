@@ -43,7 +43,7 @@ SLOW_plan := tests/plan tests/comm tests/tools/doctor
 SLOW_kit := tests/gpu_kit
 SLOW_planned := tests/sharding/test_planned_phases.py
 SLOW_keys := tests/sharding/test_keys_of_models.py
-SLOW_models := tests/models $(filter-out $(SLOW_planned) $(SLOW_keys), $(wildcard tests/sharding/test_*.py)) \
+SLOW_models := tests/models tests/proof $(filter-out $(SLOW_planned) $(SLOW_keys), $(wildcard tests/sharding/test_*.py)) \
     tests/tools/export tests/tools/generate
 SLOW_memory := tests/tools/predict/test_scale_memory.py tests/tools/predict/test_tracked_memory.py \
     tests/tools/predict/test_longest.py

@@ -33,6 +33,7 @@ from orchmllm.encoders.planned import PlannedEncoders  # noqa: E402
 from orchmllm.models.hf import WholeModel  # noqa: E402
 from orchmllm.plan.layout import BatchLayout  # noqa: E402
 from orchmllm.proof.compare import compare  # noqa: E402
+from scripts.count_encoder_classes import put_table  # noqa: E402
 from tests.lib import whole_models as apart  # noqa: E402
 from tests.lib.any_models import examples_of  # noqa: E402
 from tests.lib.tiny_models import build  # noqa: E402
@@ -131,14 +132,6 @@ def table(results: dict[str, dict[str, str]]) -> list[str]:
                                          for (state, why), names in rows)]
 
 
-def write_table(results: dict[str, dict[str, str]]) -> None:
-    lines = DOCS.read_text(encoding="utf-8").splitlines()
-    start = lines.index(HEAD)
-    end = next(i for i in range(start, len(lines)) if not lines[i].startswith("|"))
-    lines[start:end] = table(results)
-    DOCS.write_text("\n".join(lines) + "\n", encoding="utf-8")
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("names", nargs="*", help="model types (default: all)")
@@ -150,7 +143,7 @@ def main() -> None:
         print(name, results[name]["state"], results[name]["why"], flush=True)
         if args.write:
             RESULTS.write_text(json.dumps(results, indent=1) + "\n")
-            write_table(results)
+            put_table(DOCS, table(results))
     print(dict(Counter(seen["state"] for seen in results.values())))
 
 

@@ -215,12 +215,13 @@ def reason(why: str) -> str:
     return why
 
 
-def write_table(results: dict[str, dict[str, str]]) -> None:
-    lines = DOCS.read_text().splitlines()
-    start = lines.index(HEAD)
+def put_table(page: Path, rows: list[str]) -> None:
+    """Writes a table in place of the one on a page that has the same head."""
+    lines = page.read_text(encoding="utf-8").splitlines()
+    start = lines.index(rows[0])
     end = next(i for i in range(start, len(lines)) if not lines[i].startswith("|"))
-    lines[start:end] = table(results)
-    DOCS.write_text("\n".join(lines) + "\n")
+    lines[start:end] = rows
+    page.write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
 def main() -> None:
@@ -239,7 +240,7 @@ def main() -> None:
             print(name, seen["state"], seen["why"], flush=True)
         if args.write:
             RESULTS.write_text(json.dumps(results, indent=1) + "\n")
-            write_table(results)
+            put_table(DOCS, table(results))
     print(dict(Counter(seen["state"] for seen in results.values())))
 
 

@@ -54,7 +54,7 @@ def parts(tensors: Mapping[str, Tensor], grids: np.ndarray) -> list[dict[str, Te
 def parts_of_slices(tensors: Mapping[str, Tensor], grids: np.ndarray) -> list[dict[str, Tensor]]:
     """The same of each of n slices of videos, of which `tensors` hold the pixels of these alone.
     grids (n, 3): 1, and the patches of each."""
-    pixels = tensors[VIDEOS].split(grids.prod(1).tolist())
+    pixels = tensors[VIDEOS].split(grids.prod(1).tolist()) if len(grids) else ()
     return [{VIDEOS: rows, "video_grid_thw": torch.from_numpy(grid[None])}
             for rows, grid in zip(pixels, grids, strict=True)]
 

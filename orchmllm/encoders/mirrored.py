@@ -33,8 +33,8 @@ class Mirrored(Tensor):
     copied to the device at its first use with another tensor.
 
     host: its values, of any shape and dtype, which nobody may change; device: any, the host
-    included. Raises RuntimeError where it would be changed in place, but for a copy that was not
-    read yet (`is_new`)."""
+    included. Raises RuntimeError where it would be changed in place, but for what was made of
+    others and not read yet (`is_new`)."""
 
     host: Tensor
     is_new = False
@@ -96,8 +96,9 @@ class Mirrored(Tensor):
             x.is_new = False
         if are_known:
             found = _known(func, args, kwargs, device)
-            if func is _aten.clone.default:
-                found.is_new = True
+            for x, told in zip(tree_leaves(found), func._schema.returns, strict=False):
+                if isinstance(x, cls):
+                    x.is_new = told.alias_info is None
             return found
         if func in _CHOOSING:
             return _CHOOSING[func](func, *args, **kwargs)

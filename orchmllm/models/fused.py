@@ -14,6 +14,7 @@ from types import FunctionType
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._C import DisableTorchFunction
 from torch.func import functional_call
 from torch.utils._pytree import tree_leaves
 
@@ -136,15 +137,19 @@ def _rotating(cls: type) -> type:
 @cache
 def rotation_like(own: FunctionType) -> Callable | None:
     """That of ROTATIONS which computes what `own` does, if one does."""
-    if [*signature(own).parameters][:4] != ["q", "k", "cos", "sin"]:
+    names = signature(own).parameters
+    dim = names.get("unsqueeze_dim")
+    if [*names][:4] != ["q", "k", "cos", "sin"] or dim is not None and dim.default != 1:
         return None
+    most = 3 if dim is None else 4  # dimensions, of which the tables lack the second one
     q, k, cos, sin = _drawn(8, 3, 16), _drawn(8, 2, 16), _drawn(8, 16), _drawn(8, 16)
     for turned in ROTATIONS:
-        def rotated(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1,
-                    turned: Callable = turned) -> tuple[Tensor, Tensor]:
-            if cos.shape[-1] != q.shape[-1]:  # a part of q is not turned
-                return own(q, k, cos, sin, unsqueeze_dim)
-            return turned(q, k, cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim))
+        def rotated(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *more: object,
+                    turned: Callable = turned, **keys: object) -> tuple[Tensor, Tensor]:
+            is_tried = not (more or keys) and q.dim() == cos.dim() + 1 <= most
+            if not is_tried or cos.shape[-1] != q.shape[-1]:  # a part of q is not turned
+                return own(q, k, cos, sin, *more, **keys)
+            return turned(q, k, cos.unsqueeze(1), sin.unsqueeze(1))
 
         if _agree(own, rotated, [q, k], [cos, sin]):
             return rotated
@@ -153,12 +158,13 @@ def rotation_like(own: FunctionType) -> Callable | None:
 
 def _agree(own: Callable, other: Callable, learn: list[Tensor], fixed: list[Tensor] = ()) -> bool:
     """Whether two functions have the same bits in bfloat16, and the same gradients in float32 but
-    for their rounding."""
+    for their rounding; also where a mode of the caller changes what functions of torch do, as that
+    of a proof does."""
     for dtype in (torch.bfloat16, torch.float32):
         made = []
         for function in (own, other):
-            given = [x.to(dtype, copy=True).requires_grad_() for x in learn]
-            with torch.enable_grad():
+            with DisableTorchFunction(), torch.enable_grad():
+                given = [x.to(dtype, copy=True).requires_grad_() for x in learn]
                 out = tree_leaves(function(*given, *(x.to(dtype) for x in fixed)))
                 grads = torch.autograd.grad(out, given, [x.detach().cos() for x in out])
             made.append((out, grads))

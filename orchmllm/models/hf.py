@@ -68,6 +68,7 @@ class WholeModel(nn.Module):
         self._types = [name for name in TYPES if name in accepted]
         self._index = next((m.get_rope_index for m in hf.modules()
                             if hasattr(m, "get_rope_index")), None)
+        self._index_takes = self._index and [*inspect.signature(self._index).parameters]
         self.mixers = [m for m in hf.modules() if type(m).__name__.endswith("GatedDeltaNet")]
         for mixer in self.mixers:
             packing.keep_apart(mixer)
@@ -200,8 +201,7 @@ class WholeModel(nn.Module):
                  "mm_token_type_ids": self._type_ids(ids)[None]}
         if "feature_attention_mask" in example.media:
             given["audio_seqlens"] = example.media["feature_attention_mask"].sum(-1)
-        taken = inspect.signature(self._index).parameters
-        axes, _ = self._index(**{name: given[name] for name in taken if name in given})
+        axes, _ = self._index(**{n: given[n] for n in self._index_takes if n in given})
         return torch.cat([flat[None], axes.long()])
 
 

@@ -45,7 +45,8 @@ def _passed(encoder: Encoder, owner: nn.Module) -> Iterator[tuple[str, nn.Module
 
 def _connectors(tower: nn.Module) -> list[str]:
     """Names in a tower."""
-    stacks = [m for m in tower.modules() if isinstance(m, nn.ModuleList)]
+    stacks = [m for name, m in tower.named_modules() if isinstance(m, nn.ModuleList)
+              and not _CONNECTORS.search(name.rpartition(".")[2])]
     blocks = max(stacks, key=lambda m: sum(p.numel() for p in m.parameters()), default=None)
     names = [name for name, _ in tower.named_children()]
     first = next((k for k, name in enumerate(names) if any(

@@ -29,7 +29,7 @@ CLASSES = {
     "train.batch_size": "batch", "train.accumulation_steps": "batch",
     "train.global_batch_size": "batch",
     "model": "model", "fsdp.param_dtype": "model",
-    "model.pretrained": "said", "model.config": "said",
+    "model.proof": "said", "model.pretrained": "said", "model.config": "said",
 }
 CURES = {
     "init": "a run reads the weights that it starts from once, at its start: use the checkpoint's "

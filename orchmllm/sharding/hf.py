@@ -2,8 +2,8 @@
 
 from_pretrained can load into a sharded model: it builds the model without memory, hands it to
 `maybe_distribute_model`, and reads this rank's rows of what comes back, with its conversions of
-names, its ties and its buffers. That method is answered here. It is no public
-interface: versions of transformers that were not tried are not used (orchmllm.models.families).
+names, its ties and its buffers. That method is answered here. It is no public interface: versions
+of transformers that were not tried are not used (orchmllm.models.families).
 """
 
 from __future__ import annotations

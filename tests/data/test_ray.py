@@ -15,6 +15,7 @@ import psutil
 import pytest
 
 from orchmllm.config.recipe import load_recipe
+from orchmllm.runtime.build import build_dataset
 from tests.lib.commands import make_demo_data, python
 from tests.lib.ranks import RankFailure, run_ranks
 from tests.lib.ray_clusters import cluster, variables
@@ -110,14 +111,12 @@ def test_every_dispatch_and_a_reader_with_other_files(recipe, without):
 
 
 def other_files(world, recipe: Path, env: dict[str, str]) -> None:
-    """Ranks whose data are not those that the recipe names by the time readers open them."""
-    from orchmllm import trainer
-    from orchmllm.runtime.build import build_dataset
-
+    """Ranks whose data are not those that the recipe names, which readers open."""
+    os.environ.update(env)
     make_demo_data(recipe.parent / f"other{world.rank}", 30)
     other = load_recipe(recipe, [f"data.path={recipe.parent}/other{world.rank}"])
-    trainer.build_dataset = lambda recipe, *args, **keys: build_dataset(other, *args, **keys)
-    losses(world, recipe, "other", env, "data.preprocess=ray")
+    train(world, load_recipe(recipe, [f"run.dir={recipe.parent}/other", "run.resume=never",
+                                      "data.preprocess=ray"]), dataset=build_dataset(other))
 
 
 @pytest.mark.slow

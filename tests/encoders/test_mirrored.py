@@ -78,6 +78,9 @@ def test_a_copy_is_changed_in_place_until_it_is_read():
     assert copy.tolist() == [[1, 0, 2]] and given.tolist() == [[1, 9, 2]]
     table = torch.arange(10.0)
     assert table[copy].tolist() == [[1.0, 0.0, 2.0]]
+    mask = given == 9
+    mask.masked_fill_(given == 2, True)  # what was made of others
+    assert mask.tolist() == [[False, True, True]]
     for changed in (given, copy):
         with pytest.raises(RuntimeError, match="would change integers of a batch in place"):
             changed[given == 9] = 5

@@ -18,6 +18,7 @@ from transformers.models.qwen3_vl import modeling_qwen3_vl as qwen3_vl
 
 from orchmllm.config.model import ModelConfig
 from orchmllm.models.fused import fuse, rotation_like
+from orchmllm.proof.compare import InFloat64
 from scripts.count_kernels import count_block
 from tests.lib import whole_models as models
 from tests.lib.recipes import read
@@ -100,3 +101,26 @@ def test_a_model_keeps_its_classes_where_nothing_is_replaced():
     before = [type(m) for m in model.modules()]
     fuse(model)
     assert [type(m) for m in model.modules()] == before
+
+
+@pytest.mark.parametrize("own", [qwen3_vl.apply_rotary_pos_emb_vision, llama.apply_rotary_pos_emb])
+def test_what_is_replaced_does_not_depend_on_a_mode_of_the_caller(own):
+    """A proof computes in float64 what asks for float32, and what it finds is kept."""
+    wanted = rotation_like.__wrapped__(own).__kwdefaults__
+    with InFloat64():
+        assert rotation_like.__wrapped__(own).__kwdefaults__ == wanted
+
+
+def test_a_rotation_without_a_dimension_to_choose_turns_a_part():
+    """MiniMax-M3's turns a part of each head of its tower."""
+    def own(q, k, cos, sin):
+        turned = llama.apply_rotary_pos_emb(q[..., :8], k[..., :8], cos[..., :8], sin[..., :8])
+        return tuple(torch.cat([a, b[..., 8:]], -1) for a, b in zip(turned, (q, k), strict=True))
+
+    def whole(q, k, cos, sin):
+        if cos.shape[-1] == q.shape[-1]:
+            return llama.apply_rotary_pos_emb(q, k, cos, sin)
+        return own(q, k, cos, sin)
+
+    q, k, tables = torch.randn(7, 3, 16), torch.randn(7, 2, 16), torch.randn(2, 7, 8)
+    assert all(map(torch.equal, whole(q, k, *tables), rotation_like(whole)(q, k, *tables)))

@@ -65,10 +65,10 @@ KEYS = {
         "fsdp.param_dtype": "bfloat16"},
     "said": {
         **dict.fromkeys((
-            "model.pretrained", "model.config", "model.connectors", "model.vision.pretrained",
-            "model.audio.pretrained",
-            "model.llm.pretrained", "data.path", "data.tokenizer", "data.index_dir",
-            "data.sources.path", "data.sources.row_format",
+            "model.proof", "model.pretrained", "model.config", "model.connectors",
+            "model.vision.pretrained", "model.audio.pretrained", "model.llm.pretrained",
+            "data.path", "data.tokenizer", "data.index_dir", "data.sources.path",
+            "data.sources.row_format",
             "data.sources.media_root", "data.sources.split", "data.sources.subset",
             "data.sources.prompt", "data.sources.name", "data.remote.cache",
             "data.remote.roots.url", "data.remote.roots.endpoint", "balance.dispatch",

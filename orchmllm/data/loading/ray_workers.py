@@ -205,8 +205,8 @@ class RayWorkers:
 def join_pool(data: DataConfig, opens: Callable[[], Any], dataset: Any, rank: int, num_ranks: int,
               gather: Callable[[list[float]], np.ndarray]) -> Any:
     """The pool of a run, which rank 0 makes; None where the recipe asks for none. Collective;
-    gather: numbers of all ranks. opens: makes `dataset` elsewhere. Raises RuntimeError on all ranks
-    where one of them finds no cluster."""
+    gather: n numbers of each rank -> (num_ranks, n). opens: makes `dataset` elsewhere. Raises
+    RuntimeError on all ranks where one of them finds no cluster."""
     if not data.preprocess:
         return None
     import ray

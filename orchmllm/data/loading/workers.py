@@ -172,7 +172,12 @@ def _serve(dataset: Any, parent: int, pipe: Connection) -> None:
     use_one_core()  # threads did not survive the fork
     threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
     while True:
-        pipe.send_bytes(ForkingPickler.dumps(answer_to(dataset, *pipe.recv())))
+        answer = answer_to(dataset, *pipe.recv())
+        try:
+            pickled = ForkingPickler.dumps(answer)
+        except Exception as error:  # of what a dataset returned
+            pickled = ForkingPickler.dumps(([], describe(error), traceback.format_exc()))
+        pipe.send_bytes(pickled)
 
 
 def use_one_core() -> None:

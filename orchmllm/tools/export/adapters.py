@@ -11,7 +11,7 @@ from orchmllm.config.model import ModelConfig
 from orchmllm.hf.sources import find_sources, fingerprint
 from orchmllm.hf.tensors import TORCH_DTYPES, FileTensor, renamed, write_file
 from orchmllm.models.families import model_class, read_config
-from orchmllm.tools.export.checkpoints import is_other
+from orchmllm.tools.export.checkpoints import other_tokenizer
 from orchmllm.tools.export.whole import copy_processor, of_checkpoint, save_model, write_whole
 
 WEIGHTS = "adapter_model.safetensors"  # as peft names it
@@ -28,9 +28,8 @@ def write_model(
     if tokenizer is not None:
         raise ValueError(f"--tokenizer {tokenizer}: the tokenizer of a model is that of its "
                          f"folder, {model.folder}: leave it out")
-    if is_other(Path(model.folder), state):
-        log(f"warning: the tokenizer of {model.folder}, which the export gets, is not the one that "
-            "the checkpoint was trained with (tokenizer.json, chat template or special tokens)")
+    if warning := other_tokenizer(Path(model.folder), state):
+        log(warning)
     if merged:
         note = write_merged(model, state["attempt"]["settings"]["model.weights"], saved, dtype,
                             max_file_bytes, folder, log)

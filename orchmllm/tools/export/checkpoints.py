@@ -47,3 +47,13 @@ def is_other(path: Path, state: dict) -> bool:
         return trained is not None and ChatTokenizer(path).digest != trained
     except ValueError:  # not one that a run can be trained with
         return True
+
+
+def other_tokenizer(folder: Path, state: dict) -> str:
+    """A warning where the tokenizer of a model's folder is not the one that its checkpoint, whose
+    state.json is `state`, was trained with; else ""."""
+    if not is_other(folder, state):
+        return ""
+    return (f"warning: the tokenizer of {folder} is not the one that the checkpoint was trained "
+            "with (tokenizer.json, chat template or special tokens): the same text may be other "
+            "token ids")

@@ -23,7 +23,7 @@ from orchmllm.models.adapters import need_peft
 from orchmllm.models.families import model_class, read_config
 from orchmllm.models.generate import generated
 from orchmllm.plan.layout import VISION
-from orchmllm.tools.export.checkpoints import model_of
+from orchmllm.tools.export.checkpoints import model_of, other_tokenizer
 from orchmllm.tools.export.whole import trained_model
 from orchmllm.tools.generate.sampling import asked, device, length_told, sampling
 
@@ -82,12 +82,16 @@ def answer_whole(args: argparse.Namespace, log: Callable[[str], None]) -> str:
 
 @torch.no_grad()
 def answer_run(args: argparse.Namespace, checkpoint: Path, log: Callable[[str], None]) -> str:
-    """The answer of a checkpoint of a run. The rest as in answer_whole."""
+    """The answer of a checkpoint of a run. The rest as in answer_whole. Raises ValueError for
+    adapters."""
     log(f"checkpoint {checkpoint}")
-    trained = model_of(read_json(checkpoint / "state.json"))
+    state = read_json(checkpoint / "state.json")
+    trained = model_of(state)
     if trained.lora.rank:
         raise ValueError(f"{checkpoint} has adapters: write them to a folder with orchmllm export, "
                          "and give the folder")
+    if warning := other_tokenizer(Path(args.tokenizer or trained.folder), state):
+        log(warning)
     found = trained_model(Path(trained.folder), read_sharded(checkpoint),
                           DTYPES.get(args.dtype, ""))
     model = type(found).from_pretrained(  # with what is computed and in no file

@@ -14,14 +14,18 @@ from transformers import AutoProcessor
 
 from orchmllm.cli import dispatch
 from orchmllm.config.model import ModelConfig
-from orchmllm.config.recipe import DataConfig
+from orchmllm.config.recipe import DataConfig, Recipe, RunConfig, TrainConfig
 from orchmllm.data.text.model_folder import load_processor
 from orchmllm.hf.whole_model import open_dataset
+from tests.lib.composed import write_composed
+from tests.lib.ranks import run_ranks
 from tests.lib.tiny_models import shrink
 from tests.lib.tokenizers import SPECIAL, write_tokenizer
+from tests.lib.training import train
 from tests.lib.videos import write_video
 from tests.lib.whole_folders import write_clip
 from tests.lib.whole_folders import write_model as write_folder
+from tests.sharding.test_composed import write_rows
 
 TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{% for p in m.content %}"
@@ -160,3 +164,44 @@ def test_clips_and_videos_are_read_as_in_training(family, flag, tmp_path, capsys
     with pytest.raises(SystemExit) as stop:
         sys.exit(dispatch(["generate", str(tmp_path), flag, "none", "What is it?"]))
     assert stop.value.code == 2 and "the file is missing" in capsys.readouterr().err
+
+
+def trained(world, folder: Path) -> None:
+    """One step on the rows of test_composed."""
+    train(world, Recipe(
+        run=RunConfig(dir=str(folder / "run")), model=ModelConfig(pretrained=str(folder / "model")),
+        data=DataConfig(path=str(folder / "data.jsonl"), index_dir=str(folder / "index")),
+        train=TrainConfig(num_steps=1, batch_size=2)))
+
+
+@pytest.mark.dist
+def test_a_run_answers_as_its_export_does(tmp_path, capsys):
+    """The export keeps what its folder says of generating, and tells of another tokenizer."""
+    name = "siglip_whisper_qwen2"
+    write_composed(name, tmp_path / "model")
+    write_rows(tmp_path, name)
+    model = tmp_path / "model"
+    settings = model / "generation_config.json"
+    settings.write_text(json.dumps({**json.loads(settings.read_text()), "top_k": 7}))
+    run_ranks(trained, 1, tmp_path)
+    media = ["--image", str(next(tmp_path.glob("*.png"))), "--audio", str(next(
+        tmp_path.glob("*.wav")))]
+    assert dispatch(["export", str(tmp_path / "run"), "--out", str(tmp_path / "out")]) == 0
+    assert json.loads((tmp_path / "out/generation_config.json").read_text())["top_k"] == 7
+    answers = []
+    for folder in ("run", "out"):
+        capsys.readouterr()
+        assert dispatch(["generate", str(tmp_path / folder), "What is it?", "--max-tokens", "9",
+                         *media]) == 0
+        answers.append(capsys.readouterr().out)
+    assert answers[0] == answers[1] and len(answers[0]) > 5
+
+    export = ["export", str(tmp_path / "run"), "--out", str(tmp_path / "again")]
+    assert dispatch([*export, "--tokenizer", str(model)]) == 2
+    assert "the tokenizer of a model is that of its folder" in capsys.readouterr().err
+    template = model / "chat_template.jinja"
+    template.write_text(template.read_text().replace("<turn>", "<end><turn>"))
+    assert dispatch(export) == 0
+    assert "is not the one that the checkpoint was trained with" in capsys.readouterr().out
+    dispatch(["generate", str(tmp_path / "run"), "What is it?", "--max-tokens", "1"])
+    assert "is not the one that the checkpoint was trained with" in capsys.readouterr().err
