@@ -36,8 +36,7 @@ from transformers.modeling_outputs import (
 
 from orchmllm.composition.configuration import ComposedConfig, audio_rows
 from orchmllm.composition.weights import load_linked
-from orchmllm.composition.whisper import PackedWhisperEncoder
-from orchmllm.models.audio import windows
+from orchmllm.composition.whisper import PackedWhisperEncoder, windows
 from orchmllm.models.parts import Connector
 
 

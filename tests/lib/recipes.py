@@ -7,7 +7,7 @@ from dataclasses import replace
 from orchmllm.config.job import resolve
 from orchmllm.config.model import ModelConfig
 from orchmllm.config.recipe import Recipe, load_recipe
-from orchmllm.models.flops import plan_spec
+from orchmllm.models.whole_flops import plan_spec
 from orchmllm.plan.assign import PlanSpec
 from tests.lib.commands import ROOT
 from tests.lib.synthetic import MODEL, recipe

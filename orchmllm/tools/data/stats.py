@@ -13,7 +13,7 @@ from orchmllm.data.formats.open import DataSource, beside, index_path
 from orchmllm.data.index import LengthIndex
 from orchmllm.models.whole_flops import plan_spec
 from orchmllm.sharding.caps import with_count
-from orchmllm.sharding.fits import memory_of, with_real_batch
+from orchmllm.sharding.fits import with_real_batch
 from orchmllm.sharding.longest import Room, heaviest, table
 from orchmllm.tools.data.composition import (
     CANNOT_DRAW,
@@ -74,7 +74,7 @@ def show(recipe: Recipe, args: argparse.Namespace, sources: Sequence[DataSource]
           f"{share} examples" if recipe.data.batching == "sample" else
           f"{count} mini-batches" if count > 1 else "1 mini-batch")
     job, hardware = cluster().job(recipe, ranks)
-    memory = memory_of(job)
+    memory = MemoryModel.of(job)
     room = Room.of(job, hardware.sheet.memory_bytes, memory)
     room = replace(room, why=f"{room.why}; assumed GPU: {hardware.name}")
     own = of_indexes(recipe, sources, indexes)

@@ -11,26 +11,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
-from functools import lru_cache
 
 import numpy as np
 
-from orchmllm.config.model import AudioConfig, LLMConfig, ModelConfig, VisionConfig
-from orchmllm.models.spec import spec_of
+from orchmllm.config.model import ModelConfig
 from orchmllm.plan.layout import AUDIO, TEXT, VISION, BatchLayout
-
-# OrchMLLM Table 1: layers / hidden / ffn, downsampling and image bound of the three sizes.
-MODELS: dict[str, ModelConfig] = {
-    "10b": ModelConfig(
-        VisionConfig(36, 2048, 8192, 16, merge_size=1, max_side=448),
-        AudioConfig(32, 1280, 5120, 20, stack=2), LLMConfig(152064, 28, 3584, 18944, 28, 4)),
-    "18b": ModelConfig(
-        VisionConfig(40, 2400, 9600, 20, merge_size=2, max_side=672),
-        AudioConfig(32, 1280, 5120, 20, stack=2), LLMConfig(152064, 48, 5120, 13824, 40, 8)),
-    "84b": ModelConfig(
-        VisionConfig(45, 3200, 12800, 25, merge_size=2, max_side=896),
-        AudioConfig(48, 3072, 12288, 24, stack=4), LLMConfig(152064, 80, 8192, 29568, 64, 8)),
-}
+from orchmllm.tools.predict.whole import geometry
 
 PERCENTS = np.array([0, 1, 5, 10, 20, 30, 40, 50, 60, 70, 80, 90, 95, 99, 100])
 # Values at PERCENTS. Sources: LibriSpeech len_for_bucket tables and transcripts; COCO
@@ -227,18 +213,12 @@ def _samples(seconds: np.ndarray) -> np.ndarray:
     return np.stack([samples, np.full_like(samples, SAMPLE_RATE)], 1)
 
 
-def geometry_of_parts(model: ModelConfig, phase: str, sizes: np.ndarray) -> np.ndarray:
-    """See orchmllm.tools.predict.whole.geometry."""
-    lengths_of = lru_cache(None)(getattr(model, phase).geometry.segment_lengths)
-    return np.array([(*s[:3], *s.grid) for s in (lengths_of(*size) for size in sizes.tolist())])
-
-
 def _media_lengths(headers: Headers, model: ModelConfig) -> np.ndarray:
     """(m, 6) int64: rows, attn_len, num_tokens and grid of each media item."""
     table = np.zeros((len(headers.size), 6), np.int64)
     for phase, at in (("vision", headers.is_image), ("audio", ~headers.is_image)):
         if at.any():
-            table[at] = spec_of(model).geometry(model, phase, headers.size[at])
+            table[at] = geometry(model, phase, headers.size[at])
     return table
 
 
@@ -264,10 +244,8 @@ def batch_layout(headers: Headers, model: ModelConfig, num_ranks: int) -> BatchL
                                   np.full(num_ranks, n // num_ranks))
 
 
-def sample_layout(model: str, *, num_ranks: int, batch_size: int, seed: int,
+def sample_layout(model: ModelConfig, *, num_ranks: int, batch_size: int, seed: int,
                   mix: str = "natural") -> BatchLayout:
-    """A global batch of num_ranks * batch_size examples for a model of MODELS. Raises ValueError
-    for another model."""
-    if model not in MODELS:
-        raise ValueError(f"unknown model {model!r}; choose one of {', '.join(MODELS)}")
-    return batch_layout(sample_headers(mix, num_ranks * batch_size, seed), MODELS[model], num_ranks)
+    """A global batch of num_ranks * batch_size examples. Raises ValueError where the model's folder
+    does not say what media become."""
+    return batch_layout(sample_headers(mix, num_ranks * batch_size, seed), model, num_ranks)
