@@ -54,10 +54,9 @@ def stretches(dataset: ConversationDataset, i: int) -> tuple[list[Shown], str]:
 def _of_text(dataset: ConversationDataset, example: ProcessedExample
              ) -> tuple[np.ndarray, np.ndarray]:
     """(ids, which are learnt) of the tokens of text of an example."""
-    labels = example.labels.numpy() != IGNORE_INDEX
     ids = example.input_ids.numpy()
     is_text = ~np.isin(ids, [*dataset.reader.processor.token_ids.values()])
-    return ids[is_text], labels[is_text]
+    return ids[is_text], example.labels.numpy()[is_text] != IGNORE_INDEX
 
 
 def _text(dataset: ConversationDataset, ids: np.ndarray, learnt: np.ndarray) -> Iterator[Shown]:
