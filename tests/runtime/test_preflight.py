@@ -4,6 +4,8 @@ with exit code 2, without torch."""
 from __future__ import annotations
 
 import importlib.util
+import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -20,10 +22,10 @@ NO_TORCH = ("import sys; sys.modules['torch'] = None; from orchmllm.train import
             "sys.exit(main(sys.argv[1:]))")
 PROBLEMS = {
     "data.path=FOLDER/nowhere": "nowhere: no such file or folder",
-    "data.tokenizer=FOLDER/none.json": "none.json: no such tokenizer file",
-    "model.llm.vocab_size=20": "model.llm.vocab_size is 20, but the tokenizer has ",
+    "model.config=FOLDER/nowhere": "nowhere/config.json: No such file or directory",
+    "model.config=FOLDER/few": "few/config.json: vocab_size is 20, but the tokenizer has ",
     "run.dir=FOLDER/file/run": "file/run cannot be written",
-    "model.llm.hidden_size=1048576 checkpoint.every_steps=1": "but 3 more checkpoints of ",
+    "model.config=FOLDER/wide checkpoint.every_steps=1": "but 3 more checkpoints of ",
     "data.path=FOLDER/shard-{0..2}.tar": "shard-0.tar is missing",
     "run.trackers=[tensorboard]": "run.trackers = ('tensorboard',): the package tensorboard is "
                                   "not installed: pip install tensorboard, or leave it out",
@@ -32,9 +34,16 @@ PROBLEMS = {
 
 
 @pytest.fixture
-def folder(tmp_path, monkeypatch) -> Path:
-    """A file where no folder can be made, and a package that is missing."""
+def folder(tmp_path, demo_corpus, monkeypatch) -> Path:
+    """A file where no folder can be made, a package that is missing, and models whose text model is
+    other than that of the demo."""
     (tmp_path / "file").write_text("")
+    for name, values in {"few": {"vocab_size": 20}, "wide": {"hidden_size": 1 << 20}}.items():
+        shutil.copytree(demo_corpus / "model", tmp_path / name)
+        path = tmp_path / name / "config.json"
+        config = json.loads(path.read_text())
+        config["text_config"] |= values
+        path.write_text(json.dumps(config))
     real = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *a: (
         None if name == "tensorboard" else real(name, *a)))
