@@ -14,6 +14,7 @@ import inspect
 from functools import lru_cache
 from importlib import import_module
 from os import PathLike
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -36,8 +37,13 @@ from transformers.modeling_outputs import (
 
 from orchmllm.composition.configuration import ComposedConfig, audio_rows
 from orchmllm.composition.weights import load_linked
-from orchmllm.composition.whisper import PackedWhisperEncoder, windows
 from orchmllm.models.parts import Connector
+
+
+def _packed() -> ModuleType:
+    """Imported where it is needed: this module is registered while transformers imports what the
+    modules of its models begin with."""
+    return import_module("orchmllm.composition.whisper")
 
 
 @lru_cache
@@ -136,7 +142,7 @@ class _Clips:
             input_features, feature_attention_mask).last_hidden_state
         frames = np.array(feature_attention_mask.sum(-1).tolist(), np.int64)
         counts = audio_rows(frames, stack)
-        groups = windows(states, (frames + 1) // 2, counts, 0, stack, stack)
+        groups = _packed().windows(states, (frames + 1) // 2, counts, 0, stack, stack)
         rows = self.audio_projector(groups.flatten(0, 1))
         return BaseModelOutputWithPooling(last_hidden_state=states,
                                           pooler_output=rows.split(counts.tolist()))
@@ -195,7 +201,7 @@ class ComposedModel(ComposedPreTrainedModel):
             self.vision_projector = Connector(
                 width_of(vision), config.spatial_merge_size**2, width)
         if audio := getattr(config, "audio_config", None):
-            tower = PackedWhisperEncoder if config.audio_packed else tower_class(audio)
+            tower = _packed().PackedWhisperEncoder if config.audio_packed else tower_class(audio)
             self.audio_tower = tower._from_config(audio)
             self.audio_projector = Connector(width_of(audio), config.audio_stack, width)
         if any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in self.modules()):
