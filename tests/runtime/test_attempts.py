@@ -148,13 +148,15 @@ def test_the_examples_a_step_may_be_written_in_other_ways(was):
 
 def opened(folder: Path, *overrides: str) -> dict:
     """The settings of a run on the data in `folder`."""
-    run = load_recipe("recipes/demo.yaml", [*TINY, *demo_of(folder), *overrides])
+    model = folder if folder.is_dir() else folder.parent
+    run = load_recipe("recipes/demo.yaml", [
+        *TINY, *demo_of(model), f"data.path={folder}", *overrides])
     return settings(run, build_dataset(run))
 
 
 def mixture(folder: Path, *weights: float, names=("data", "more")) -> dict:
     """Of two sources with weights."""
-    run = load_recipe("recipes/demo.yaml", TINY)
+    run = load_recipe("recipes/demo.yaml", [*TINY, *demo_of(folder)])
     sources = tuple(SourceConfig(path=str(folder / f"{name}.jsonl"), weight=weight)
                     for name, weight in zip(names, weights, strict=True))
     run = replace(run, data=replace(run.data, path="", sources=sources))
@@ -236,7 +238,7 @@ def test_a_model_of_transformers_with_another_configuration_is_refused(tmp_path)
 
 
 def settings_of_source(path: Path) -> dict:
-    run = load_recipe("recipes/demo.yaml", TINY)
+    run = load_recipe("recipes/demo.yaml", [*TINY, *demo_of(path.parent)])
     run = replace(run, data=replace(run.data, path="", sources=(SourceConfig(path=str(path)),)))
     return settings(run, build_dataset(run))
 

@@ -219,7 +219,7 @@ def test_a_model_of_the_parts_of_before_is_told_of():
     assert unreadable(asdict(SHALLOW)) == ""
 
 
-def test_a_start_that_is_not_there_is_told_before_ranks_start(tmp_path, capsys):
+def test_a_start_that_is_not_there_is_told_before_ranks_start(tmp_path, demo_corpus, capsys):
     """Of a run folder, the checkpoint that is half written is named."""
     recipe = tmp_path / "recipe.yaml"
     half = tmp_path / "stage" / "checkpoints" / "step_00000002"
@@ -228,7 +228,8 @@ def test_a_start_that_is_not_there_is_told_before_ranks_start(tmp_path, capsys):
     (half.parent / "step_00000001" / "manifest.json").write_text('{"step": 1}')
     for start, named in (("exported", tmp_path / "exported"), ("stage", half)):
         recipe.write_text(f"run: {{dir: {tmp_path}/run, init_from: {tmp_path}/{start}}}\n"
-                          "data: {path: demo_data}\n")
+                          f"data: {{path: {demo_corpus}}}\n"
+                          f"model: {{config: {demo_corpus}/model}}\n")
         assert train_command([str(recipe), "--validate"]) == 2
         assert (f"error: run.init_from: {named} is no complete checkpoint: give a run "
                 "folder") in capsys.readouterr().err
