@@ -179,10 +179,11 @@ def test_what_changes_nothing_is_accepted(demo_corpus, tmp_path):
     (folder / "more.jsonl").write_text("".join(rows[:9]))
     was, mixed = opened(folder), mixture(folder, 1, 3)
     same = {"weights times 10": check_resumable(mixed, mixture(folder, 10, 30), 4)}
+    tokens = folder / "model" / "tokenizer.json"
     changes = {
-        "tokenizer indented": lambda: rewritten(folder / "tokenizer.json", indent=3),
-        "tokenizer sorted": lambda: rewritten(folder / "tokenizer.json", sort_keys=True),
-        "tokenizer in ASCII": lambda: rewritten(folder / "tokenizer.json", ensure_ascii=True),
+        "tokenizer indented": lambda: rewritten(tokens, indent=3),
+        "tokenizer sorted": lambda: rewritten(tokens, sort_keys=True),
+        "tokenizer in ASCII": lambda: rewritten(tokens, ensure_ascii=True),
         "times": lambda: os.utime(folder / "data.jsonl", (1, 1)),
         "copied": lambda: shutil.copytree(folder, tmp_path / "copy"),
     }
@@ -207,10 +208,11 @@ def test_what_changes_nothing_is_accepted(demo_corpus, tmp_path):
     assert {name: list(said) for name, said in same.items()} == {
         **dict.fromkeys(same, ["data.path"]), **dict.fromkeys(
             [name for name in changes if name != "copied"], []),
+        **dict.fromkeys(("copied", "linked", "folder renamed"), ["data.path", "model.config"]),
         "weights times 10": ["data.sources[0].weight", "data.sources[1].weight"],
         "as a source": ["data.path", "data.sources[0].path"],
         "sources renamed": ["data.sources[0].path", "data.sources[1].path"],
-        "shards of no stream": ["data.path", "data.num_shards"]}
+        "shards of no stream": ["data.path", "data.num_shards", "model.config"]}
     with pytest.raises(ValueError, match=r"^content.sources\[0\].share is 0.4, the checkpoint has"):
         check_resumable(mixed, {**mixed, "content.sources[0].share": 0.4}, 4)
 

@@ -84,7 +84,8 @@ def test_a_start_is_refused_with_all_problems(folder, demo_corpus, under):
         "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
     out = subprocess.run(
         [sys.executable, "-m", "orchmllm.train", DEMO, *demo_of(demo_corpus),
-         f"run.dir={folder / 'file'}", f"data.path={folder / 'nowhere'}"], capture_output=True, text=True, cwd=ROOT,
+         f"run.dir={folder / 'file'}", f"data.path={folder / 'nowhere'}"],
+        capture_output=True, text=True, cwd=ROOT,
         env={"PATH": "", "PYTHONPATH": str(ROOT), **env})
     assert out.returncode == 2, out.stderr
     assert "file cannot be written" in out.stderr and "nowhere: no such file" in out.stderr
