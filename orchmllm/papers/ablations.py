@@ -33,7 +33,6 @@ from orchmllm.tools.predict.examples import Examples, examples_of
 from orchmllm.tools.predict.hardware import Hardware
 from orchmllm.tools.predict.options import cluster_of, cluster_options
 from orchmllm.tools.predict.step_time import StepTime, timed, work_of
-from orchmllm.tools.predict.text import unnamed_encoders
 
 PAD = frozenset({"audio"})
 # Hidden size of the LLM -> mini-batches at 128 ranks and at 2,560: the paper's own.
@@ -177,8 +176,7 @@ def main(argv: list[str]) -> int:
     cluster_options(parser)
     args = parser.parse_recipe(argv)
     loaded, hardware = read_recipe(args.recipe, args.overrides), cluster_of(args)
-    examples = examples_of(loaded.recipe, args.mix or "natural", args.lengths,
-                           unnamed_encoders(loaded))
+    examples = examples_of(loaded.recipe, args.mix or "natural", args.lengths)
     found = {"tables": [ablate(loaded.recipe, ranks, batch, hardware, steps, examples)
                         for ranks, batch, steps in _sizes(loaded.recipe, args.ranks)],
              "lengths": examples.what}
