@@ -50,7 +50,8 @@ class Run:
         self.folder, self.log = folder, folder.with_suffix(".log")
         self._deadline = time.monotonic() + args.timeout_s
         self._command = [
-            sys.executable, "-m", "orchmllm.train", *recipe, f"run.dir={folder}", f"train.num_steps={args.steps}",
+            sys.executable, "-m", "orchmllm.train", *recipe, f"run.dir={folder}",
+            f"train.num_steps={args.steps}",
             f"launch.nproc_per_node={args.ranks}", *SHORT]
         self.num_starts = 0
 

@@ -3,12 +3,13 @@ not change a loss, a plan or a checkpoint.
 
     python scripts/compare_versions.py BASE [--steps 4] [--ranks 1,4] [--dispatches load,bytes,...]
 
-BASE is a git revision that has compositions (orchmllm/composition); it is checked out and built in a
-temporary folder, and this working tree is compared with it. For each number of ranks and each
+BASE is a git revision that has compositions (orchmllm/composition); it is checked out and built in
+a temporary folder, and this working tree is compared with it. For each number of ranks and each
 dispatch both versions train by this tree's recipes/demo.yaml, with a tiny model that this tree
-writes, from the same seed on the same files. Compared are, for each step, the loss, the gradient norm and every phase's
-imbalance and moved bytes, and the tensors of the checkpoint. Then this version resumes BASE's
-checkpoint and has to reach what BASE itself reaches. Exit code 1 if anything differs.
+writes, from the same seed on the same files. Compared are, for each step, the loss, the gradient
+norm and every phase's imbalance and moved bytes, and the tensors of the checkpoint. Then this
+version resumes BASE's checkpoint and has to reach what BASE itself reaches. Exit code 1 if anything
+differs.
 """
 
 from __future__ import annotations

@@ -40,6 +40,8 @@ COMPOSITIONS = {
     "7b": ((4, 3584, 18944, 28), (6, 1024, 4096, 16), (4, 768, 3072, 12), 152_064, 4),
     # About half a billion parameters, so that a checkpoint is written in seconds.
     "half-b": ((4, 1536, 8960, 12), (4, 1024, 4096, 16), (4, 768, 3072, 12), 32_768, 2),
+    # As many layers as models of this size have, for scripts/bench_gpu.py on a CPU.
+    "small": ((80, 128, 464, 8), (45, 64, 256, 4), (48, 64, 256, 4), 2048, 1),
     "tiny": ((2, 64, 128, 4), (2, 64, 128, 4), (2, 64, 128, 4), 512, 2)}
 MODELS = ("7b", "half-b", "qwen3-vl")
 TINY_QWEN = {"text_config": {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4,
