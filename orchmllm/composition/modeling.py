@@ -14,7 +14,6 @@ import inspect
 from functools import lru_cache
 from importlib import import_module
 from os import PathLike
-from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -35,15 +34,10 @@ from transformers.modeling_outputs import (
     CausalLMOutputWithPast,
 )
 
+from orchmllm.composition.clips import windows
 from orchmllm.composition.configuration import ComposedConfig, audio_rows
 from orchmllm.composition.weights import load_linked
 from orchmllm.models.parts import Connector
-
-
-def _packed() -> ModuleType:
-    """Imported where it is needed: this module is registered while transformers imports what the
-    modules of its models begin with."""
-    return import_module("orchmllm.composition.whisper")
 
 
 @lru_cache
@@ -69,6 +63,13 @@ def tower_class(config: PreTrainedConfig) -> type[PreTrainedModel]:
     if "input_ids" in inspect.signature(kind.forward).parameters:
         raise ValueError(f"{kind.__name__} reads text: give the folder of a tower")
     return kind
+
+
+def _packed_tower() -> type[PreTrainedModel]:
+    # Not at the head of this module, which transformers may import before it has layers.
+    from orchmllm.composition.whisper import PackedWhisperEncoder
+
+    return PackedWhisperEncoder
 
 
 def takes_grids(config: PreTrainedConfig) -> bool:
@@ -142,7 +143,7 @@ class _Clips:
             input_features, feature_attention_mask).last_hidden_state
         frames = np.array(feature_attention_mask.sum(-1).tolist(), np.int64)
         counts = audio_rows(frames, stack)
-        groups = _packed().windows(states, (frames + 1) // 2, counts, 0, stack, stack)
+        groups = windows(states, (frames + 1) // 2, counts, 0, stack, stack)
         rows = self.audio_projector(groups.flatten(0, 1))
         return BaseModelOutputWithPooling(last_hidden_state=states,
                                           pooler_output=rows.split(counts.tolist()))
@@ -201,7 +202,7 @@ class ComposedModel(ComposedPreTrainedModel):
             self.vision_projector = Connector(
                 width_of(vision), config.spatial_merge_size**2, width)
         if audio := getattr(config, "audio_config", None):
-            tower = _packed().PackedWhisperEncoder if config.audio_packed else tower_class(audio)
+            tower = _packed_tower() if config.audio_packed else tower_class(audio)
             self.audio_tower = tower._from_config(audio)
             self.audio_projector = Connector(width_of(audio), config.audio_stack, width)
         if any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in self.modules()):
