@@ -12,7 +12,7 @@ from orchmllm.config.recipe import Recipe, load_recipe
 from orchmllm.papers.schemes import SCHEMES, run, scheme_table
 from orchmllm.plan.layout import BatchLayout
 from orchmllm.sharding.fits import with_real_batch
-from orchmllm.tools.predict.examples import of_indexes, of_mix, open_recipe
+from orchmllm.tools.predict.examples import dataset_of, of_indexes, of_mix
 from orchmllm.tools.predict.options import lengths_parser
 
 
@@ -24,9 +24,10 @@ def lengths(recipe: Recipe, count: int, mix: str | None) -> BatchLayout:
     from orchmllm.data.formats.open import index_path
     from orchmllm.tools.data.command import index_all
 
-    sources, reader = open_recipe(recipe)
-    indexes = index_all(sources, reader, index_path(recipe.data.index_dir), os.cpu_count() or 1)
-    return of_indexes(recipe, sources, indexes).draw(1, count, recipe.run.seed)
+    rows = dataset_of(recipe)
+    indexes = index_all(rows.sources, rows.reader, index_path(recipe.data.index_dir),
+                        os.cpu_count() or 1)
+    return of_indexes(recipe, rows.sources, indexes).draw(1, count, recipe.run.seed)
 
 
 @in_one_line

@@ -4,7 +4,7 @@
     orchmllm data lint RECIPE      rows and media that cannot be used, and why;
                                    where 2,000 rows of each source go
     orchmllm data stats RECIPE     lengths, what balancing gives, a plot of them
-    orchmllm data stats DATA       the same of a data file or folder
+    orchmllm data stats DATA --model FOLDER    the same of a data file or folder
     orchmllm data preview RECIPE   examples as training sees them
 
 Every command but preview builds the length index first. Where there is one, only the rows that were
@@ -31,15 +31,14 @@ from orchmllm.data.survey import survey
 from orchmllm.tools.data.build_index import build_index
 from orchmllm.tools.data.composition import CANNOT_DRAW, can_draw
 from orchmllm.tools.data.stats import drawn, of_data, show
-from orchmllm.tools.predict.examples import dataset_of, open_recipe
-from orchmllm.tools.predict.workload import MODELS
+from orchmllm.tools.predict.examples import dataset_of
 
 # What stands before a colon is the only command that has the option.
 OPTIONS = (
     ("--workers", os.cpu_count() or 1, "processes that read rows and headers"),
     ("--decode", False, "lint: also decode every medium, as training would (much slower)"),
     ("--ranks", 0, "stats: ranks to predict for; 0: launch.nproc_per_node, or 8"),
-    ("--model", tuple(MODELS), "stats without a recipe: a model of OrchMLLM Table 1"),
+    ("--model", str, "stats without a recipe: folder of the model, which has to be given"),
     ("--batch-size", 30, "stats without a recipe: examples a rank"),
     ("--out", Path("composition.png"), "stats: where the plot goes"),
     ("--row", 1, "preview: the first row, counted over all sources"),
@@ -53,7 +52,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
                         help="index, lint, stats or preview")
     parser.add_recipe("YAML file; only data, model, balance and train are used. stats also takes a "
                       "data file or folder instead, or nothing: a mix drawn from published length "
-                      "statistics", before="WHAT ")
+                      "statistics; then --model", before="WHAT ")
     args = parser.parse_recipe(argv, optional=True)
     if not is_recipe(args.recipe) and (args.command != "stats" or args.overrides):
         parser.error(f"{args.recipe} is no recipe: index, lint, preview and overrides need a YAML "
@@ -65,6 +64,9 @@ def parse(argv: list[str]) -> argparse.Namespace:
         if colon and not command.startswith(only) and (
                 getattr(args, name) != parser.get_default(name)):
             parser.error(f"{flag} is an option of {only}, and not of {args.command} here")
+    if not is_recipe(args.recipe) and not args.model:
+        parser.error("--model is missing: name the folder of a model, for which the data are "
+                     "measured (`orchmllm init DATA` writes a small one)")
     if args.out != parser.get_default("out") and not can_draw():
         raise ValueError(f"--out: {CANNOT_DRAW}")
     return args
@@ -126,11 +128,12 @@ def main(argv: list[str]) -> int:
               else of_data(args.recipe, args.model, args.batch_size))
     if not args.recipe:
         return drawn(recipe, args)
+    dataset = dataset_of(recipe)
     if args.command == "preview":
         from orchmllm.tools.data.preview import preview
 
-        return preview(dataset_of(recipe), args.row - 1, args.count)
-    sources, reader = open_recipe(recipe)
+        return preview(dataset, args.row - 1, args.count)
+    sources, reader = dataset.sources, dataset.reader
     indexes = index_all(sources, reader, index_path(recipe.data.index_dir), args.workers,
                         fresh=args.command == "lint")
     if args.command == "stats":

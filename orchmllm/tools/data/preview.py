@@ -8,11 +8,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from orchmllm.batch import IGNORE_INDEX, Example, ProcessedExample
+from orchmllm.batch import IGNORE_INDEX, ProcessedExample
 from orchmllm.data.dataset import ConversationDataset
 from orchmllm.data.media.headers import audio_header, image_header
 from orchmllm.data.media.medium import MediaError, Medium
-from orchmllm.plan.layout import TEXT, VISION, BatchLayout
+from orchmllm.plan.layout import TEXT, VISION
 
 GREEN, DIM, RESET = "\x1b[32m", "\x1b[2m", "\x1b[0m"
 
@@ -35,7 +35,7 @@ def stretches(dataset: ConversationDataset, i: int) -> tuple[list[Shown], str]:
     if problem is not None:
         return [Shown(TEXT, f"cannot be used: {problem}")], "a stand-in without labels is trained"
     media = {segment: medium for segment, _, medium in dataset.media_of(i)}
-    ids, learnt = _of_text(dataset, example, layout)
+    ids, learnt = _of_text(dataset, example)
     out, end = [], 0
     for segment, (modality, count) in enumerate(zip(
             layout.modality.tolist(), layout.num_tokens.tolist(), strict=True)):
@@ -51,16 +51,12 @@ def stretches(dataset: ConversationDataset, i: int) -> tuple[list[Shown], str]:
     return out, facts
 
 
-def _of_text(dataset: ConversationDataset, example: Example | ProcessedExample,
-             layout: BatchLayout) -> tuple[np.ndarray, np.ndarray]:
+def _of_text(dataset: ConversationDataset, example: ProcessedExample
+             ) -> tuple[np.ndarray, np.ndarray]:
     """(ids, which are learnt) of the tokens of text of an example."""
-    labels = example.labels.numpy() != IGNORE_INDEX
-    if isinstance(example, ProcessedExample):
-        ids = example.input_ids.numpy()
-        is_text = ~np.isin(ids, [*dataset.reader.processor.token_ids.values()])
-        return ids[is_text], labels[is_text]
-    is_text = np.repeat(layout.modality == TEXT, layout.num_tokens)
-    return example.token_ids.numpy()[is_text], np.append(False, labels[:-1])[is_text]
+    ids = example.input_ids.numpy()
+    is_text = ~np.isin(ids, [*dataset.reader.processor.token_ids.values()])
+    return ids[is_text], example.labels.numpy()[is_text] != IGNORE_INDEX
 
 
 def _text(dataset: ConversationDataset, ids: np.ndarray, learnt: np.ndarray) -> Iterator[Shown]:

@@ -6,15 +6,16 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 
+from orchmllm.config.model import ModelConfig
 from orchmllm.config.recipe import DataConfig, Recipe, TrainConfig
-from orchmllm.data.formats.open import DataSource, beside, index_path
+from orchmllm.data.formats.open import DataSource
 from orchmllm.data.index import LengthIndex
 from orchmllm.models.whole_flops import plan_spec
 from orchmllm.sharding.caps import with_count
 from orchmllm.sharding.fits import with_real_batch
 from orchmllm.sharding.longest import Room, heaviest, table
+from orchmllm.sharding.memory import MemoryModel
 from orchmllm.tools.data.composition import (
     CANNOT_DRAW,
     NUM_BATCHES,
@@ -27,37 +28,13 @@ from orchmllm.tools.data.composition import (
 )
 from orchmllm.tools.predict.examples import of_indexes
 from orchmllm.tools.predict.hardware import cluster
-from orchmllm.tools.predict.workload import MODELS, sample_layout
+from orchmllm.tools.predict.workload import sample_layout
 
 
 def of_data(path: str, model: str, batch_size: int) -> Recipe:
-    """A recipe for a data file or folder: default balancing, a model of the paper, and the
-    tokenizer beside the data or, without one, words counted as tokens (said)."""
-    recipe = replace(Recipe(), model=MODELS[model], data=DataConfig(path=path),
-                     train=TrainConfig(batch_size=batch_size))
-    if not path or not Path(path).exists():
-        return recipe  # opening it says what is wrong
-    print(f"Model: {model} of OrchMLLM Table 1; --model names another, a recipe your own.")
-    try:
-        beside(path)
-    except ValueError:
-        words = _word_tokenizer(index_path(None))
-        recipe = replace(recipe, data=replace(recipe.data, tokenizer=str(words)))
-        print("No tokenizer.json lies beside the data: every word counts as one token.")
-    return recipe
-
-
-def _word_tokenizer(folder: Path) -> Path:
-    """tokenizer.json that makes one token of each word, written below `folder`."""
-    from tokenizers import Tokenizer, models, pre_tokenizers
-
-    tokenizer = Tokenizer(models.WordLevel({"[UNK]": 0}, unk_token="[UNK]"))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.add_special_tokens(["<|im_start|>", "<|im_end|>", "<|endoftext|>"])
-    path = folder / "words" / "tokenizer.json"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    tokenizer.save(str(path))
-    return path
+    """A recipe for a data file or folder, and a model's folder: default balancing."""
+    return replace(Recipe(), model=ModelConfig(config=model), data=DataConfig(path=path),
+                   train=TrainConfig(batch_size=batch_size))
 
 
 def show(recipe: Recipe, args: argparse.Namespace, sources: Sequence[DataSource],
@@ -95,8 +72,8 @@ def drawn(recipe: Recipe, args: argparse.Namespace) -> int:
     """What balancing gives for the paper's mix; returns the exit code."""
     ranks = args.ranks or 64
     print("No data are named: lengths are drawn from published statistics of LLaVA-1.5's mix,\n"
-          f"LibriSpeech and others. Model: {args.model} of OrchMLLM Table 1.")
-    layouts = (sample_layout(args.model, num_ranks=ranks, batch_size=args.batch_size, seed=seed)
+          f"LibriSpeech and others. Model: {args.model}.")
+    layouts = (sample_layout(recipe.model, num_ranks=ranks, batch_size=args.batch_size, seed=seed)
                for seed in range(NUM_BATCHES))
     _gain(predict(layouts, recipe), ranks, f"{args.batch_size} examples")
     return 0

@@ -11,41 +11,31 @@ come from orchmllm.tools.predict.examples.
 from __future__ import annotations
 
 import functools
-import math
 import resource
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 
 import numpy as np
 
 from orchmllm.config.balance import BalanceConfig
 from orchmllm.config.job import check_world
-from orchmllm.config.model import ModelConfig
 from orchmllm.config.recipe import Recipe
-from orchmllm.models.flops import padded_phases, plan_spec, step_flops
-from orchmllm.models.names import named
-from orchmllm.models.spec import spec_of
+from orchmllm.models.whole_flops import plan_spec, step_flops
 from orchmllm.plan.assign import PHASES, PhasePolicy, PlanSpec
 from orchmllm.plan.layout import ENCODERS, BatchLayout
 from orchmllm.plan.microbatches import plan_microbatches
 from orchmllm.plan.step import StepPlan, imbalance, plan_step
 from orchmllm.sharding.caps import with_count
-from orchmllm.sharding.fits import decide, joined, memory_of, with_real_batch
+from orchmllm.sharding.fits import decide, joined, with_real_batch
 from orchmllm.sharding.longest import Room, heaviest, table
 from orchmllm.sharding.memory import Loads, MemoryModel, loads_of
-from orchmllm.sharding.units import units
 from orchmllm.tools.predict.examples import Examples, of_mix
 from orchmllm.tools.predict.hardware import Hardware
-from orchmllm.tools.predict.step_time import (
-    StepTime,
-    rank_seconds,
-    timed,
-    work_of,
-)
+from orchmllm.tools.predict.step_time import StepTime, rank_seconds, timed, work_of
+from orchmllm.tools.predict.whole import absent, parameters
 
 NONE = BalanceConfig(enabled=False)
-PARTS = {"root": "front and norms", "block": "layers", "embed": "embedding", "head": "lm_head"}
 
 
 def not_modelled(recipe: Recipe, examples: Examples) -> list[str]:
@@ -66,22 +56,22 @@ def not_modelled(recipe: Recipe, examples: Examples) -> list[str]:
 
 
 def dry_run(recipe: Recipe, num_ranks: int, hardware: Hardware, steps: int = 20,
-            without: Collection[str] = (), examples: Examples | None = None) -> dict:
-    """The report as plain data. without: encoder phases for which the recipe has no data. examples:
-    where lengths come from (the paper's mix). Raises ValueError, before anything is built, for a
-    world or a memory that the recipe does not fit."""
+            examples: Examples | None = None) -> dict:
+    """The report as plain data. examples: where lengths come from (the paper's mix).
+    Raises ValueError, before anything is built, for a world or a memory that the recipe does not
+    fit."""
     started = time.perf_counter()
     job, hardware = hardware.job(recipe, num_ranks)
     check_world(job)
-    spec, memory = plan_spec(job), memory_of(job)
+    spec, memory = plan_spec(job), MemoryModel.of(job)
     recipe = with_real_batch(recipe, num_ranks)
-    examples = examples or of_mix(recipe, without=without)
+    examples = examples or of_mix(recipe)
     drawn = functools.partial(examples.draw, num_ranks)
     room = Room.of(job, hardware.sheet.memory_bytes, memory)
     step = drawn(recipe.train.batch_size * recipe.train.least_microbatches, recipe.run.seed)
     recipe, spec, caps = with_count(recipe, [step], spec, memory, room.budget)
     job, train = replace(job, recipe=recipe), recipe.train
-    memory = memory_of(job)
+    memory = MemoryModel.of(job)
     first = [plan for _, plan in plan_microbatches(step, spec, train.accumulation_steps)]
     choice = _checkpointing(recipe, first, room, hardware, examples)
     room = replace(room, choice=choice)
@@ -98,10 +88,10 @@ def dry_run(recipe: Recipe, num_ranks: int, hardware: Hardware, steps: int = 20,
         "lengths": examples.what, "epoch": examples.epoch,
         "not_modelled": not_modelled(recipe, examples),
         "hardware": asdict(hardware), "dtype": memory.fsdp.forward_dtype,
-        "without": sorted(without), "folder": recipe.model.folder,
+        "without": sorted(absent(recipe.model)),
         "balanced": recipe.balance.enabled,
         "checkpointing": choice, "memory_budget_bytes": room.budget, "allowed_by": room.why,
-        "parameters": spec_of(recipe.model).parameters(recipe.model),
+        "parameters": parameters(recipe.model),
         "state_bytes": memory.state_bytes(),
         "save_bytes": memory.save_bytes(recipe.checkpoint),
         "writers_per_node": min(job.ranks_per_node, job.shard_size),
@@ -124,7 +114,7 @@ def _checkpointing(recipe: Recipe, plans: Sequence[StepPlan], room: Room, hardwa
                    examples: Examples) -> dict[str, str]:
     """phase -> checkpointing. Raises ValueError if a microbatch does not fit, naming the rows that
     can not."""
-    loads = joined([loads_of(plan, padded_phases(recipe.model)) for plan in plans])
+    loads = joined([loads_of(plan) for plan in plans])
     try:
         return decide(recipe, room.memory, loads, room.budget, room.why)
     except ValueError as e:
@@ -132,21 +122,6 @@ def _checkpointing(recipe: Recipe, plans: Sequence[StepPlan], room: Room, hardwa
                    f"{hardware.name})")
         named = room.misfits(examples.rows(), examples.place)
         raise ValueError("\n".join([assumed, *named])) from e
-
-
-def parameters(model: ModelConfig) -> dict[str, int]:
-    """Part of a model of this project's parts -> its parameters, connectors apart from the rest of
-    their encoder."""
-    counts = {}
-    for phase in PHASES:
-        own = {u.role: u.copies * u.size for u in units(model) if u.phase == phase}
-        connector = sum(math.prod(n.shape) for n in named("connectors", model)
-                        if n.name.startswith(f"{phase}."))
-        if connector and "connector" not in own:
-            own["root"] -= connector
-            own["connector"] = connector
-        counts |= {f"{phase} {PARTS.get(role, role)}": count for role, count in own.items()}
-    return counts
 
 
 def _workload(recipe: Recipe, drawn: Callable[..., BatchLayout], spec: PlanSpec,
@@ -161,14 +136,14 @@ def _workload(recipe: Recipe, drawn: Callable[..., BatchLayout], spec: PlanSpec,
                "LLM only": replace(free, balance=replace(spec.balance, **without))}
     rows: dict[str, list[dict]] = {name: [] for name in schemes}
     loads: dict[str, list[Loads]] = {name: [] for name in schemes}
-    pad, count = padded_phases(recipe.model), recipe.train.accumulation_steps
+    count = recipe.train.accumulation_steps
     for step in range(-(-steps // count)):
         layout = drawn(recipe.train.batch_size * count, recipe.run.seed + step)
         for name, scheme in schemes.items():
             started = time.perf_counter()
             plans = [plan for _, plan in plan_microbatches(replace(layout), scheme, count)]
             plan_s = (time.perf_counter() - started) / count
-            loads[name] += [loads_of(plan, pad) for plan in plans]
+            loads[name] += [loads_of(plan) for plan in plans]
             rows[name] += [{"plan_s": plan_s} | measure(plan, memory, choice, hardware, share)
                            for plan in plans]
     moments = {n: {k: float(np.max(v)) for k, v in memory.peaks(joined(x), choice).items()}
@@ -194,7 +169,7 @@ def measure(plan: StepPlan, memory: MemoryModel, choice: dict[str, str],
             hardware: Hardware, share: float = 1.0) -> dict:
     """One plan: imbalance (max / mean of computing) of the phases that have something to do, the
     predicted step and where its time goes, bytes between nodes. share: see _workload."""
-    work = work_of(plan, memory.model, padded_phases(memory.model))
+    work = work_of(plan, memory.model)
     slowest, even = 0.0, {}
     for phase in PHASES:
         seconds = rank_seconds(work, phase, memory, hardware).sum(axis=0)

@@ -14,11 +14,11 @@ from pathlib import Path
 
 from orchmllm.cli.options import in_one_line, recipe_parser
 from orchmllm.config.job import default_world
-from orchmllm.config.recipe import read_recipe
+from orchmllm.config.recipe import load_recipe
 from orchmllm.tools.predict.dry_run import dry_run
 from orchmllm.tools.predict.examples import examples_of
 from orchmllm.tools.predict.options import cluster_of, cluster_options
-from orchmllm.tools.predict.text import dry_run_text, unnamed_encoders
+from orchmllm.tools.predict.text import dry_run_text
 
 
 @in_one_line
@@ -30,16 +30,15 @@ def main(argv: list[str]) -> int:
         ("--json", Path, "also write what was found")))
     cluster_options(parser)
     args = parser.parse_recipe(argv)
-    loaded, hardware = read_recipe(args.recipe, args.overrides), cluster_of(args)
-    recipe, without = loaded.recipe, unnamed_encoders(loaded)
+    recipe, hardware = load_recipe(args.recipe, args.overrides), cluster_of(args)
     if args.json and not args.json.parent.is_dir():  # before minutes of work
         raise ValueError(f"--json {args.json}: {args.json.parent} is no folder")
     ranks, why = args.ranks, "--ranks"
     if not ranks:
         ranks, why = default_world(recipe, hardware.ranks_per_node)
         why += "; --ranks N for others"
-    found = dry_run(recipe, ranks, hardware, without=without,
-                    examples=examples_of(recipe, args.mix, args.lengths, without))
+    found = dry_run(recipe, ranks, hardware,
+                    examples=examples_of(recipe, args.mix, args.lengths))
     if args.json:
         args.json.write_text(json.dumps(found, indent=1), encoding="utf-8")
     print(dry_run_text(found | {"world_size_from": why}))

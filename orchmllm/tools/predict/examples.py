@@ -3,31 +3,27 @@ those of a statistics file, or a mix drawn from published statistics."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import numpy as np
 from pydantic import BaseModel, Field, ValidationError
 
 from orchmllm.config.recipe import Recipe
-from orchmllm.data.formats.open import (
-    DataSource,
-    index_path,
-    open_source,
-    open_tokenizer,
-    sources_of,
-)
-from orchmllm.data.index import LengthIndex, joined_layouts, open_index, usable_rows
-from orchmllm.data.lengths import LengthReader
+from orchmllm.data.formats.open import DataSource, check_source, sources_of
+from orchmllm.data.index import LengthIndex, joined_layouts, usable_rows
 from orchmllm.data.sampler import make_sampler
 from orchmllm.data.storage.remote import Storage
-from orchmllm.models.spec import spec_of
 from orchmllm.plan.layout import BatchLayout
+from orchmllm.tools.predict.whole import absent
 from orchmllm.tools.predict.workload import SAMPLE_RATE, Headers, batch_layout, sample_headers
+
+if TYPE_CHECKING:
+    from orchmllm.data.dataset import ConversationDataset
 
 
 @dataclass(frozen=True)
@@ -57,10 +53,9 @@ def _cut(layout: BatchLayout, limit: int) -> BatchLayout:
                    num_targets=np.minimum(layout.num_targets, tokens[last]))
 
 
-def of_mix(recipe: Recipe, mix: str = "natural", without: Collection[str] = (),
-           why: str = "") -> Examples:
+def of_mix(recipe: Recipe, mix: str = "natural", why: str = "") -> Examples:
     """A mix of orchmllm.tools.predict.workload. why: said behind its name."""
-    without = {*without, *spec_of(recipe.model).absent(recipe.model)}
+    without = absent(recipe.model)
     media = [name for p, name in (("vision", "images"), ("audio", "audio")) if p not in without]
     kinds = f"{', '.join(media)} and text" if media else "text"
 
@@ -71,39 +66,21 @@ def of_mix(recipe: Recipe, mix: str = "natural", without: Collection[str] = (),
     return Examples(f"drawn from the paper's {kinds} (mix {mix}){why}", draw)
 
 
-def dataset_of(recipe: Recipe):
+def dataset_of(recipe: Recipe) -> ConversationDataset:
     """The map-style dataset of a recipe's sources. Raises ValueError naming what cannot be read."""
-    return spec_of(recipe.model).dataset(
-        replace(recipe.data, streaming=False), recipe.model, seed=recipe.run.seed)
+    from orchmllm.data.stream import open_dataset  # with torch
 
-
-def open_recipe(recipe: Recipe) -> tuple[list[DataSource], LengthReader]:
-    """The recipe's sources. Raises ValueError naming what cannot be read."""
-    return spec_of(recipe.model).lengths(recipe)
-
-
-def open_whole(recipe: Recipe) -> tuple[list[DataSource], LengthReader]:
-    """See open_recipe."""
-    rows = dataset_of(recipe)
-    return rows.sources, rows.reader
-
-
-def open_parts(recipe: Recipe) -> tuple[list[DataSource], LengthReader]:
-    """See open_recipe; without torch."""
-    folder = index_path(recipe.data.index_dir)
-    storage = Storage(recipe.data.remote)
-    sources = [open_source(config, folder, storage) for config in sources_of(recipe.data)]
-    return sources, LengthReader(
-        open_tokenizer(recipe.data), recipe.model.vision.geometry, recipe.model.audio.geometry,
-        recipe.data.max_example_tokens)
+    return open_dataset(replace(recipe.data, streaming=False), recipe.model.folder,
+                        seed=recipe.run.seed)
 
 
 def of_recipe(recipe: Recipe) -> Examples | None:
     """The recipe's own examples by the indexes that are there, or None if one is missing. Raises
     ValueError for data that cannot be read."""
-    sources, reader = open_recipe(recipe)
-    indexes = [open_index(source, reader, index_path(recipe.data.index_dir)) for source in sources]
-    return None if None in indexes else of_indexes(recipe, sources, indexes)
+    for source in sources_of(recipe.data):
+        check_source(source, Storage(recipe.data.remote))  # before torch is imported
+    rows = dataset_of(recipe)
+    return None if None in rows.indexes else of_indexes(recipe, rows.sources, rows.indexes)
 
 
 def drawn_by_a_run(recipe: Recipe, sources: Sequence[DataSource], indexes: Sequence[LengthIndex]
@@ -202,14 +179,13 @@ def of_file(recipe: Recipe, path: Path) -> Examples:
                     lambda i: f"{path}, line {i + 1}")
 
 
-def examples_of(recipe: Recipe, mix: str = "", path: Path | None = None,
-                without: Collection[str] = ()) -> Examples:
+def examples_of(recipe: Recipe, mix: str = "", path: Path | None = None) -> Examples:
     """What --mix or --lengths asks for; else the recipe's own examples if their index is there;
     else the paper's mix, which says why."""
     if mix or path:
-        return of_file(recipe, path) if path else of_mix(recipe, mix, without)
+        return of_file(recipe, path) if path else of_mix(recipe, mix)
     try:
         own, why = of_recipe(recipe), "`orchmllm data index` was not run"
     except (ValueError, OSError) as e:
         own, why = None, str(e).splitlines()[0]
-    return own or of_mix(recipe, "natural", without, f"; the recipe's own could not be used: {why}")
+    return own or of_mix(recipe, "natural", f"; the recipe's own could not be used: {why}")

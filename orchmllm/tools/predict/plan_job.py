@@ -18,12 +18,12 @@ from pathlib import Path
 
 from orchmllm.cli.options import at_least, in_one_line, recipe_parser
 from orchmllm.config.job import resolve
-from orchmllm.config.recipe import read_recipe
+from orchmllm.config.recipe import load_recipe
 from orchmllm.plan.assign import PHASES
 from orchmllm.tools.predict.examples import examples_of
 from orchmllm.tools.predict.options import cluster_of, cluster_options
 from orchmllm.tools.predict.search import Found, Search
-from orchmllm.tools.predict.text import gpu_text, unnamed_encoders
+from orchmllm.tools.predict.text import gpu_text
 
 SHOWN = 5
 
@@ -65,8 +65,7 @@ def settings_table(best: list[Found], search: Search) -> str:
 def main(argv: list[str]) -> int:
     """Exit code. Raises ValueError for what the search cannot take or write."""
     args, started = parse(argv), time.process_time()
-    loaded = read_recipe(args.recipe, args.overrides)
-    recipe, gpus = loaded.recipe, args.ranks
+    recipe, gpus = load_recipe(args.recipe, args.overrides), args.ranks
     if args.out and not args.out.parent.is_dir():  # before the search
         raise ValueError(f"--out {args.out}: {args.out.parent} is no folder; make it, or name "
                          "another")
@@ -75,12 +74,11 @@ def main(argv: list[str]) -> int:
             "data.batching is capped: data.max_batch_tokens decides what a rank holds, and the "
             "train.batch_size that is searched has no effect; try caps with orchmllm dry-run, or "
             "search with data.batching=sample data.max_batch_tokens=0 data.max_batch_images=0")
-    without = unnamed_encoders(loaded)
     train = recipe.train
     whole = args.global_batch if args.global_batch is not None else (
         resolve(recipe, gpus, 1).global_batch_size)
     search = Search(recipe, gpus, cluster_of(args),
-                    examples_of(recipe, args.mix, args.lengths, without), whole, args.steps)
+                    examples_of(recipe, args.mix, args.lengths), whole, args.steps)
     best = search.best()
     print(f"{gpus} GPUs: {gpu_text(asdict(search.hardware))}; {search.budget / 1e9:.1f} GB for "
           f"tensors ({search.allowed_by})\n"

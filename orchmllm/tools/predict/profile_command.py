@@ -4,7 +4,7 @@
     orchmllm profile recipes/demo.yaml --device cpu --repeat 1
 
 Of blocks that are alike one or two are measured and count for all of them, so that a model fits
-that would not as a whole (orchmllm.tools.predict.phase_runner, whole_runner). Forward is taken as a
+that would not as a whole (orchmllm.tools.predict.whole_runner). Forward is taken as a
 third of forward and backward."""
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from pathlib import Path
 
 from orchmllm.cli.options import in_one_line, recipe_parser
 from orchmllm.config.recipe import Recipe, load_recipe
-from orchmllm.models.spec import spec_of
 
 SIZES = (1, 2, 4, 8)  # items of a measurement on a CPU
 # Positions of one on a GPU, as many as a rank has in training: with fewer, kernels are shorter than
@@ -37,10 +36,12 @@ def measure(recipe: Recipe, args: Namespace) -> Iterator[tuple[str, dict[str, li
     phase's layers at each size. Raises ValueError where its folder cannot be used."""
     import torch
 
+    from orchmllm.tools.predict.whole_runner import timed_phases
+
     device = torch.device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     on_gpu = device.type == "cuda"
     chunk_rows = recipe.fsdp.loss_chunk_rows or CHUNK_ROWS * on_gpu
-    for phase, length, seconds in spec_of(recipe.model).timed(
+    for phase, length, seconds in timed_phases(
             recipe, args.rows or (1024 if on_gpu else 256), device,
             torch.bfloat16 if on_gpu else torch.float32, chunk_rows):
         sizes = sorted({max(rows // length, 1) for rows in GPU_ROWS}) if on_gpu else SIZES

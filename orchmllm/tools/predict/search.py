@@ -18,21 +18,14 @@ import numpy as np
 from orchmllm.config.fsdp import CHOICES, RESHARD
 from orchmllm.config.job import check_world, resolve
 from orchmllm.config.recipe import Recipe
-from orchmllm.models.flops import padded_phases, plan_spec
+from orchmllm.models.whole_flops import plan_spec
 from orchmllm.plan.assign import PHASES, PlanSpec
 from orchmllm.plan.balance import CapError
 from orchmllm.plan.microbatches import plan_microbatches
 from orchmllm.plan.room import Limit
 from orchmllm.sharding.caps import is_below, room_of, with_count
 from orchmllm.sharding.choice import choose_checkpointing
-from orchmllm.sharding.fits import (
-    MISSED,
-    budget_of,
-    decide,
-    joined,
-    memory_of,
-    with_real_batch,
-)
+from orchmllm.sharding.fits import MISSED, budget_of, decide, joined, with_real_batch
 from orchmllm.sharding.memory import Loads, MemoryModel, loads_of
 from orchmllm.sharding.units import by_role
 from orchmllm.tools.predict.examples import Examples
@@ -125,7 +118,7 @@ class Search:
         job = resolve(recipe, self.num_ranks, self.hardware.ranks_per_node)
         step = self.examples.draw(self.num_ranks, recipe.train.batch_size
                                   * recipe.train.least_microbatches, recipe.run.seed)
-        return with_count(recipe, [step], plan_spec(job), memory_of(job), self.budget)
+        return with_count(recipe, [step], plan_spec(job), MemoryModel.of(job), self.budget)
 
     def caps(self, setting: Setting) -> str:
         """What a rank may hold by a setting, in words."""
@@ -174,8 +167,7 @@ class Search:
         """`drawn` by limits of memory; None if a step has no plan below them, too."""
         recipe = replace(self.recipe, fsdp=replace(self.recipe.fsdp, shard_size=group))
         job = resolve(recipe, self.num_ranks, self.hardware.ranks_per_node)
-        spec, model = replace(plan_spec(job), room=room), memory_of(job).model
-        pad, works, loads = padded_phases(recipe.model), [], []
+        spec, works, loads = replace(plan_spec(job), room=room), [], []
         for step in range(-(-self.steps // microbatches)):
             drawn = self.examples.draw(self.num_ranks, batch_size * microbatches,
                                        recipe.run.seed + step)
@@ -185,8 +177,8 @@ class Search:
                 return None
             if room and not all(is_below(plan, room) for plan in plans):
                 return None
-            works += [work_of(plan, model, pad) for plan in plans]
-            loads += [loads_of(plan, pad) for plan in plans]
+            works += [work_of(plan, recipe.model) for plan in plans]
+            loads += [loads_of(plan) for plan in plans]
         return works, joined(loads)
 
     def planned(self, setting: Setting) -> tuple[list[PlanWork], Loads]:
@@ -203,7 +195,7 @@ class Search:
         return self._planned[setting]
 
     def memory(self, setting: Setting) -> MemoryModel:
-        return memory_of(resolve(setting.of(self.recipe), self.num_ranks,
+        return MemoryModel.of(resolve(setting.of(self.recipe), self.num_ranks,
                                  self.hardware.ranks_per_node))
 
     def peak(self, setting: Setting) -> float:

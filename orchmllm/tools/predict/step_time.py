@@ -16,16 +16,14 @@ from dataclasses import dataclass
 import numpy as np
 
 from orchmllm.config.model import ModelConfig
-from orchmllm.models.flops import (
-    Lengths,
-    item_rank,
-    padded_lengths,
+from orchmllm.models.flops import item_rank, phase_lengths
+from orchmllm.models.whole_flops import (
+    moved_by,
+    moved_by_head,
     pair_flop,
-    phase_lengths,
+    part_counts,
     phase_work,
 )
-from orchmllm.models.moved import moved_by, moved_by_head
-from orchmllm.models.spec import spec_of
 from orchmllm.plan.assign import PHASES
 from orchmllm.plan.layout import ENCODERS
 from orchmllm.plan.step import StepPlan
@@ -43,7 +41,7 @@ class StepTime:
     """Seconds of a step, its microbatches together. phases: phase -> computing of the slowest rank
     (forward, backward); waiting: phase -> how much of it the mean rank waits; traffic: gathers and
     reductions that no computing hides; exchange: rows between ranks; update: the optimizer.
-    useful: FLOP of all ranks without padding; tokens: LLM tokens of all ranks; peak: FLOP/s."""
+    useful: FLOP of all ranks; tokens: LLM tokens of all ranks; peak: FLOP/s."""
 
     phases: Mapping[str, tuple[float, float]]
     waiting: Mapping[str, float]
@@ -72,8 +70,7 @@ class StepTime:
 class PlanWork:
     """FLOP of the ranks in one microbatch. forward, backward, again: phase -> (2, d), products and
     attention, `again` what full checkpointing repeats; rows, positions: phase -> (d,); attended:
-    phase -> (d,) positions to which one attends, on average; logits: (d,) rows of them; layers: of
-    each phase; moves: of rows between ranks."""
+    phase -> (d,) positions to which one attends, on average; moves: of rows between ranks."""
 
     forward: Mapping[str, np.ndarray]
     backward: Mapping[str, np.ndarray]
@@ -81,23 +78,18 @@ class PlanWork:
     rows: Mapping[str, np.ndarray]
     positions: Mapping[str, np.ndarray]
     attended: Mapping[str, np.ndarray]
-    logits: np.ndarray
-    layers: Mapping[str, int]
     useful: float
     tokens: float
     num_ranks: int
     moves: tuple[Move, ...]
 
 
-def work_of(plan: StepPlan, model: ModelConfig, pad: frozenset[str] = frozenset(),
-            all_gather: bool = False) -> PlanWork:
-    """What the ranks do in a planned microbatch. pad: phases whose batches are padded. all_gather:
-    rows travel by it."""
+def work_of(plan: StepPlan, model: ModelConfig, all_gather: bool = False) -> PlanWork:
+    """What the ranks do in a planned microbatch. all_gather: rows travel by it."""
     parts: dict[str, dict[str, np.ndarray]] = {"forward": {}, "backward": {}, "recompute": {}}
     useful, rows, positions, attended, d = 0.0, {}, {}, {}, plan.layout.num_ranks
     for phase in PHASES:
-        rank, real = item_rank(plan, phase), phase_lengths(plan.layout, phase)
-        lengths: Lengths = padded_lengths(plan, phase) if phase in pad else real
+        rank, lengths = item_rank(plan, phase), phase_lengths(plan.layout, phase)
         work = phase_work(phase, model, lengths, "full")
         for name, into in parts.items():
             into[phase] = np.stack([np.bincount(rank, x, d) for x in getattr(work, name)])
@@ -105,14 +97,11 @@ def work_of(plan: StepPlan, model: ModelConfig, pad: frozenset[str] = frozenset(
         positions[phase] = np.bincount(rank, lengths.positions, d)
         alone = pair_flop(phase, model) * positions[phase]  # if each attended to itself alone
         attended[phase] = np.maximum(parts["forward"][phase][1], 1) / np.maximum(alone, 1)
-        useful += float(phase_work(phase, model, real).useful.sum())
-    rank, llm = item_rank(plan, "llm"), phase_lengths(plan.layout, "llm")
-    tokens = np.bincount(rank, llm.tokens, d)
+        useful += float(work.useful.sum())
     return PlanWork(
-        parts["forward"], parts["backward"], parts["recompute"], rows, positions,
-        attended, logits=np.bincount(rank, getattr(llm, spec_of(model).logits), d), useful=useful,
-        layers={p: getattr(model, p).num_layers for p in PHASES}, tokens=float(tokens.sum()),
-        num_ranks=d, moves=tuple(moves_of(plan, all_gather, [
+        parts["forward"], parts["backward"], parts["recompute"], rows, positions, attended,
+        useful=useful, tokens=float(positions["llm"].sum()), num_ranks=d,
+        moves=tuple(moves_of(plan, all_gather, [
             phase for phase in ENCODERS if model.features_learn(phase)])))
 
 
@@ -120,7 +109,8 @@ def head_bytes(work: PlanWork, memory: MemoryModel) -> np.ndarray:
     """(2, d) bytes that the loss moves forward and backward beside the head's product."""
     once, row = moved_by_head(memory.model, memory.fsdp.forward_dtype,
                               memory.fsdp.loss_chunk_rows).T[..., None]
-    return once * (work.logits > 0) + row * work.logits
+    logits = work.rows["llm"]  # one for each target
+    return once * (logits > 0) + row * logits
 
 
 def rank_seconds(work: PlanWork, phase: str, memory: MemoryModel, hardware: Hardware) -> np.ndarray:
@@ -129,7 +119,8 @@ def rank_seconds(work: PlanWork, phase: str, memory: MemoryModel, hardware: Hard
     flop = np.stack([work.forward[phase], work.backward[phase]])  # (2, 2, d)
     out = (flop / hardware.rates(phase, dtype, work.attended[phase])).sum(axis=1)
     if phase in hardware.measured:  # with all other kernels in the shares
-        return out + hardware.fixed_s(phase, work.layers[phase]) * np.array([[1 / 3], [2 / 3]])
+        fixed = hardware.fixed_s(phase, memory.num_layers(phase))
+        return out + fixed * np.array([[1 / 3], [2 / 3]])
     if (moved := moved_by(memory.model, dtype).get(phase)) is None:
         return out
     once, row, position = moved.T[..., None]
@@ -144,7 +135,7 @@ def repeated_seconds(work: PlanWork, phase: str, hardware: Hardware, choice: str
                      memory: MemoryModel) -> np.ndarray:
     """(d,) seconds of what the layers of a phase compute again. choice: see
     orchmllm.config.fsdp.layer_counts."""
-    products, attention = work.again[phase] / work.layers[phase] / hardware.rates(
+    products, attention = work.again[phase] / memory.num_layers(phase) / hardware.rates(
         phase, memory.fsdp.forward_dtype, work.attended[phase])
     moving = work.positions[phase] / hardware.memory_rate
     if phase in hardware.measured:  # with all other kernels in the shares
@@ -164,10 +155,11 @@ def slowest_compute(work: PlanWork, phase: str, memory: MemoryModel, choice: str
     total = forward + backward
     slowest, head = int(total.argmax()), (0.0, 0.0)
     if phase == "llm":
-        llm, rate = memory.model.llm, hardware.rates(
-            phase, memory.fsdp.forward_dtype, work.attended[phase])[0, 0]
-        passes = np.array([1, 1 if llm.frozen or memory.model.lora.rank else 2])
-        seconds = passes * 2.0 * llm.hidden_size * llm.vocab_size * work.logits[slowest] / rate
+        model, dtype = memory.model, memory.fsdp.forward_dtype
+        llm, rate = part_counts(model, dtype)["llm"], hardware.rates(
+            phase, dtype, work.attended[phase])[0, 0]
+        passes = np.array([1, 1 if model.llm.frozen or model.lora.rank else 2])
+        seconds = passes * 2.0 * llm.width * llm.outputs * work.rows["llm"][slowest] / rate
         if phase not in hardware.measured:
             seconds += head_bytes(work, memory)[:, slowest] / hardware.memory_rate
         head = tuple(map(float, seconds))

@@ -4,21 +4,7 @@ from __future__ import annotations
 
 from textwrap import wrap
 
-from orchmllm.config.parse import Loaded
-from orchmllm.config.recipe import Recipe
-from orchmllm.models.spec import spec_of
 from orchmllm.plan.assign import PHASES
-from orchmllm.plan.layout import ENCODERS
-
-
-def unnamed_encoders(loaded: Loaded[Recipe]) -> frozenset[str]:
-    """Encoders without a single key in a recipe that describes other parts of its model: it has no
-    data for them, and they stay as small as the defaults are."""
-    if loaded.recipe.model.folder:
-        return spec_of(loaded.recipe.model).absent(loaded.recipe.model)
-    named = {path.split(".")[1] for path in loaded.places if path.startswith("model.")}
-    return frozenset(p for p in ENCODERS if named and p not in named)
-
 
 SCHEMES = {"none": "unbalanced", "LLM only": "LLM only", "balanced": "balanced"}
 
@@ -34,8 +20,6 @@ def dry_run_text(r: dict) -> str:
              *wrap(f"Lengths: {r['lengths']}.", 79, subsequent_indent="  "),
              "LLM only: the LLM phase alone is balanced."]
     lines += wrap(f"{r['caps']}.", 79, subsequent_indent="  ") * bool(r["caps"])
-    lines += [f"The recipe has no model.{p}: a small encoder is built that has nothing to do."
-              for p in r["without"] if not r["folder"]]
     if not r["balanced"]:
         lines.append("balance.enabled is false: the recipe runs unbalanced, in all columns below.")
     return "\n".join([
@@ -83,8 +67,7 @@ def _memory_lines(r: dict) -> list[str]:
         f"Parameters, gradients and AdamW's moments of a rank: "
         f"{sum(r['state_bytes'].values()) / scale:.2f} {unit}",
         "Activation checkpointing: " + ", ".join(
-            f"{p} {c}" for p, c in r["checkpointing"].items() if not (
-                r["folder"] and p in r["without"])),
+            f"{p} {c}" for p, c in r["checkpointing"].items() if p not in r["without"]),
         f"Memory of the host for a save: {r['save_bytes'] / scale:.2f} {unit} a rank, "
         f"{r['save_bytes'] * r['writers_per_node'] / scale:.2f} {unit} a node",
         "", _table(f"Predicted peak memory of a rank, {unit}", *SCHEMES.values()),

@@ -1,4 +1,4 @@
-"""Measures the phases of a whole model of transformers on one device: forward and backward, without
+"""Measures the phases of a model of transformers on one device: forward and backward, without
 other ranks and with random weights.
 
 The model's own code runs, with blocks that pass on what they are given. What a block is given says
@@ -9,7 +9,8 @@ weights of a block of each shape, and what one block keeps for its backward pass
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import Context
 from dataclasses import dataclass
 from functools import partial
@@ -27,16 +28,51 @@ from orchmllm.config.recipe import Recipe
 from orchmllm.data.formats.conversation import Turn
 from orchmllm.data.media.medium import Medium
 from orchmllm.data.media.shapes import Size
-from orchmllm.data.processed import open_processor
 from orchmllm.data.text.processor import Processor
 from orchmllm.encoders.planned import PlannedEncoders
 from orchmllm.models.families import model_class, read_config
 from orchmllm.models.hf import WholeModel
 from orchmllm.plan.layout import ENCODERS, NO_EXAMPLES, VISION
 from orchmllm.sharding.hf import experts_by
-from orchmllm.tools.predict.phase_runner import Clock
 
 POSITIONS_PER_S = 50  # of a clip in its encoder
+CYCLES_PER_S = 2e9  # of a GPU's clock, at most
+MOST_LAUNCH_S = 0.2  # that a GPU is kept busy before a call
+
+
+class Clock:
+    """Seconds of a call: on CUDA between two events of the stream, on a CPU the calling thread's
+    CPU time (backward runs in it), which other processes on the machine change little.
+
+    A GPU is kept busy until the call's kernels are in its queue, as the step before does it in
+    training: else kernels that are shorter than their launch would be timed by their launch."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.on_gpu, self._launch_s = device.type == "cuda", 0.0
+        self.unit = "seconds on the GPU" if self.on_gpu else "CPU seconds of one thread"
+
+    def seconds(self, call: Callable[[], object]) -> float:
+        if not self.on_gpu:
+            started = time.thread_time()
+            call()
+            return time.thread_time() - started
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda._sleep(int(CYCLES_PER_S * self._launch_s))
+        start.record()
+        started = time.perf_counter()
+        call()
+        self._launch_s = min(time.perf_counter() - started, MOST_LAUNCH_S)
+        end.record()
+        end.synchronize()
+        return start.elapsed_time(end) / 1e3
+
+    def best(self, call: Callable[[], object], repeat: int) -> float:
+        """The shortest of `repeat` calls: what disturbs one only makes it longer. On a GPU after
+        one that does not count, in which memory is allocated and the time of the launch is found.
+        """
+        if self.on_gpu:
+            self.seconds(call)
+        return min(self.seconds(call) for _ in range(repeat))
 
 
 @dataclass
@@ -124,10 +160,10 @@ class WholeRunner:
         self.encoders, self.blocks = PlannedEncoders(whole.hf), Blocks(whole)
         whole.loss_chunk_rows, whole.num_layers = chunk_rows, 0  # none of them attends to the row
 
-    def seconds(self, step: Callable[[], Tensor], repeat: int) -> float:
-        """Forward and backward of what `step` returns, a loss () or features (rows, width), through
-        all blocks; the shortest of `repeat` runs of what is around them and of each kind of
-        block."""
+    def seconds(self, step: Callable[[], Tensor], repeat: int) -> tuple[float, float]:
+        """Forward and backward of what `step` returns, a loss () or features (rows, width): of what
+        is around the blocks, and of all blocks; the shortest of `repeat` runs of the one and of
+        each kind of block."""
         def best(forward: Callable[[], Any]) -> float:
             def run() -> None:
                 self.whole.zero_grad(set_to_none=True)
@@ -138,24 +174,24 @@ class WholeRunner:
             return self._clock.best(run, repeat)
 
         alike = self.blocks.called_in(step)
-        return best(step) + sum(one.count * best(one.run) for one in alike)
+        return best(step), sum(one.count * best(one.run) for one in alike)
 
     def seconds_of_media(self, phase: str, tensors: Mapping[str, Tensor], count: int, repeat: int
                          ) -> float:
         """Of so many media like the one that has these tensors, (rows, ...) by argument."""
-        return self.seconds(partial(self.encoders.features, phase, [tensors] * count), repeat)
+        return sum(self.seconds(partial(self.encoders.features, phase, [tensors] * count), repeat))
 
     def seconds_of_text(self, length: int, count: int, repeat: int) -> float:
         """Of so many examples of text."""
-        return self.seconds(partial(self.whole, self.text(count, length)), repeat)
+        return sum(self.seconds(partial(self.whole, self.text([length] * count)), repeat))
 
-    def text(self, count: int, length: int) -> PackedExamples:
+    def text(self, lengths: Sequence[int]) -> PackedExamples:
         """Examples of text, of which every other token is learnt."""
         config, examples = self.whole.hf.config, []
         size = config.get_text_config(decoder=True).vocab_size
         marks = [v for k, v in vars(config).items() if k.endswith(("_token_id", "_token_index"))]
         plain = np.setdiff1d(np.arange(size), [mark for mark in marks if isinstance(mark, int)])
-        for i in range(count):
+        for i, length in enumerate(lengths):
             ids = torch.from_numpy(self._rng.choice(plain, length))
             labels = ids.clone()
             labels[::2] = IGNORE_INDEX
@@ -179,11 +215,13 @@ class WholeRunner:
             for name, value in tensors.items()}
 
 
-def timed_whole(recipe: Recipe, length: int, device: torch.device, dtype: torch.dtype,
-                chunk_rows: int) -> Iterator[tuple[str, int, Callable[[int, int], float]]]:
-    """See orchmllm.tools.predict.phase_runner.timed_parts; of the phases that the model has. Raises
-    ValueError for a folder without what its processor is made from."""
-    processor = open_processor(recipe.model.folder, recipe.data)
+def timed_phases(recipe: Recipe, length: int, device: torch.device, dtype: torch.dtype,
+                 chunk_rows: int) -> Iterator[tuple[str, int, Callable[[int, int], float]]]:
+    """Phase by phase of those that the model has (its name, positions of an item, seconds of the
+    forward and backward pass of all layers by the number of such items, the shortest of so many
+    runs). length: positions of an item, as near as the model allows it. Raises ValueError for a
+    folder without what its processor is made from."""
+    processor = Processor(recipe.model.folder)
     runner = WholeRunner(recipe, device, dtype, chunk_rows)
     stacks = runner.whole.blocks()
     for phase in (phase for phase in ENCODERS if phase in stacks):
