@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from orchmllm.config.job import resolve
-from orchmllm.models.flops import Lengths, padded_phases, plan_spec
+from orchmllm.models.flops import Lengths
+from orchmllm.models.whole_flops import plan_spec
 from orchmllm.plan.assign import PHASES
 from orchmllm.plan.microbatches import plan_microbatches
 from orchmllm.plan.step import plan_step
@@ -19,6 +20,7 @@ from orchmllm.sharding.fits import MISSED, decide, joined, scaled
 from orchmllm.sharding.memory import Loads, MemoryModel, loads_of
 from orchmllm.tools.predict.examples import of_mix
 from tests.lib import whole_models as models
+from tests.lib.drawn import shortened
 from tests.lib.recipes import frozen as froze
 from tests.lib.recipes import read
 from tests.lib.tracked import planned, tracked, tracked_peak, tracked_text
@@ -27,14 +29,12 @@ ENCODERS = ("vision", "audio")
 
 
 def thin(name: str = "mllm84b", frozen: tuple[str, ...] = (), batch_size: int = 2,
-         microbatches: int = 1, audio: str = "packed", **fsdp):
+         microbatches: int = 1, **fsdp):
     recipe = read(name)
-    model = froze(*frozen, model=replace(recipe.model, **{p: replace(
-        getattr(recipe.model, p), num_layers=3, pretrained="") for p in PHASES}))
+    model = froze(*frozen, model=shortened(recipe.model, 3))
     options = {"shard_size": 0, "loss_chunk_rows": 1024, "activation_checkpointing": "full",
                "prefetch": 0} | fsdp
-    return replace(recipe, model=replace(model, audio=replace(model.audio, mode=audio)),
-                   fsdp=replace(recipe.fsdp, **options),
+    return replace(recipe, model=model, fsdp=replace(recipe.fsdp, **options),
                    train=replace(recipe.train, batch_size=batch_size,
                                  accumulation_steps=microbatches))
 
@@ -73,9 +73,6 @@ CASES = {  # (ranks, recipe)
     "18B, mixed": (256, thin("mllm18b", shard_size=64, batch_size=10, llm_checkpointing="selective",
                              audio_checkpointing="none")),
     "1 rank, none": (1, thin("mllm_1gpu", batch_size=8, activation_checkpointing="none")),
-    "7B, pretrained": (8, thin("pretrained_7b", batch_size=8)),
-    "padded audio": (8, thin("mllm10b", batch_size=10, audio="padded",
-                             activation_checkpointing="none")),
 }
 FAST = ("kept, selective",)
 
@@ -127,7 +124,7 @@ def test_what_auto_chooses_is_never_over_the_budget(name, share):
     tracked alone."""
     ranks, recipe = CASES[name]
     memory, plan = planned(recipe, ranks)
-    loads = joined([loads_of(plan, padded_phases(recipe.model))])
+    loads = joined([loads_of(plan)])
     loads = Loads({p: Lengths(x.rows[:1], x.positions[:1], x.tokens[:1])
                    for p, x in loads.phases.items()},
                   {p: x[:1] for p, x in loads.received.items()},
@@ -149,21 +146,21 @@ def test_microbatches_that_memory_asks_for_fit_it(name):
     predicted to need more, and the fullest one of rank 0 takes what is predicted."""
     ranks, recipe = CASES[name]
     recipe = replace(recipe, train=replace(recipe.train, batch_size=24, accumulation_steps=0))
-    job, pad = resolve(recipe, ranks, 8), padded_phases(recipe.model)
+    job = resolve(recipe, ranks, 8)
     choice = {p: recipe.fsdp.checkpointing(p) for p in PHASES}
-    memory, spec = MemoryModel.of(job, on_cpu=True), plan_spec(job)
+    memory, spec = MemoryModel.of(job), plan_spec(job)
     step = of_mix(recipe).draw(ranks, recipe.train.batch_size, 0)
-    loads = loads_of(plan_step(step, spec), pad)
+    loads = loads_of(plan_step(step, spec))
     budget = MISSED * memory.peak(scaled(loads, 0.4), choice)
     counted, spec, _ = with_count(recipe, [step], spec, memory, budget)
     count = counted.train.accumulation_steps
     assert 1 < count < 8
     plans = [plan for _, plan in plan_microbatches(step, spec, count)]
-    peaks = [memory.peaks(loads_of(plan, pad), choice) for plan in plans]
+    peaks = [memory.peaks(loads_of(plan), choice) for plan in plans]
     assert max(float(np.max(v)) for peak in peaks for v in peak.values()) <= budget
     moves = memory.state_bytes()["optimizer"]
     of_rank = [max(float(v[0]) for moment, v in peak.items() if moment != "optimizer") - moves
                for peak in peaks]
     at = int(np.argmax(of_rank))
-    peak = tracked_peak(counted, plans[at].for_rank(0), ranks)
+    peak = tracked_peak(counted, plans[at])
     assert of_rank[at] == pytest.approx(peak, rel=0.1) and peak + moves <= budget
