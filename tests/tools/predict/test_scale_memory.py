@@ -8,23 +8,22 @@ from itertools import product
 
 import numpy as np
 import pytest
-from orchmllm.models.mllm import MultimodalModel
 
 from orchmllm.config.balance import BalanceConfig
 from orchmllm.config.fsdp import CHOICES
+from orchmllm.config.model import ModelConfig
 from orchmllm.config.recipe import FsdpConfig
-from orchmllm.models.flops import item_rank, phase_lengths, phase_work
+from orchmllm.models.flops import item_rank, phase_lengths
+from orchmllm.models.whole_flops import phase_work
 from orchmllm.plan.assign import PHASES, PhasePolicy
 from orchmllm.plan.step import plan_step
 from orchmllm.sharding.choice import choose_checkpointing
 from orchmllm.sharding.fits import decide, largest_fitting, scaled
-from orchmllm.sharding.gathers import ordered
 from orchmllm.sharding.memory import MemoryModel, loads_of
 from orchmllm.sharding.run_memory import RunMemory
-from orchmllm.sharding.units import units
-from orchmllm.tools.predict.dry_run import parameters
 from orchmllm.tools.predict.workload import sample_layout
-from tests.lib.memory import WIDE, measured
+from scripts.models import MODELS
+from tests.lib.memory import measured, wide
 from tests.lib.ranks import run_ranks
 from tests.lib.recipes import frozen, small_spec
 from tests.lib.synthetic import MODEL, SyntheticDataset, recipe
@@ -32,8 +31,8 @@ from tests.lib.synthetic import MODEL, SyntheticDataset, recipe
 KINDS = (("TVT",), ("TAT",), ("TVT", "TAT", "T"))
 
 
-def measured_all(world, fsdp: FsdpConfig) -> list[tuple[float, float]]:
-    return [measured(world, fsdp, kinds) for kinds in KINDS]
+def measured_all(world, fsdp: FsdpConfig, model: ModelConfig) -> list[tuple[float, float]]:
+    return [measured(world, fsdp, kinds, model) for kinds in KINDS]
 
 
 @pytest.mark.slow
@@ -41,7 +40,7 @@ def measured_all(world, fsdp: FsdpConfig) -> list[tuple[float, float]]:
 @pytest.mark.parametrize("choice", CHOICES)
 def test_predicted_peak_is_the_measured_one(choice):
     fsdp = FsdpConfig(activation_checkpointing=choice, compute_dtype="bfloat16")
-    for rank in run_ranks(measured_all, 2, fsdp):
+    for rank in run_ranks(measured_all, 2, fsdp, wide()):
         for (peak, predicted), kinds in zip(rank, KINDS, strict=True):
             assert predicted == pytest.approx(peak, rel=0.10), kinds
 
@@ -51,26 +50,10 @@ def test_predicted_peak_is_the_measured_one(choice):
 @pytest.mark.parametrize("choice", CHOICES)
 @pytest.mark.parametrize("parts", [("llm",), ("vision", "audio")])
 def test_predicted_peak_with_frozen_parts(choice, parts):
-    model = replace(WIDE, **{p: replace(getattr(WIDE, p), frozen=True) for p in parts})
+    model = frozen(*parts, model=wide())
     fsdp = FsdpConfig(activation_checkpointing=choice, compute_dtype="bfloat16")
     for peak, predicted in run_ranks(measured, 2, fsdp, ("TVT", "TAT", "T"), model):
         assert predicted == pytest.approx(peak, rel=0.05)
-
-
-@pytest.mark.parametrize("model", [MODEL, WIDE, *(frozen(*parts) for parts in (
-    ("vision", "audio"), ("audio", "llm"), ("vision", "audio", "connector")))])
-def test_units_are_those_of_the_built_model(model):
-    built = MultimodalModel(model)
-    forward, _ = ordered(built, FsdpConfig())
-    want, inside = [], set()
-    for unit in reversed(forward):  # the root is the first, and has what no other has
-        own = [p for p in unit.module.parameters() if id(p) not in inside]
-        inside |= {id(p) for p in own}
-        want.append(tuple(sorted(tuple(p.shape) for p in own if p.requires_grad is trained)
-                          for trained in (True, False)))
-    got = [(sorted(u.trained), sorted(u.frozen)) for u in units(model) for _ in range(u.copies)]
-    assert sorted(got) == sorted(want)
-    assert sum(parameters(model).values()) == sum(p.numel() for p in built.parameters())
 
 
 def test_frozen_parts_have_no_gradients_or_optimizer():
@@ -84,9 +67,7 @@ def test_frozen_parts_have_no_gradients_or_optimizer():
 def small_cases():
     """(memory, plan) of the paper's smallest and largest shapes, few ranks."""
     for name, shards in (("10b", 64), ("84b", 256)):
-        from orchmllm.tools.predict.workload import MODELS
-
-        layout = sample_layout(name, num_ranks=8, batch_size=6, seed=1)
+        layout = sample_layout(MODELS[name], num_ranks=8, batch_size=6, seed=1)
         yield MemoryModel(MODELS[name], FsdpConfig(compute_dtype="bfloat16", loss_chunk_rows=1024),
                           shards), plan_step(layout, small_spec(MODELS[name]))
 
@@ -107,7 +88,7 @@ def test_auto_picks_what_brute_force_picks():
             for phase in PHASES:
                 work = phase_work(phase, memory.model, phase_lengths(plan.layout, phase),
                                   choice[phase])
-                block, layers = memory._blocks(phase)[0], getattr(memory.model, phase).num_layers
+                block, layers = memory._blocks(phase)[0], memory.num_layers(phase)
                 moved = 380 * block.moved * layers * phase_lengths(plan.layout, phase).positions
                 products, attention = work.recompute
                 again = {"none": 0 * moved, "selective": moved, "full": attention + moved

@@ -172,7 +172,7 @@ def test_what_a_forward_pass_keeps_is_predicted(name, phase, tmp_path):
     recipe = Recipe(model=ModelConfig(config=str(tmp_path)))
     memory = MemoryModel.of(resolve(recipe, 1, 1))
     loads = Loads(lengths, {p: np.array([features]) * (p == phase) for p in ENCODERS})
-    logits = 4.0 * len(row.kept) * memory.model.llm.vocab_size
+    logits = 4.0 * len(row.kept) * memory._counts["llm"].outputs
     least, middle, predicted = (logits + sum(
         memory._around(p, loads) + memory.stack(p, memory.counts(p, choice)).kept
         * lengths[p].positions for p in (phase, "llm")) for choice in reversed(CHOICES))
