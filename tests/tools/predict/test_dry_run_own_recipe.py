@@ -78,8 +78,8 @@ def test_it_does_not_fit_by_so_much(tmp_path, capfd):
     said = capfd.readouterr()
     assert said.out == "" and said.err.count("\n") == 1
     assert re.match(r"error: the recipe does not fit: .* needs 0\.\d+ GB a rank at least, 0\.\d+ "
-                    r"GB more than the 0\.\d+ GB that are allowed \(fsdp.memory_gb\); .* would help "
-                    r"\(a GPU of 85 GB is assumed: h100-sxm", said.err)
+                    r"GB more than the 0\.\d+ GB that are allowed \(fsdp.memory_gb\); .* would "
+                    r"help \(a GPU of 85 GB is assumed: h100-sxm", said.err)
 
 
 @pytest.mark.parametrize("name, ranks", [
