@@ -202,7 +202,7 @@ def test_wrong_options_are_one_line(tmp_path, own):
     code, _, told = own("--measured", str(lines))
     assert code == 2 and "--measured" in told and told.count("\n") == 1
     for row, says in (('{"audio_s": [1e999]}', "line 1"), ('{"text_tokens": 1e30}', "line 1"),
-                      ('{"images": [[1e12, 9]]}', "2**31"), ('{"audio_s": [45]}', "too long")):
+                      ('{"images": [[1e12, 9]]}', "2**31"), ('{"audio_s": [1000]}', "too long")):
         lines.write_text(row, encoding="utf-8")
         code, _, told = own("--lengths", str(lines))
         assert code == 2 and f"--lengths {lines}" in told and says in told, told

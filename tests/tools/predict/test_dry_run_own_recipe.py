@@ -74,12 +74,12 @@ def test_the_global_batch_decides_what_a_rank_holds(dry_run):
 def test_it_does_not_fit_by_so_much(tmp_path, capfd):
     path = tmp_path / "own.yaml"
     path.write_text(TINY, encoding="utf-8")
-    assert main([str(path), "fsdp.memory_gb=0.01"]) == 2
+    assert main([str(path), "fsdp.memory_gb=0.0005"]) == 2
     said = capfd.readouterr()
     assert said.out == "" and said.err.count("\n") == 1
     assert re.match(r"error: the recipe does not fit: .* needs 0\.\d+ GB a rank at least, 0\.\d+ "
-                    r"GB more than the 0\.01 GB that are allowed \(fsdp.memory_gb\); .* would help "
-                    r"\(a GPU of 85 GB is assumed: h100-sxm", said.err)
+                    r"GB more than the 0\.\d+ GB that are allowed \(fsdp.memory_gb\); .* would "
+                    r"help \(a GPU of 85 GB is assumed: h100-sxm", said.err)
 
 
 @pytest.mark.parametrize("name, ranks", [

@@ -14,7 +14,7 @@ from orchmllm.tools.predict.examples import of_mix
 from orchmllm.tools.predict.hardware import cluster
 from orchmllm.tools.predict.plan_job import main
 from orchmllm.tools.predict.search import KEEPS, Search, Setting
-from tests.lib.drawn import shortened
+from tests.lib.drawn import shortened, with_processor
 from tests.lib.recipes import RECIPES, read
 
 
@@ -149,9 +149,10 @@ def test_the_chosen_setting_fits_by_tracking(name, ranks):
 def test_a_batch_that_breaks_a_cap_does_not_fit(capsys):
     """Its own batch is within the cap of the dry run, and breaks that of the search."""
     demo, cap = str(RECIPES / "demo.yaml"), "balance.llm.max_rank_tokens"
-    assert dry_run_command([demo, "--ranks", "4", f"{cap}=4000"]) == 0
+    model = f"model.config={with_processor()}"
+    assert dry_run_command([demo, "--ranks", "4", f"{cap}=4000", model]) == 0
     capsys.readouterr()
-    job = [demo, "--ranks", "4", "--global-batch", "0"]
+    job = [demo, "--ranks", "4", "--global-batch", "0", model]
     assert main([*job, f"{cap}=2000"]) == 0
     out = capsys.readouterr().out
     assert "Overrides: train.batch_size=4 " in out and "as the recipe says" not in out
