@@ -153,9 +153,8 @@ class RunMemory:
             return False
 
     def _described(self, choice: Mapping[str, str]) -> str:
-        model = self.memory.model
         return ", ".join(f"{p} {choice[p]}" + (
-            f" of {getattr(model, p).num_layers} layers" if ":" in choice[p] else "")
+            f" of {self.memory.num_layers(p)} layers" if ":" in choice[p] else "")
             for p in PHASES)
 
     def refuses(self, plan: StepPlan) -> str:

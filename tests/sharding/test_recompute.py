@@ -59,11 +59,12 @@ def test_numbers_of_layers_are_read_and_refused(tmp_path):
         assert as_choice(layer_counts(choice, 4)) == choice
     assert layer_counts("full:1+selective:2", 4) == {"none": 1, "selective": 2, "full": 1}
     path = tmp_path / "r.yaml"
-    path.write_text("data: {path: x}\nfsdp: {vision_checkpointing: full:9, "
-                    "llm_checkpointing: ful}\n")
+    path.write_text("data: {path: x}\nmodel: {config: x}\nfsdp: {llm_checkpointing: ful}\n")
     with pytest.raises(RecipeError) as told:
         load_recipe(path, ["fsdp.audio_checkpointing=full:1+selective:1"])
-    assert "full:9': names 9 layers, but there are 4" in str(told.value)
+    with pytest.raises(ValueError, match="fsdp.vision_checkpointing=full:9: names 9 layers, but "
+                       "there are 3"):
+        planned()[0].counts("vision", "full:9")
     assert "did you mean 'full'?" in str(told.value) and "full:12+selective:4" in str(told.value)
 
 
@@ -216,7 +217,8 @@ def test_a_file_that_no_run_left_is_not_used_and_told(text, tmp_path):
     ("update", AUTO, "update", "more ranks than 3, fsdp.cpu_offload=true, fsdp.param_dtype=bfloa"),
     ("gather", replace(AUTO, shard_size=1, cpu_offload=True), "update", "fsdp.shard_size above 1, "
      "fsdp.param_dtype=bfloat16, or fewer"),
-    ("llm", FsdpConfig(activation_checkpointing="full"), "last gradients", "more ranks than 3, "),
+    ("llm", FsdpConfig(activation_checkpointing="full", shard_size=1), "last gradients",
+     "fsdp.shard_size above 1, "),
 ])
 def test_where_recomputing_more_is_no_help_no_plan_is_left(phase, fsdp, moment, helps):
     few = BatchLayout.concat([SyntheticDataset().layout(2)] * 3, [1] * 3)  # 9 tokens a rank
