@@ -7,11 +7,13 @@ import json
 import pytest
 
 from orchmllm.papers.ablations import main
+from tests.lib.drawn import with_processor
 
 
 def test_ablations_are_of_the_lengths_and_the_world_that_are_asked_for(tmp_path, capsys):
     recipe = tmp_path / "r.yaml"
-    recipe.write_text("data: {path: nowhere}\ntrain: {batch_size: 2}\n", encoding="utf-8")
+    recipe.write_text(f"model: {{config: {with_processor()}}}\ndata: {{path: nowhere}}\n"
+                      "train: {batch_size: 2}\n", encoding="utf-8")
     lines = tmp_path / "lengths.jsonl"
     lines.write_text('{"images": [[640, 480]], "text_tokens": 50}\n' * 30, encoding="utf-8")
     found = {}
