@@ -34,9 +34,9 @@ from transformers.modeling_outputs import (
     CausalLMOutputWithPast,
 )
 
+from orchmllm.composition.clips import windows
 from orchmllm.composition.configuration import ComposedConfig, audio_rows
 from orchmllm.composition.weights import load_linked
-from orchmllm.composition.whisper import PackedWhisperEncoder, windows
 from orchmllm.models.parts import Connector
 
 
@@ -63,6 +63,13 @@ def tower_class(config: PreTrainedConfig) -> type[PreTrainedModel]:
     if "input_ids" in inspect.signature(kind.forward).parameters:
         raise ValueError(f"{kind.__name__} reads text: give the folder of a tower")
     return kind
+
+
+def _packed_tower() -> type[PreTrainedModel]:
+    # Not at the head of this module, which transformers may import before it has layers.
+    from orchmllm.composition.whisper import PackedWhisperEncoder
+
+    return PackedWhisperEncoder
 
 
 def takes_grids(config: PreTrainedConfig) -> bool:
@@ -195,7 +202,7 @@ class ComposedModel(ComposedPreTrainedModel):
             self.vision_projector = Connector(
                 width_of(vision), config.spatial_merge_size**2, width)
         if audio := getattr(config, "audio_config", None):
-            tower = PackedWhisperEncoder if config.audio_packed else tower_class(audio)
+            tower = _packed_tower() if config.audio_packed else tower_class(audio)
             self.audio_tower = tower._from_config(audio)
             self.audio_projector = Connector(width_of(audio), config.audio_stack, width)
         if any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in self.modules()):
