@@ -95,12 +95,11 @@ class Predicted:
         self.memory = replace(MemoryModel.of(job), all_gather=d * variant.all_gather)
         self.hardware = hardware
         self.plans = [plan_step(x, spec) for x in layouts]
-        self.works = [work_of(p, self.memory.model, variant.all_gather) for p in self.plans]
-        computed = self.plans
-        if variant.padded:  # which is computed and kept, but neither moved nor useful
-            computed = [padded(p) for p in self.plans]
-            self.works = [replace(work_of(p, self.memory.model), useful=w.useful, moves=w.moves)
-                          for p, w in zip(computed, self.works, strict=True)]
+        works = [work_of(p, self.memory.model, variant.all_gather) for p in self.plans]
+        computed = [padded(p) if variant.padded else p for p in self.plans]
+        # Padding is computed and kept, but neither moved nor useful.
+        self.works = [replace(work_of(p, self.memory.model), useful=w.useful, moves=w.moves)
+                      for p, w in zip(computed, works, strict=True)]
         self.loads = [loads_of(p) for p in computed]
 
     def times(self, choice: Choice) -> list[StepTime]:
