@@ -17,7 +17,7 @@ import torch
 
 from orchmllm.batch import UNCOUNTED, Microbatch, Step
 from orchmllm.config.model import ModelConfig
-from orchmllm.data.loading.step_loader import StepLoader
+from orchmllm.data.loading.step_loader import SegmentFeed, StepLoader
 from orchmllm.models.phase_clock import PhaseClock
 from orchmllm.models.whole_flops import step_flops
 from orchmllm.orchestrator import Orchestrator
@@ -70,7 +70,7 @@ class Rank:
         rows = layout_rows(layout, spec)
         layouts, outcomes = AnsweringGather(len(rows), rows), AnsweringGather(len(rows))
         self.orchestrator = Orchestrator(spec, layouts, commit_gather=outcomes, group=layouts)
-        self.loader = StepLoader(None, None, self.orchestrator, num_steps=1,
+        self.loader = StepLoader(None, None, self.orchestrator, num_steps=1, feed=SegmentFeed,
                                  flops_of=partial(step_flops, model))
         self.loader.feed.load = lambda step: UNCOUNTED  # reading and decoding are not counted
         self.clock = PhaseClock()

@@ -98,8 +98,8 @@ class Predicted:
         works = [work_of(p, self.memory.model, variant.all_gather) for p in self.plans]
         computed = [padded(p) if variant.padded else p for p in self.plans]
         # Padding is computed and kept, but neither moved nor useful.
-        self.works = [replace(work_of(p, self.memory.model), useful=real.useful, moves=real.moves)
-                      for p, real in zip(computed, works, strict=True)]
+        self.works = [replace(work_of(p, self.memory.model), useful=w.useful, moves=w.moves)
+                      for p, w in zip(computed, works, strict=True)]
         self.loads = [loads_of(p) for p in computed]
 
     def times(self, choice: Choice) -> list[StepTime]:

@@ -18,16 +18,18 @@ from orchmllm.papers.advice import ratio, rows
 from orchmllm.papers.fact import Printed
 from orchmllm.papers.plan import main as plan
 from orchmllm.papers.reproduce import main as reproduce
-from orchmllm.tools.predict import phase_runner
+from orchmllm.tools.predict import whole_runner
 from orchmllm.tools.predict.profile_command import main as profile
 from orchmllm.tools.predict.profile_command import measure
+from tests.lib.drawn import with_processor
 from tests.papers.modules import plan_bytes
 
 
 @pytest.fixture
 def recipe(tmp_path) -> list[str]:
     path = tmp_path / "r.yaml"
-    path.write_text("data: {path: none}\ntrain: {batch_size: 4}\n", encoding="utf-8")
+    path.write_text(f"model: {{config: {with_processor()}}}\ndata: {{path: none}}\n"
+                    "train: {batch_size: 4}\n", encoding="utf-8")
     return [str(path), "--mix", "natural"]
 
 
@@ -44,15 +46,15 @@ def test_plan_units_split_and_recompute(recipe, capsys):
     assert set(times) == {"even", "parameters", "profile", "exact", "search"}
     assert times["search"] == min(times.values())
     assert plan(["recompute", *recipe, "--free-gb", "1000"]) == 0
-    assert "llm        4 of 4 layers" in capsys.readouterr().out
+    assert "llm        2 of 2 layers" in capsys.readouterr().out
     assert plan(["recompute", *recipe, "--free-gb", "0"]) == 0
-    assert "llm        0 of 4 layers" in capsys.readouterr().out
+    assert "llm        0 of 2 layers" in capsys.readouterr().out
 
 
 def test_plan_errors(recipe, capsys):
     for command, message in (
-            (["split", *recipe, "--stages", "99"], "num_stages 99 must be 1 to 12"),
-            (["units", *recipe, "--gpu-gb", "0.001"], "neither placement fits"),
+            (["split", *recipe, "--stages", "99"], "num_stages 99 must be 1 to 6"),
+            (["units", *recipe, "--gpu-gb", "1e-5"], "neither placement fits"),
             (["units", *recipe, "--gpu-gb", "inf"], "--gpu-gb inf: must be a number of GB"),
             (["recompute", *recipe, "--free-gb", "nan"], "--free-gb nan: must be a number of GB"),
             (["recompute", *recipe, "--free-gb", "-5"], "--free-gb -5: must be a number of GB")):
@@ -70,10 +72,7 @@ def test_plan_errors(recipe, capsys):
 
 def test_profile_measures_and_plan_reads_it(recipe, tmp_path, capsys):
     out = tmp_path / "p.json"
-    small = [f"model.{p}.{k}" for p in ("vision", "audio", "llm")
-             for k in ("hidden_size=32", "intermediate_size=64", "num_heads=4")]
-    assert profile([recipe[0], *small, "model.llm.num_kv_heads=2", "--out", str(out), "--rows",
-                    "16", "--repeat", "2"]) == 0
+    assert profile([recipe[0], "--out", str(out), "--rows", "16", "--repeat", "2"]) == 0
     table = json.loads(out.read_text(encoding="utf-8"))
     assert set(table) == {"vision", "audio", "llm"}
     if not torch.cuda.is_available():
@@ -106,25 +105,20 @@ def test_profile_on_a_gpu_measures_what_training_has(recipe, monkeypatch):
 
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: did.append(cycles))
-    clock = phase_runner.Clock(torch.device("cuda", 0))
+    clock = whole_runner.Clock(torch.device("cuda", 0))
     assert clock.best(lambda: time.sleep(0.01), 2) == 1e-3
     first, *fills = did[::4]
     assert first == 0 and len(fills) == 2 and all(n >= 0.01 * 1.5e9 for n in fills)
     assert [did[k:k + 3] for k in (1, 5, 9)] == [["record", "record", "wait"]] * 3
 
-    class Runner:
-        def __init__(self, model, phase, device, dtype, seed, chunk_rows) -> None:
-            assert chunk_rows and dtype == torch.bfloat16
+    def timed_phases(recipe, length, device, dtype, chunk_rows):
+        assert chunk_rows and dtype == torch.bfloat16
+        yield "llm", length, lambda count, repeat: measured.append(length * count) or 1.0
 
-        def seconds(self, work: phase_runner.Work, repeat: int) -> float:
-            measured.append(int(work.lengths.positions.sum()))
-            return 1.0
-
-    monkeypatch.setattr(phase_runner, "PhaseRunner", Runner)
-    for phase, found in measure(load_recipe(recipe[0]), Namespace(
-            device="cuda", rows=None, repeat=1)):
-        assert found["rows"] == [4096, 8192, 16384, 32768, 65536]
-        assert phase == "audio" or measured[-10::2] == measured[-9::2] == found["rows"]
+    monkeypatch.setattr(whole_runner, "timed_phases", timed_phases)
+    [(phase, found)] = measure(load_recipe(recipe[0]), Namespace(
+        device="cuda", rows=None, repeat=1))
+    assert found["rows"] == measured == [4096, 8192, 16384, 32768, 65536]
 
 
 @pytest.mark.parametrize("gpus, batch", [(1296, 1920), (112, 240)])

@@ -9,8 +9,8 @@ import pytest
 
 from orchmllm.config.job import resolve
 from orchmllm.config.recipe import Recipe
-from orchmllm.models.flops import plan_spec
-from orchmllm.papers.mixes import MIXES, headers_of
+from orchmllm.models.whole_flops import plan_spec
+from orchmllm.papers.mixes import MIXES, MODELS, headers_of
 from orchmllm.papers.reproduce import main as reproduce
 from orchmllm.papers.schemes import (
     ASSIGN,
@@ -20,9 +20,9 @@ from orchmllm.papers.schemes import (
 from orchmllm.papers.simulate import main as simulate
 from orchmllm.plan.assign import PHASES, example_costs
 from orchmllm.plan.layout import ENCODERS
-from orchmllm.tools.predict.workload import MODELS, batch_layout, sample_headers
+from orchmllm.tools.predict.workload import batch_layout, sample_headers
 from tests.lib.corpora import write_llava
-from tests.lib.tokenizers import write_tokenizer
+from tests.lib.drawn import with_processor
 
 MODEL, RANKS, BATCH = MODELS["84b"], 64, 30
 
@@ -80,7 +80,8 @@ def test_too_few_examples():
 
 def test_simulate_command(tmp_path, capsys):
     recipe = tmp_path / "r.yaml"
-    recipe.write_text("data: {path: none}\n", encoding="utf-8")
+    recipe.write_text(f"model: {{config: {MODELS['10b'].config}}}\ndata: {{path: none}}\n",
+                      encoding="utf-8")
     command = [str(recipe), "--mix", "natural", "--ranks", "8", "train.batch_size=10"]
     assert simulate(["per-phase", *command]) == 0
     out = capsys.readouterr().out
@@ -97,15 +98,14 @@ def test_simulate_command(tmp_path, capsys):
     with pytest.raises(SystemExit) as stop:
         simulate(["random", *command, "--steps", "0"])
     assert stop.value.code == 2 and "--steps: 0: must be at least 1" in capsys.readouterr().err
-    assert simulate(["random", str(recipe)]) == 2  # its own data, which is not there
-    assert "none" in capsys.readouterr().err
+    own = [str(recipe), f"model.config={with_processor()}"]  # its own data, which is not there
+    assert simulate(["random", *own]) == 2 and "none" in capsys.readouterr().err
 
 
 def test_simulate_on_the_recipes_own_data(tmp_path, capsys):
     path = write_llava(tmp_path / "llava")
-    write_tokenizer(tmp_path / "llava")
     recipe = tmp_path / "r.yaml"
-    recipe.write_text(f"data: {{path: {path}, tokenizer: {tmp_path / 'llava'}, index_dir: "
+    recipe.write_text(f"model: {{config: {with_processor()}}}\ndata: {{path: {path}, index_dir: "
                       f"{tmp_path / 'index'}}}\ntrain: {{batch_size: 3}}\n", encoding="utf-8")
     assert simulate(["per-phase", str(recipe), "--ranks", "2", "--steps", "2"]) == 0
     assert "examples of the recipe" in capsys.readouterr().out

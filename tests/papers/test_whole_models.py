@@ -14,10 +14,10 @@ from orchmllm.config.job import resolve
 from orchmllm.config.recipe import load_recipe
 from orchmllm.models.flops import Lengths, phase_lengths
 from orchmllm.models.hf import meta_model, num_parameters
-from orchmllm.models.whole_flops import whole_work
+from orchmllm.models.whole_flops import phase_work
 from orchmllm.papers.advice import recipe_profiles
 from orchmllm.papers.simulate import lengths
-from orchmllm.sharding.fits import memory_of
+from orchmllm.sharding.memory import MemoryModel
 from orchmllm.tools.predict.hardware import cluster
 
 pytestmark = pytest.mark.whole
@@ -26,7 +26,7 @@ RECIPE = "recipes/qwen3_vl_8b.yaml"
 
 def test_profiles_are_those_of_the_model():
     recipe = load_recipe(RECIPE)
-    memory = memory_of(resolve(replace(recipe, fsdp=replace(
+    memory = MemoryModel.of(resolve(replace(recipe, fsdp=replace(
         recipe.fsdp, compute_dtype="bfloat16")), 1, 1))
     drawn = lengths(recipe, 50, "natural")
     once, twice = (recipe_profiles(memory, drawn, cluster("h100-sxm"), scale) for scale in (1, 2))
@@ -41,7 +41,7 @@ def test_profiles_are_those_of_the_model():
         found = phase_lengths(drawn, phase)
         mean = Lengths(*(np.array([x.mean()]) for x in (
             found.rows, found.positions, found.tokens)))
-        flops = whole_work(phase, recipe.model, mean, "none").forward.sum()
+        flops = phase_work(phase, recipe.model, mean, "none").forward.sum()
         count = len(found.positions) / drawn.num_examples
         assert p.forward_flops == pytest.approx(flops * count, rel=1e-12)
         assert twice[phase].forward_flops == pytest.approx(

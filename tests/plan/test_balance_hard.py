@@ -9,8 +9,8 @@ import pytest
 from orchmllm.papers.mixes import MODELS
 from orchmllm.plan.assign import example_bytes
 from orchmllm.plan.balance import balance, core, load_cap
-from orchmllm.plan.layout import VISION
-from orchmllm.tools.predict.workload import sample_layout
+from orchmllm.plan.geometry import VisionGeometry
+from orchmllm.tools.predict.workload import sample_headers, sample_layout
 from tests.lib.balancing import least_moved, loads
 from tests.lib.recipes import small_spec
 
@@ -121,11 +121,12 @@ def test_weights_near_the_end_of_int64(policy: str) -> None:
 
 
 def images_of_few_sizes(ranks: int, batch_size: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
-    """(weight, home): FLOP costs of images of at most 448 pixels, most of four sizes."""
-    layout = sample_layout(MODELS["10b"], num_ranks=ranks, batch_size=batch_size, seed=seed)
-    segments = layout.segments[VISION]
-    weight = small_spec(MODELS["10b"]).costs["vision"](layout.attn_len[segments])
-    return weight, layout.rank_of_example[layout.example_of_segment[segments]]
+    """(weight, home): FLOP costs of images of at most 448 pixels a side, most of four sizes."""
+    drawn = sample_headers("natural", ranks * batch_size, seed)
+    patches = [VisionGeometry(merge_size=1).segment_lengths(*size).rows
+               for size in drawn.size[drawn.is_image].tolist()]
+    home = np.repeat(np.arange(ranks * batch_size), drawn.media_per_example) // batch_size
+    return small_spec(MODELS["10b"]).costs["vision"](patches), home[drawn.is_image]
 
 
 @pytest.mark.parametrize(("ranks", "seed"), [(128, 6), (256, 6), (512, 5)])
