@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-import numpy as np
 from safetensors import SafetensorError, safe_open
 
 ELEMENT_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
@@ -90,14 +89,6 @@ def read_header(file: Path) -> tuple[dict, dict[str, Stored]]:
     except (OSError, SafetensorError) as e:
         raise ValueError(f"{file}: truncated, or not a safetensors file: copy it again ({e})"
                          ) from e
-
-
-def read_float64(tensor: Stored) -> np.ndarray:
-    """A small tensor's values."""
-    bfloat16 = tensor.dtype == "BF16"  # which numpy does not have
-    with safe_open(tensor.file, framework="pt" if bfloat16 else "numpy") as f:
-        values = f.get_tensor(tensor.key)
-    return np.asarray(values.double() if bfloat16 else values, np.float64)
 
 
 def read_json(path: Path) -> dict:

@@ -34,8 +34,8 @@ class WeightSource:
 
 
 def find_sources(model: ModelConfig) -> list[WeightSource]:
-    """The weights that transformers reads; none of model.config. Raises PretrainedError for a folder
-    that is missing or cannot be trained exactly, or if nothing would learn."""
+    """The weights that transformers reads; none of model.config. Raises PretrainedError for a
+    folder that is missing or cannot be trained exactly, or if nothing would learn."""
     path = Path(model.folder)
     try:
         config = read_config(path)

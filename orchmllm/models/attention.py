@@ -1,7 +1,7 @@
 """Attention within packed sequences: the rows of several sequences follow each other, no padding.
 
-All three submodules use `packed_attention`. `attention_backend` makes the choice between the
-implementations once per (device type, dtype, head size) and describes it for the log.
+`attention_backend` makes the choice between the implementations once per (device type, dtype, head
+size) and describes it for the log.
 """
 
 from __future__ import annotations
@@ -19,9 +19,7 @@ from torch import Tensor
 from torch.compiler import is_compiling
 
 from orchmllm.batch import SequenceLengths
-from orchmllm.config.model import ModelConfig
 from orchmllm.models import attention_op
-from orchmllm.plan.assign import PHASES
 
 
 class AttentionBackend(NamedTuple):
@@ -52,18 +50,6 @@ def packed_attention(
     return attention_backend(q.device.type, q.dtype, q.shape[-1]).run(q, k, v, seqlens, causal)
 
 
-def padded_attention(q: Tensor, k: Tensor, v: Tensor, real: Tensor) -> Tensor:
-    """Attention within each of n sequences padded to L positions; nothing attends to padding.
-
-    q, k, v: (n * L, H, Dh), real: (n, L) bool, at least one in each row. Returns (n * L, H, Dh);
-    rows of padding hold values without a meaning. n = 0: attached, as in `packed_attention`."""
-    if len(q) == 0:
-        return q + (k.sum() + v.sum())
-    q, k, v = (x.unflatten(0, real.shape).transpose(1, 2) for x in (q, k, v))  # (n, H, L, Dh)
-    out = F.scaled_dot_product_attention(q, k, v, attn_mask=real[:, None, None])
-    return out.transpose(1, 2).flatten(0, 1)
-
-
 @functools.cache
 def attention_backend(device_type: str, dtype: torch.dtype, head_dim: int) -> AttentionBackend:
     """The implementation used for these tensors: torch's varlen_attn on CUDA in half precision,
@@ -82,20 +68,6 @@ def attention_backend(device_type: str, dtype: torch.dtype, head_dim: int) -> At
         reason = f"device is {device_type}"
     return AttentionBackend(f"scaled_dot_product_attention per sequence ({reason})",
                             sdpa_per_sequence)
-
-
-def describe_attention(model: ModelConfig, device_type: str, dtype: torch.dtype) -> str:
-    """One line for the log: what computes attention in which phases, and why."""
-    phases: dict[str, list[str]] = {}
-    for phase in PHASES:
-        config = getattr(model, phase)
-        if phase == "audio" and config.mode == "padded":
-            how = "scaled_dot_product_attention with a mask (model.audio.mode is padded)"
-        else:
-            head_dim = config.hidden_size // config.num_heads
-            how = attention_backend(device_type, dtype, head_dim).description
-        phases.setdefault(how, []).append(phase)
-    return "attention: " + "; ".join(f"{', '.join(p)}: {how}" for how, p in phases.items())
 
 
 def _flash_backend(dtype: torch.dtype, head_dim: int) -> tuple[AttentionBackend | None, str]:

@@ -11,8 +11,9 @@ from orchmllm.counts.kept import kept
 
 
 class Placed(NamedTuple):
-    """A parameter of a part: vision, audio, connector or llm. role: `block`, of which there is one each `block` of its part's stack; `embed`
-    or `head`, where these are two tables; else `root`. learns: unless its class fixes it."""
+    """A parameter of a part: vision, audio, connector or llm. role: `block`, with `block`, its
+    number in the part's stack; `embed` or `head`, where these are two tables; else `root`. learns:
+    unless its class fixes it."""
 
     name: str
     shape: tuple[int, ...]
@@ -44,5 +45,5 @@ def _placed(folder: str) -> list[Placed]:
     table, head = whole.hf.get_input_embeddings().weight, whole.hf.get_output_embeddings().weight
     if table is not head:
         places |= {id(table): ("embed", 0), id(head): ("head", 0)}
-    return [Placed(name, tuple(p.shape), whole.part_of(name), *places.get(id(p), ("root", 0)), p.requires_grad)
-            for name, p in whole.hf.named_parameters()]
+    return [Placed(name, tuple(p.shape), whole.part_of(name), *places.get(id(p), ("root", 0)),
+                   p.requires_grad) for name, p in whole.hf.named_parameters()]

@@ -15,7 +15,6 @@ from orchmllm.config.model import ModelConfig
 from orchmllm.config.recipe import Recipe
 from orchmllm.data.formats.open import check_source, sources_of
 from orchmllm.data.storage.remote import Storage
-from orchmllm.data.text.processor import Processor
 from orchmllm.data.text.tokenizer import ChatTokenizer
 from orchmllm.models.described import check_parts, vocabulary
 from orchmllm.runtime.lineage import START_CURE, list_saved, start_of
@@ -37,14 +36,19 @@ def problems(checks: Iterable[Callable[[], object]]) -> list[str]:
 def checks(recipe: Recipe, state_bytes: int) -> list[tuple[str, Callable[[], object]]]:
     """(what it looks at, a check that raises ValueError). state_bytes: size of a checkpoint of this
     recipe."""
-    storage, folder = Storage(recipe.data.remote), recipe.model.folder
+    storage = Storage(recipe.data.remote)
     return [("run folder", partial(check_run_folder, recipe, state_bytes)),
             ("learning rates", partial(check_parts, recipe)),
             ("run.init_from", partial(check_start, recipe)),
             *((f"data {source.path}", partial(check_source, source, storage))
               for source in sources_of(recipe.data)),
-            ("tokenizer", lambda: check_vocabulary(
-                Processor(folder).tokenizer, recipe.model))]
+            ("tokenizer", partial(_check_tokenizer, recipe.model))]
+
+
+def _check_tokenizer(model: ModelConfig) -> None:
+    from orchmllm.data.text.processor import Processor  # with torch
+
+    check_vocabulary(Processor(model.folder).tokenizer, model)
 
 
 def check_vocabulary(tokenizer: ChatTokenizer, model: ModelConfig) -> None:

@@ -75,10 +75,11 @@ def loads_of(plan: StepPlan) -> Loads:
 @dataclass(frozen=True)
 class MemoryModel:
     """Of the units that are really sharded, and of what autograd was counted to keep of the parts
-    on tensors without memory. shards: ranks a parameter is cut over. all_gather: ranks whose rows everybody receives, if rows travel by all-gather instead of
-    all-to-all (OrchMLLM section 8.3), else 0; what a rank keeps of the gathered rows is a view, so
-    all of them stay: inputs for the step, features for the forward pass. ranks_per_node: for what
-    fsdp.*_reshard keeps over a node's ranks. microbatches: of a step, with `auto` as if it had
+    on tensors without memory. shards: ranks a parameter is cut over. all_gather: ranks whose rows
+    everybody receives, if rows travel by all-gather instead of all-to-all (OrchMLLM section 8.3),
+    else 0; what a rank keeps of the gathered rows is a view, so all of them stay: inputs for the
+    step, features for the forward pass. ranks_per_node: for what fsdp.*_reshard keeps over a
+    node's ranks. microbatches: of a step, with `auto` as if it had
     several; from the second on the gradients are there from the start."""
 
     model: ModelConfig
@@ -260,17 +261,15 @@ class MemoryModel:
         return by_role(self.model, phase)
 
     def _gather(self, phase: str, backward: bool) -> float:
-        """Gathered parameters, at their worst: the encoder's units around its blocks, the current
-        unit and the buffer of the next one; in the backward pass also the last
-        unit's gradients (at first the head's) on their way to their owners. What fsdp.*_reshard
-        keeps stays until its backward pass, which then gathers none."""
+        """Gathered parameters, at their worst: the current unit and the buffer of the next one; in
+        the backward pass also the last unit's gradients (at first the head's) on their way to their
+        owners. What fsdp.*_reshard keeps stays until its backward pass, which then gathers none."""
         e, own = self.element, self._units(phase)
         block = own["block"]
         ahead = min(max(self.fsdp.prefetch, 1), max(block.copies - 1, 1))
-        around = [u for u in own.values() if u.role in ("root", "connector") and not u.stays]
-        current = e * (block.size * (1 + ahead) + sum(u.size for u in around))
+        current = e * block.size * (1 + ahead)
         if backward and not block.read_in_backward:
-            current = e * sum(u.size for u in around if u.read_in_backward)
+            current = 0
         elif self.fsdp.reshard(phase) == "none" and block.read_in_backward:
             current = 0 if backward else block.size * e * ahead
         if backward:
@@ -286,8 +285,7 @@ class MemoryModel:
     def _late(self) -> list[Unit]:
         """Units whose input has no gradient: FSDP2 reduces theirs at the end of the backward
         pass."""
-        return [u for u in units(self.model)
-                if u.role in ("embed", "connector") or u.role == "root" and u.phase != "llm"]
+        return [u for u in units(self.model) if u.role in ("embed", "root")]
 
     def _waiting(self, phase: str) -> float:
         """Gradients of late units that were made before the blocks of a phase begin their backward

@@ -55,7 +55,7 @@ class RunMemory:
         # An integer program takes long here, and under a time limit not all ranks find the same.
         self._spec = replace(spec, balance=replace(spec.balance, nodewise_solver="search"))
         self._job = resolve(self._recipe, num_ranks, spec.ranks_per_node)
-        self._on_cpu, self._kept, self._log = not device_bytes, kept, log
+        self._kept, self._log = kept, log
         self.known = {} if known is None else known
         self._predicted: list[np.ndarray] = []  # (d,) bytes of each step
         budget, self._why = budget_of(recipe, device_bytes)
@@ -101,11 +101,8 @@ class RunMemory:
     def loads(self) -> Loads:
         """Of all microbatches of these steps."""
         count = self._recipe.train.least_microbatches
-        return joined([self._loads_of(plan) for layout in self.layouts
+        return joined([loads_of(plan) for layout in self.layouts
                        for _, plan in plan_microbatches(layout, self._spec, count)])
-
-    def _loads_of(self, plan: StepPlan) -> Loads:
-        return loads_of(plan)
 
     @property
     def _taken(self) -> float:
@@ -166,7 +163,7 @@ class RunMemory:
         where no budget is known."""
         if not self.budget:
             return ""
-        peak = (self._taken or 1.0) * self.memory.peak(self._loads_of(plan), self.choice)
+        peak = (self._taken or 1.0) * self.memory.peak(loads_of(plan), self.choice)
         return "" if peak <= self.budget else (
             f"a rank is predicted to need {peak / 1e9:.3g} GB of {self.budget / 1e9:.3g}")
 
@@ -176,7 +173,7 @@ class RunMemory:
         if (len(self._fixed) == len(PHASES) or "measured" in self.known
                 or not peak_bytes.all()):
             return
-        peaks = [self.memory.peaks(self._loads_of(plan), self.choice) for plan in step.plans]
+        peaks = [self.memory.peaks(loads_of(plan), self.choice) for plan in step.plans]
         self._predicted.append(np.max([m for p in peaks for m in p.values()], axis=0))
         if len(self._predicted) == WARM_UP:
             self.known["measured"] = float((peak_bytes / np.max(self._predicted, axis=0)).max())
@@ -190,7 +187,7 @@ class RunMemory:
         state = smaller_state(self._recipe, self.memory.shards)
         if phase in ("gather", "update"):
             return f"it was the update, which needs no activations; what helps: {state}", {}
-        loads = joined([self._loads_of(plan) for plan in step.plans])
+        loads = joined([loads_of(plan) for plan in step.plans])
         if self.budget and step.as_sampled and self.memory.peak(loads, self.choice) > (
                 peak := self.memory.peak(self.loads, self.choice)):
             return "the step ran as it was sampled; the next start leaves such steps balanced", {

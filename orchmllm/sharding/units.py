@@ -15,17 +15,14 @@ from orchmllm.models.shapes import placed
 from orchmllm.plan.assign import PHASES
 
 Shape = tuple[int, ...]
-ROLES = ("root", "connector", "embed", "head")  # of units that are no block
 
 
 @dataclass(frozen=True)
 class Unit:
     """Parameters that are gathered together; `copies` units are alike (a stack of blocks).
 
-    phase: vision, audio or llm. role: `block`, `root` (gathered for the whole phase), `connector`
-    (one that learns behind a frozen encoder; others are in the root), `embed` or `head`. trained,
-    frozen: shapes of the parameters with and without a gradient. stays: gathered for the whole
-    step."""
+    phase: vision, audio or llm. role: `block`, `root`, `embed` or `head`. trained, frozen: shapes
+    of the parameters with and without a gradient. stays: gathered for the whole step."""
 
     phase: str
     role: str
