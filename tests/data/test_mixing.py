@@ -19,7 +19,7 @@ from orchmllm.data.sampler import (
     shuffled,
 )
 from orchmllm.data.stream import StreamDataset
-from orchmllm.hf.whole_model import open_dataset
+from orchmllm.data.stream import open_dataset
 from orchmllm.plan.grouping import capped
 from orchmllm.plan.layout import VISION
 from orchmllm.runtime.build import build_dataset
@@ -67,7 +67,7 @@ def drawn(sampler, count: int) -> np.ndarray:
 
 @pytest.mark.parametrize("window", [0, 1, 4, 1000])
 def test_every_example_comes_as_often_as_its_source_says(folder, window):
-    dataset = open_dataset(data_of(folder), drawn_model(), seed=0)
+    dataset = open_dataset(data_of(folder), str(with_processor()), seed=0)
     data = data_of(folder, shuffle_window=window)
     rows, held = dataset.split(3)
     epoch = sum(r * sum(dataset.where(i)[0] == k for i in rows) for k, r in enumerate(REPEATS))
@@ -143,7 +143,7 @@ def indexed(folder):
 
 def test_capped_mini_batches_stay_below_the_caps_and_drop_nothing(indexed):
     run = recipe_of(indexed, indexed / "run")
-    dataset = open_dataset(run.data, drawn_model(), seed=0)
+    dataset = open_dataset(run.data, str(with_processor()), seed=0)
     sampler = make_sampler(dataset, range(31), 4, data=run.data, per_rank=2, seed=3)
     assert isinstance(sampler, CappedSampler) and 31 <= len(sampler.indices) == 66
     groups = len(sampler.groups)
@@ -163,7 +163,7 @@ def test_capped_mini_batches_stay_below_the_caps_and_drop_nothing(indexed):
     fuller = [len(sampler.batch(s)) / 2 for s in range(groups)]
     assert np.mean(fuller) > 2.0
     with pytest.raises(ValueError, match="source 0.jsonl has no index; build it"):
-        plain = open_dataset(replace(run.data, index_dir="none"), drawn_model(), seed=3)
+        plain = open_dataset(replace(run.data, index_dir="none"), str(with_processor()), seed=3)
         make_sampler(plain, range(31), 4, data=run.data, seed=3)
 
 
@@ -232,7 +232,7 @@ def resumed_with_other_lengths(world, run) -> None:
 def test_other_lengths_of_capped_mini_batches_are_refused_on_resume(indexed, tmp_path):
     run = recipe_of(indexed, tmp_path / "run")
     run = replace(run, train=replace(run.train, num_steps=1))
-    cut = open_dataset(replace(run.data, max_example_tokens=120), drawn_model(), seed=0)
+    cut = open_dataset(replace(run.data, max_example_tokens=120), str(with_processor()), seed=0)
     for source in cut.sources:
         build_index(source, cut.reader, indexed / "index", num_workers=1)
     run_ranks(resumed_with_other_lengths, 1, run)
@@ -264,10 +264,10 @@ def test_stats_are_of_batches_as_training_draws_them(how, folder, tmp_path):
         f"data:\n  sources:\n{sources}  index_dir: {folder}/index\n"
         f"model: {{config: {drawn_model().config}}}\ntrain: {{batch_size: 2}}\n")
     loaded = load_recipe(tmp_path / "r.yaml", [o for o in how.split() if "=" in o])
-    dataset = open_dataset(loaded.data, drawn_model(), seed=0)
+    dataset = open_dataset(loaded.data, str(with_processor()), seed=0)
     for source in dataset.sources:
         build_index(source, dataset.reader, folder / "index", num_workers=1)
-    dataset = open_dataset(loaded.data, drawn_model(), seed=0)
+    dataset = open_dataset(loaded.data, str(with_processor()), seed=0)
     sampler = make_sampler(dataset, dataset.split(0)[0], 8, data=loaded.data, per_rank=2,
                            seed=loaded.run.seed)
     assert isinstance(sampler, MixtureSampler) == (how == "weights")

@@ -20,7 +20,7 @@ from orchmllm.config.recipe import DataConfig, SourceConfig
 from orchmllm.data.dataset import ConversationDataset
 from orchmllm.data.loading.workers import Workers
 from orchmllm.data.media.medium import MediaError
-from orchmllm.data.processed import ProcessedReader, open_processor
+from orchmllm.data.processed import ProcessedReader
 from orchmllm.data.sampler import capped_groups
 from orchmllm.data.stream import StreamDataset
 from orchmllm.data.text.processor import Processor
@@ -71,9 +71,8 @@ def opened(folder: Path, family: str = "", options: dict | None = None, **keys
     data = DataConfig(**{"path": str(folder / "data.jsonl"), "index_dir": str(folder / "index"),
                          **keys})
     options = options or OPTIONS.get(family)
-    processor = Processor(folder, options) if options else open_processor(folder, data)
     return ConversationDataset(data.path, reader=ProcessedReader(
-        processor, data.max_example_tokens), index_dir=data.index_dir)
+        Processor(folder, options), data.max_example_tokens), index_dir=data.index_dir)
 
 
 def learnt(ids: list[int], tokenizer) -> list[int]:
@@ -429,11 +428,6 @@ def test_a_folder_that_cannot_be_used_says_why(tmp_path):
     with pytest.raises(ValueError, match="has no chat template"):
         opened(tmp_path)
     path.write_text(template)
-    for own in (tmp_path, tmp_path / "tokenizer.json"):
-        opened(tmp_path, tokenizer=str(own))
-    write_processor("gemma3", tmp_path / "other")
-    with pytest.raises(ValueError, match="has other tokens or another chat template .* leave it"):
-        opened(tmp_path, tokenizer=str(tmp_path / "other"))
     for kind, reason in (("llama", "llama have no processor"),
                          ("qwen2_audio", "does not write <|AUDIO|> for a clip"),
                          ("clap", "the ClapFeatureExtractor of its processor was not tested"),

@@ -26,7 +26,7 @@ from orchmllm.config.balance import BalanceConfig
 from orchmllm.config.job import resolve
 from orchmllm.config.recipe import FsdpConfig, TrainConfig
 from orchmllm.models import attention
-from orchmllm.models.flops import plan_spec
+from orchmllm.models.whole_flops import plan_spec
 from orchmllm.orchestrator import Orchestrator
 from orchmllm.plan.layout import BatchLayout
 from orchmllm.runtime.display import RunDisplay

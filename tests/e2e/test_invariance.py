@@ -11,7 +11,7 @@ import pytest
 from orchmllm.config.balance import BalanceConfig
 from orchmllm.config.job import resolve
 from orchmllm.config.recipe import FsdpConfig
-from orchmllm.models.flops import plan_spec
+from orchmllm.models.whole_flops import plan_spec
 from orchmllm.plan.assign import PhasePolicy
 from orchmllm.plan.balance import POLICIES
 from orchmllm.plan.layout import BatchLayout

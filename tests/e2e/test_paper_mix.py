@@ -15,7 +15,7 @@ import pytest
 from orchmllm.config.balance import BalanceConfig
 from orchmllm.config.model import ModelConfig
 from orchmllm.config.recipe import DataConfig, RunConfig, load_recipe
-from orchmllm.hf.whole_model import open_dataset
+from orchmllm.data.stream import open_dataset
 from orchmllm.plan.assign import PHASES
 from orchmllm.plan.layout import AUDIO, VISION
 from orchmllm.runtime.build import build_dataset
@@ -118,7 +118,7 @@ def test_trained_together_and_resumed_on_other_ranks(root, tmp_path, streaming, 
 def test_worker_processes_can_take_the_dataset(root):
     """What travels to a worker is where things are, not what is open."""
     data = absolute(root, False, indexed=False)
-    dataset = open_dataset(data, model_of(root), seed=0)
+    dataset = open_dataset(data, model_of(root).folder, seed=0)
     copy = pickle.loads(pickle.dumps(dataset))
     for i in range(len(dataset)):
         a, b = dataset.load(i), copy.load(i)

@@ -17,7 +17,7 @@ import pytest
 from orchmllm.cli import dispatch
 from orchmllm.config.model import ModelConfig
 from orchmllm.config.recipe import DataConfig
-from orchmllm.hf.whole_model import open_dataset
+from orchmllm.data.stream import open_dataset
 from orchmllm.models import families
 from orchmllm.models.hf import meta_model
 from tests.lib.commands import ROOT, make_demo_data, python
@@ -92,7 +92,7 @@ def generate(folder: Path) -> None:
     model = AutoModelForImageTextToText.from_pretrained(folder / "exported")
     example = open_dataset(
         DataConfig(path=str(folder / "images.jsonl"), index_dir=str(folder / "index")),
-        ModelConfig(pretrained=str(folder / "exported")), seed=0).load(0)
+        str(folder / "exported"), seed=0).load(0)
     out = model.generate(input_ids=example.input_ids[None], **example.media, max_new_tokens=4)
     assert out.shape == (1, len(example.input_ids) + 4)
 

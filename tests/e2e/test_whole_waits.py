@@ -22,7 +22,7 @@ from orchmllm.comm.pieces import Media
 from orchmllm.config.model import ModelConfig
 from orchmllm.config.recipe import DataConfig, FsdpConfig, TrainConfig
 from orchmllm.encoders import planned
-from orchmllm.hf.whole_model import open_dataset
+from orchmllm.data.stream import open_dataset
 from orchmllm.models import hf, towers
 from orchmllm.models.families import model_class, read_config
 from orchmllm.models.hf import WholeModel
@@ -105,7 +105,7 @@ def examples_of(case: Case, folder: Path) -> tuple[WholeModel, list[ProcessedExa
             e.lengths.modality != TEXT).tolist()) for e in made]
     config = read_config(folder)
     data = DataConfig(path=str(folder / "data.jsonl"), index_dir=str(folder / "index"))
-    rows = open_dataset(data, ModelConfig(config=str(folder)), seed=0)
+    rows = open_dataset(data, str(folder), seed=0)
     layouts = {i: rows.layout(i) for i in range(len(rows))}
     found: list[int] = []
     for has in media:  # of both kinds, or of none

@@ -13,8 +13,7 @@ from orchmllm.config.recipe import RecipeError, load_recipe
 from orchmllm.plan.assign import PHASES
 from orchmllm.plan.gain import Gain, GainMeter, describe, spread
 from orchmllm.plan.step import plan_step
-from orchmllm.sharding.fits import memory_of
-from orchmllm.sharding.memory import loads_of
+from orchmllm.sharding.memory import MemoryModel, loads_of
 from orchmllm.sharding.run_memory import RunMemory
 from tests.lib.gradients import Case, all_gradients, reference_gradients, worst_difference
 from tests.lib.ranks import run_ranks
@@ -127,7 +126,7 @@ def test_every_third_step_also_after_a_resume(tmp_path):
 
 def limits(world, run) -> list[tuple[float, int]]:
     """Of each step as sampled: predicted memory of a rank in GB, and its most positions."""
-    memory, found = memory_of(resolve(run, 2, 2), on_cpu=True), []
+    memory, found = MemoryModel.of(resolve(run, 2, 2), on_cpu=True), []
 
     def note(step, row) -> None:
         if row["as_sampled"]:
