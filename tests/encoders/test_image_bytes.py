@@ -12,14 +12,13 @@ import torch
 import transformers
 
 from orchmllm.comm.pieces import Media
-from orchmllm.config.model import ModelConfig
 from orchmllm.config.recipe import DataConfig
 from orchmllm.data.dataset import ConversationDataset
 from orchmllm.data.loading.whole_examples import feed_of
 from orchmllm.data.loading.workers import Workers
 from orchmllm.data.media.raw import as_bytes, one_of_copies, table_of
+from orchmllm.data.stream import open_dataset
 from orchmllm.encoders.planned import PlannedEncoders
-from orchmllm.hf.whole_model import open_dataset
 from orchmllm.plan.assign import BalancePolicy, PlanSpec
 from orchmllm.plan.layout import TEXT
 from tests.data.test_processed import write_rows
@@ -38,7 +37,7 @@ def opened(folder, name: str, sizes: list) -> tuple[PlannedEncoders, Conversatio
     model = write_model(name.removesuffix("_pan_and_scan"), folder)
     write_rows(folder, name, sizes)
     rows = DataConfig(path=str(folder / "data.jsonl"))
-    return PlannedEncoders(model), open_dataset(rows, ModelConfig(pretrained=str(folder)), seed=0)
+    return PlannedEncoders(model), open_dataset(rows, str(folder), seed=0)
 
 
 def of_media(rows: ConversationDataset, i: int, **options) -> list[dict]:

@@ -12,10 +12,9 @@ import torch
 
 from orchmllm.batch import Microbatch, ProcessedExample
 from orchmllm.comm.exchange import RowGather
-from orchmllm.config.model import ModelConfig
 from orchmllm.config.recipe import DataConfig
+from orchmllm.data.stream import open_dataset
 from orchmllm.encoders.planned import PlannedEncoders
-from orchmllm.hf.whole_model import open_dataset
 from orchmllm.models.hf import WholeModel
 from orchmllm.orchestrator import Orchestrator
 from orchmllm.plan.geometry import SegmentLengths, text_lengths
@@ -93,7 +92,7 @@ def test_images_that_are_cut_and_not_each_get_their_own_rows(tmp_path):
     stock = write_model("llava_onevision", tmp_path, torch.float64).train()
     data = write_rows(tmp_path, 6, "llava_onevision")
     rows = open_dataset(DataConfig(path=str(data), index_dir=str(tmp_path / "index")),
-                        ModelConfig(pretrained=str(tmp_path)), seed=0)
+                        str(tmp_path), seed=0)
     whole = planning(stock)
     layouts = [rows.layout(i) for i in range(6)]
     examples = [rows.load(i, segments=np.flatnonzero(layout.modality != TEXT).tolist())
@@ -120,11 +119,11 @@ def with_one_lost(world, stock, examples: list[ProcessedExample]) -> None:
     plan = plan_step(layout, SPEC)
     micro = Microbatch(plan, plan.for_rank(0), positions=np.arange(4))
     micro.content = planned_row(whole, examples, layout)
-    every = orchestrator.dispatch(micro, 1)
+    every = orchestrator.dispatch(micro)
     micro.ignored = np.array([2])  # as all ranks have agreed
     lost = np.repeat(micro.rank_plan.examples == 2, micro.content.seqlens.lengths)
     stays = torch.from_numpy(~lost)[every.kept]
-    found = orchestrator.dispatch(micro, 1)
+    found = orchestrator.dispatch(micro)
     assert not stays.all() and torch.equal(found.kept, every.kept[stays])
     assert torch.equal(found.targets, every.targets[stays])
 

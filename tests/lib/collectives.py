@@ -20,7 +20,7 @@ from orchmllm.comm.exchange import exchange_group
 from orchmllm.config.balance import BalanceConfig
 from orchmllm.config.job import resolve
 from orchmllm.config.recipe import FsdpConfig, TrainConfig
-from orchmllm.models.flops import plan_spec
+from orchmllm.models.whole_flops import plan_spec
 from orchmllm.orchestrator import Orchestrator
 from orchmllm.plan.layout import ENCODERS, BatchLayout
 from orchmllm.plan.step import StepPlan, build_plan
@@ -114,7 +114,7 @@ def collectives(num_ranks: int, rank: int, setting: Setting) -> list[Collective]
                 planner = Orchestrator(
                     plan.spec, SimpleNamespace(rank=rank, world_size=num_ranks), device=device,
                     group=group, device_group=group)
-            return model(planner.dispatch(micro, 10)) / 10
+            return model(planner.dispatch(micro)) / 10
 
         with Log() as log:
             for seed in range(3):

@@ -9,7 +9,7 @@ import transformers
 from orchmllm.config.model import ModelConfig
 from orchmllm.config.recipe import Recipe, TrainConfig
 from orchmllm.hf.sources import PretrainedError, find_sources
-from orchmllm.hf.whole_model import check
+from orchmllm.models.described import check_parts
 from orchmllm.models.families import model_class, read_config
 from orchmllm.models.hf import WholeModel
 from tests.lib import whole_models as models
@@ -49,8 +49,8 @@ def test_an_encoder_that_is_not_there_has_no_settings(tmp_path):
     for name in ("audio_lr", "audio_weight_decay"):
         recipe = Recipe(model=ModelConfig(config=str(tmp_path)), train=TrainConfig(**{name: 0.1}))
         with pytest.raises(ValueError, match=f"train.{name} has no effect with a internvl"):
-            check(recipe)
-    check(Recipe(model=model, train=TrainConfig(vision_lr=0.1)))
+            check_parts(recipe)
+    check_parts(Recipe(model=model, train=TrainConfig(vision_lr=0.1)))
 
 
 @pytest.mark.parametrize("name", ["qwen2_audio", pytest.param(

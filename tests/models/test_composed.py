@@ -16,7 +16,8 @@ from PIL import Image
 from torch.utils.flop_counter import FlopCounterMode
 
 from orchmllm.config.model import ModelConfig
-from orchmllm.models.flops import Lengths, phase_work
+from orchmllm.models.flops import Lengths
+from orchmllm.models.whole_flops import phase_work
 from orchmllm.tools.compose.command import main
 from orchmllm.tools.compose.write import compose
 from tests.lib import composed

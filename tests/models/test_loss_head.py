@@ -20,8 +20,7 @@ from orchmllm.config.job import resolve
 from orchmllm.config.recipe import FsdpConfig
 from orchmllm.models.flops import Lengths
 from orchmllm.models.loss import LossHead, answers_with_loss
-from orchmllm.sharding.fits import memory_of
-from orchmllm.sharding.memory import Loads
+from orchmllm.sharding.memory import Loads, MemoryModel
 from tests.lib.drawn import model_of
 from tests.lib.synthetic import recipe
 
@@ -79,7 +78,7 @@ def test_the_loss_takes_the_memory_of_one_chunk(dtype, frozen):
     one = recipe(model=replace(model, llm=replace(model.llm, frozen=frozen)), fsdp=FsdpConfig(
         compute_dtype=dtype, loss_chunk_rows=chunk))
     lengths = Lengths(*[np.array([rows])] * 3)
-    predicted = float(memory_of(resolve(one, 1, 1)).loss_bytes(Loads({"llm": lengths}, {}))[0])
+    predicted = float(MemoryModel.of(resolve(one, 1, 1)).loss_bytes(Loads({"llm": lengths}, {}))[0])
     assert peak == pytest.approx(predicted, rel=0.03)
 
 

@@ -11,9 +11,8 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from orchmllm.batch import SequenceLengths
-from orchmllm.config.model import ModelConfig
 from orchmllm.config.recipe import DataConfig
-from orchmllm.hf.whole_model import open_dataset
+from orchmllm.data.stream import open_dataset
 from orchmllm.models import packing, towers
 from orchmllm.models.families import refusals
 from orchmllm.models.hf import WholeModel
@@ -77,7 +76,7 @@ def test_rows_of_the_model_s_own_processor_are_packed_exactly(name, tmp_path):
     model = write_model(name, tmp_path, torch.float64).train()
     data = write_rows(tmp_path, 9, name)
     rows = open_dataset(DataConfig(path=str(data), index_dir=str(tmp_path / "index")),
-                        ModelConfig(pretrained=str(tmp_path)), seed=0)
+                        str(tmp_path), seed=0)
     examples = [rows.load(i) for i in range(9)]
     loss, wanted = models.stock(model, [
         {"input_ids": e.input_ids[None], "labels": e.labels[None],

@@ -20,7 +20,7 @@ from orchmllm.hf.sources import PretrainedError, find_sources
 from orchmllm.models import adapters
 from orchmllm.models.flops import Lengths
 from orchmllm.models.hf import WholeModel, meta_model
-from orchmllm.models.whole_flops import whole_work
+from orchmllm.models.whole_flops import phase_work
 from orchmllm.plan.assign import PHASES
 from orchmllm.sharding.hf import freeze, load_whole, ordered
 from orchmllm.sharding.init import local_rows, seed_adapters
@@ -209,7 +209,7 @@ def test_flop_of_what_is_beside_adapters_are_those_that_torch_counts(tmp_path):
     features = int((row.inputs["input_ids"] == hf.config.image_token_id).sum())
     predicted = 0
     for phase, sizes in (("vision", (patches, patches, features)), ("llm", (len(row.kept), n, n))):
-        work = whole_work(phase, model, Lengths(*np.array(sizes)[:, None]), "none")
+        work = phase_work(phase, model, Lengths(*np.array(sizes)[:, None]))
         predicted += work.forward[0, 0] + work.backward[0, 0]
     added = sum(3 * 2 * p.numel() * (patches if whole.part_of(name) == "vision" else n)
                 for name, p in hf.named_parameters() if p.requires_grad)

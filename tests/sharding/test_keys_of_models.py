@@ -15,11 +15,10 @@ import pytest
 import torch
 import transformers
 
-from orchmllm.config.model import ModelConfig
 from orchmllm.config.recipe import DataConfig, Recipe, load_recipe
 from orchmllm.data.segments import VIDEOS
+from orchmllm.data.stream import open_dataset
 from orchmllm.encoders.planned import PlannedEncoders
-from orchmllm.hf.whole_model import open_dataset
 from orchmllm.plan.layout import ENCODERS
 from orchmllm.sharding import compiled
 from orchmllm.tools.data.build_index import build_index
@@ -84,7 +83,7 @@ class Family:
         (folder / "recipe.yaml").write_text(RECIPE.format(folder=folder, steps=STEPS))
         self.dataset = rows = open_dataset(DataConfig(
             path=f"{folder}/part-*.jsonl", index_dir=str(folder / "none")),
-            ModelConfig(pretrained=str(folder)), seed=0)
+            str(folder), seed=0)
         build_index(rows.sources[0], rows.reader, folder / "index", num_workers=1)
 
     @cached_property

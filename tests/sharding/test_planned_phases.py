@@ -25,9 +25,9 @@ from orchmllm.config.recipe import DataConfig, FsdpConfig, Recipe, RunConfig, Tr
 from orchmllm.data.dataset import ConversationDataset
 from orchmllm.data.loading.step_loader import StepLoader
 from orchmllm.data.sampler import GlobalSampler
+from orchmllm.data.stream import open_dataset
 from orchmllm.encoders import planned
 from orchmllm.encoders.results import Features
-from orchmllm.hf.whole_model import open_dataset
 from orchmllm.trainer import Trainer
 from tests.lib import whole_models as models
 from tests.lib.processors import FAMILIES
@@ -86,7 +86,7 @@ def summed(trainer: Trainer, step) -> float:
     total = torch.zeros((), dtype=torch.float64)
     with mock.patch.object(RowGather, "__call__", in_the_prefetch_thread):
         for micro in step.micro:
-            out = trainer.model(trainer.orchestrator.dispatch(micro, step.num_global_targets))
+            out = trainer.model(trainer.orchestrator.dispatch(micro))
             out.backward()
             total += out.detach()
     torch.distributed.all_reduce(total)
@@ -121,7 +121,7 @@ def compared(world, folder: Path, name: str, runs: list[Recipe], phase: str = "v
     if name in FAMILIES:
         FAMILIES[name](transformers)  # imports a processor that would need torchvision
     stock = models.stock_of(folder)
-    rows = open_dataset(runs[0].data, runs[0].model, seed=0)
+    rows = open_dataset(runs[0].data, runs[0].model.folder, seed=0)
     exact = models.LOOSE.get(name, models.EXACT)
     wanted, seen = {}, []
     for number, run in enumerate(runs):
@@ -186,7 +186,7 @@ def frozen_compared(
     stock, run = models.stock_of(folder), recipe(folder, accumulation_steps=2)
     every = {*models.named_parts(stock, (n for n, _ in stock.named_parameters()))}
     greedy = PhaseConfig(policy="greedy")
-    rows, wanted = open_dataset(run.data, run.model, seed=0), {}
+    rows, wanted = open_dataset(run.data, run.model.folder, seed=0), {}
     found: dict[tuple[str, ...], list[bool]] = {}
     sizes = set()
 

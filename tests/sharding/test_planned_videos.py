@@ -11,7 +11,7 @@ import pytest
 import torch
 from PIL import Image
 
-from orchmllm.hf.whole_model import open_dataset
+from orchmllm.data.stream import open_dataset
 from orchmllm.models.hf import WholeModel
 from orchmllm.tools.data.build_index import build_index
 from tests.lib.ranks import run_ranks
@@ -64,9 +64,9 @@ def test_a_video_that_is_gone_goes_through_the_model_as_it_was_planned(name, tmp
     model = write_model(name, tmp_path, torch.float64)
     write_rows(tmp_path)
     run = recipe(tmp_path)
-    rows = open_dataset(run.data, run.model, seed=0)
+    rows = open_dataset(run.data, run.model.folder, seed=0)
     build_index(rows.sources[0], rows.reader, tmp_path / "index", num_workers=1)
-    rows = open_dataset(run.data, run.model, seed=0)
+    rows = open_dataset(run.data, run.model.folder, seed=0)
     (tmp_path / "v.mp4").unlink()
     told, whole = [], WholeModel(model, torch.float64)
     for i in (0, 3, 5):

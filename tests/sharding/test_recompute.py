@@ -16,7 +16,7 @@ from orchmllm.config.fsdp import CHOICES, as_choice, layer_counts
 from orchmllm.config.job import resolve
 from orchmllm.config.model import ModelConfig
 from orchmllm.config.recipe import FsdpConfig, Recipe, RecipeError, load_recipe
-from orchmllm.models.flops import plan_spec
+from orchmllm.models.whole_flops import plan_spec
 from orchmllm.plan.assign import PHASES
 from orchmllm.plan.geometry import text_lengths
 from orchmllm.plan.layout import TEXT, BatchLayout
@@ -25,10 +25,8 @@ from orchmllm.plan.step import plan_step
 from orchmllm.runtime import measured
 from orchmllm.runtime.metrics import read_rows
 from orchmllm.runtime.profile import exhausted_before
-from orchmllm.sharding.blocks import stacks
 from orchmllm.sharding.choice import choose_checkpointing
-from orchmllm.sharding.fits import memory_of
-from orchmllm.sharding.memory import loads_of
+from orchmllm.sharding.memory import MemoryModel, loads_of
 from orchmllm.sharding.run_memory import RunMemory
 from orchmllm.trainer import Trainer
 from tests.lib import whole_models as models
@@ -75,7 +73,7 @@ def planned(ranks: int = 3):
     data = SyntheticDataset()
     layout = BatchLayout.concat([data.layout(i) for i in range(4 * ranks)], [4] * ranks)
     plan = plan_step(layout, plan_spec(job))
-    return memory_of(job), loads_of(plan), plan
+    return MemoryModel.of(job), loads_of(plan), plan
 
 
 def test_the_choice_is_that_of_enumeration_and_monotone():
@@ -149,7 +147,7 @@ def test_what_steps_take_decides_once_more():
     assert known["measured"] == pytest.approx(2) and memory.choice == known["choice"] != first
     assert 2 * memory.memory.peak(memory.loads, memory.choice) <= memory.budget * (1 + 1e-9)
     assert "before: vision none, audio none, llm none" in said[1] and len(said) == 2
-    for phase, stack in stacks(model).items():
+    for phase, stack in model.blocks().items():
         kinds = [block.recomputes for block in stack]
         assert {c: kinds.count(c) for c in CHOICES} == layer_counts(memory.choice[phase],
                                                                     LAYERS[phase])
@@ -323,7 +321,7 @@ def trained(world, run, factor: float, stop: int) -> tuple[list[float], list[str
         trainer.checkpointer.wait()
     finally:
         trainer.close()
-    kinds = {p: [b.recomputes for b in stack] for p, stack in stacks(trainer.model).items()}
+    kinds = {p: [b.recomputes for b in stack] for p, stack in trainer.model.blocks().items()}
     return losses, [x for x in said if x.startswith("recomputation")], kinds
 
 

@@ -25,7 +25,7 @@ from orchmllm.config.recipe import (
     TrainConfig,
 )
 from orchmllm.models.families import model_class, read_config
-from orchmllm.models.flops import step_flops
+from orchmllm.models.whole_flops import step_flops
 from orchmllm.plan.assign import PHASES
 from orchmllm.plan.layout import ENCODERS
 from orchmllm.sharding.hf import load_whole
