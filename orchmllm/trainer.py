@@ -293,7 +293,7 @@ class Trainer:
             for step in loader:
                 self.incidents.media(step, media, self.dataset.describe)
                 for micro in step.micro:
-                    batch = self._validation.dispatch(micro, step.num_global_targets)
+                    batch = self._validation.dispatch(micro)
                     total[0] += self.model(batch)
                     self.model.clock.switch("data")
                 total[1] += step.num_global_targets / self.world.world_size
