@@ -36,7 +36,6 @@ from transformers.modeling_outputs import (
 
 from orchmllm.composition.configuration import ComposedConfig, audio_rows
 from orchmllm.composition.weights import load_linked
-from orchmllm.composition.whisper import PackedWhisperEncoder, windows
 from orchmllm.models.parts import Connector
 
 
@@ -136,6 +135,8 @@ class _Clips:
             input_features, feature_attention_mask).last_hidden_state
         frames = np.array(feature_attention_mask.sum(-1).tolist(), np.int64)
         counts = audio_rows(frames, stack)
+        from orchmllm.composition.whisper import windows
+
         groups = windows(states, (frames + 1) // 2, counts, 0, stack, stack)
         rows = self.audio_projector(groups.flatten(0, 1))
         return BaseModelOutputWithPooling(last_hidden_state=states,
@@ -195,6 +196,9 @@ class ComposedModel(ComposedPreTrainedModel):
             self.vision_projector = Connector(
                 width_of(vision), config.spatial_merge_size**2, width)
         if audio := getattr(config, "audio_config", None):
+            # Not above: transformers reads this module while it may be reading its Whisper.
+            from orchmllm.composition.whisper import PackedWhisperEncoder
+
             tower = PackedWhisperEncoder if config.audio_packed else tower_class(audio)
             self.audio_tower = tower._from_config(audio)
             self.audio_projector = Connector(width_of(audio), config.audio_stack, width)
