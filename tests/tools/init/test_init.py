@@ -84,7 +84,7 @@ def test_the_models_that_are_named_are_composed(data, tmp_path, capsys):
     other = [data, "--out", tmp_path / "x.yaml", "--model"]
     for models, text in (
             ((parts.llm, "--model", parts.llm), f"{parts.llm} is the second llm part"),
-            ((parts.audio, "--model", parts.audio), f"{parts.audio} is the second audio part"),
+            ((parts.llm, "--model", parts.audio, "--model", parts.audio), f"{parts.audio} is the second audio part"),
             ((parts.vision,), "no --model is a causal LLM, which a composition needs: name one")):
         code, said = init(capsys, *other, *models)
         assert code == 2 and text in said and not list(tmp_path.glob("x.*"))
