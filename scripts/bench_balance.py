@@ -38,7 +38,8 @@ import numpy as np
 
 from orchmllm.config.job import resolve
 from orchmllm.config.recipe import load_recipe
-from orchmllm.models.flops import plan_spec
+from orchmllm.models.whole_flops import plan_spec
+from orchmllm.papers.mixes import MODELS
 from orchmllm.plan import assign as phases
 from orchmllm.plan.assign import PHASES, PhasePolicy, PlanSpec
 from orchmllm.plan.balance import core, load_cap
@@ -169,8 +170,8 @@ def recipe_rows(args: argparse.Namespace) -> Iterator[tuple[str, dict]]:
         model = recipe.removeprefix("mllm").replace("tokens", "84b")
         for seed in range(args.seeds):
             for batch_size in args.batch_sizes:
-                layout = sample_layout(model, num_ranks=args.ranks, batch_size=batch_size,
-                                       seed=seed)
+                layout = sample_layout(MODELS[model], num_ranks=args.ranks,
+                                       batch_size=batch_size, seed=seed)
                 for dispatch in args.dispatch.split(","):
                     spec, before = spec_of(recipe, dispatch), {}
                     for tolerance in args.tolerances:

@@ -38,7 +38,9 @@ from orchmllm.data.media.video import expand, pictures
 from orchmllm.data.text.tokenizer import ChatTokenizer
 from orchmllm.plan.geometry import AudioGeometry, VisionGeometry
 from orchmllm.plan.layout import TEXT
+from orchmllm.tools.compose.drawn import shapes, write_drawn
 from orchmllm.tools.data.build_index import build_index
+from orchmllm.tools.init.demo import LLM, MAX_SIDE, TOWER
 
 WORDS = ("what is the colour of this small round thing on a table near two people who walk along "
          "the river while it rains and somebody plays").split()
@@ -182,9 +184,11 @@ def waits(folder: Path, workers: int, steps: int, rng) -> tuple[float, float]:
             {"from": "human", "value": "<image>\nwhat is this"},
             {"from": "gpt", "value": " ".join(WORDS)}]})
     (folder / "large.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_drawn(shapes(LLM, TOWER, vocab_size=512), folder / "tokenizer.json", folder / "model",
+                MAX_SIDE)
     subprocess.run(
         [sys.executable, "-m", "orchmllm.train", "recipes/demo.yaml",
-         f"data.path={folder}/large.jsonl", f"data.tokenizer={folder}/tokenizer.json",
+         f"data.path={folder}/large.jsonl", f"model.config={folder}/model",
          f"run.dir={folder}/run", f"data.num_workers={workers}", "data.num_validation=0",
          f"train.num_steps={steps + 5}", "train.warmup_steps=1", "launch.nproc_per_node=1",
          "checkpoint.every_steps=-1"], check=True, stdout=subprocess.DEVNULL)

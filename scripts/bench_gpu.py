@@ -2,23 +2,20 @@
 phase by phase on one GPU, as sampled and balanced.
 
     python scripts/bench_gpu.py [--device cuda] [--model 10b] [--ranks 8] [--batch-size 24]
-        [--mix natural,omni] [--layers 1] [--batches 2] [--repeat 2] [--seed 0] [--json FILE]
-        [--out FILE]
+        [--mix natural,omni] [--batches 2] [--repeat 2] [--seed 0] [--json FILE] [--out FILE]
 
-On a GPU the defaults are 38 PFLOP, 2 minutes at 35% of an H100's peak.
+On a GPU the defaults are PFLOP_HERE PFLOP, SECONDS_HERE at 35% of an H100's peak.
 
-Real: lengths (orchmllm/tools/predict/workload.py), plans, modules at full width with --layers
-layers each and with twice as many, their forward and backward passes. The difference is the time of
-the layers; what is left of the first is the head and fixed costs. A rank's time of a phase is that
-plus the time of all layers; a step is the sum over phases of the slowest rank. Not
-there: other ranks, and so FSDP's and the exchanges' traffic. MFU: useful FLOPs
-(orchmllm/models/flops.py), nothing recomputed, over rank batches of at least 8192 packed positions.
+Real: lengths (orchmllm/tools/predict/workload.py), plans, the composition's own code at full width,
+forward and backward (orchmllm/tools/predict/whole_runner.py): what is around the blocks, and one
+block, which counts for all. A step is the sum over phases of the slowest rank. Not there: other
+ranks, and so FSDP's and the exchanges' traffic. MFU: useful FLOPs (orchmllm/models/whole_flops.py),
+nothing recomputed, over rank batches of at least 8192 packed positions.
 
 Also: alpha and beta of a layer fitted to half of the batches and their error on the other half
-(--out writes them as the dry run reads them); encoders
-without rows; the attention kernel beside one call per sequence; audio by mode, on the clips of the
-rank that has most; the loss plain and in chunks; peak memory beside orchmllm.sharding.memory.
-Without a GPU it runs at small shapes on a CPU and says so.
+(--out writes them as the dry run reads them); the attention kernel beside one call per sequence;
+the loss plain and in chunks, its peak memory beside orchmllm.sharding.memory. Without a GPU it runs
+at small shapes on a CPU and says so.
 """
 
 from __future__ import annotations
@@ -28,42 +25,47 @@ import json
 import platform
 import shlex
 import sys
+import tempfile
 from collections import defaultdict
-from dataclasses import asdict
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
-import numpy as np
-import torch
-import transformers
-from gpu_parts import (
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.append(str(ROOT))
+
+import numpy as np  # noqa: E402
+import torch  # noqa: E402
+import transformers  # noqa: E402
+
+from orchmllm.config.balance import BalanceConfig  # noqa: E402
+from orchmllm.config.job import resolve  # noqa: E402
+from orchmllm.config.model import ModelConfig  # noqa: E402
+from orchmllm.config.recipe import DataConfig, Recipe, RunConfig  # noqa: E402
+from orchmllm.models.families import read_config  # noqa: E402
+from orchmllm.models.flops import Lengths, peak_flops  # noqa: E402
+from orchmllm.models.gpus import kind_of  # noqa: E402
+from orchmllm.models.whole_flops import part_counts, phase_work, plan_spec  # noqa: E402
+from orchmllm.plan.assign import PHASES, PhasePolicy  # noqa: E402
+from orchmllm.plan.step import StepPlan, plan_step  # noqa: E402
+from orchmllm.tools.predict.whole_runner import Clock, WholeRunner  # noqa: E402
+from orchmllm.tools.predict.workload import MIXES, batch_layout, sample_headers  # noqa: E402
+from scripts.gpu.drawn import write_composition  # noqa: E402
+from scripts.gpu_parts import (  # noqa: E402
     TimeModel,
+    Work,
     compare_attention,
-    compare_audio_modes,
     compare_loss,
-    fit_depths,
-    no_work,
+    fit,
     rank_work,
-    step_memory,
 )
+from scripts.models import MODELS  # noqa: E402
+from tests.lib.tokenizers import write_byte_tokenizer  # noqa: E402
 
-from orchmllm.config.balance import BalanceConfig
-from orchmllm.config.model import AudioConfig, LLMConfig, ModelConfig, VisionConfig
-from orchmllm.config.recipe import FsdpConfig
-from orchmllm.models.flops import Lengths, cost_model, peak_flops, phase_work
-from orchmllm.models.gpus import kind_of
-from orchmllm.plan.assign import PHASES, PhasePolicy, PlanSpec
-from orchmllm.plan.layout import ENCODERS
-from orchmllm.plan.step import StepPlan, plan_step
-from orchmllm.tools.predict.phase_runner import Clock, PhaseRunner, Work, shortened
-from orchmllm.tools.predict.workload import MIXES, MODELS, batch_layout, sample_headers
-
-SMALL = ModelConfig(
-    VisionConfig(45, 64, 256, 4, merge_size=2, max_side=448),
-    AudioConfig(48, 64, 256, 4, stack=4), LLMConfig(2048, 80, 128, 464, 8, 1))
 MIN_POSITIONS = 8192  # of a rank's packed batch, below which it does not count for MFU
 DEFAULTS = {  # on a GPU, on a CPU
-    "model": ("10b", "small"), "ranks": (8, 4), "batch_size": (24, 10), "layers": (1, 1),
-    "batches": (2, 2), "repeat": (2, 2), "chunk_rows": (1024, 128)}
+    "model": ("10b", "small"), "ranks": (8, 4), "batch_size": (24, 10), "batches": (2, 2),
+    "repeat": (2, 2), "chunk_rows": (1024, 128)}
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
@@ -81,7 +83,6 @@ def parse(argv: list[str]) -> argparse.Namespace:
                         help="shapes (default: 10b on a GPU, small on a CPU)")
     number("ranks", "simulated ranks")
     number("batch-size", "examples per rank")
-    number("layers", "layers of each submodule that run, and twice as many")
     number("batches", "global batches per mix; half of them fit the cost model")
     number("repeat", "runs of each measurement, the shortest counts")
     number("chunk-rows", "rows of a chunk of the loss")
@@ -107,12 +108,11 @@ def parse(argv: list[str]) -> argparse.Namespace:
     return args
 
 
-def make_spec(model: ModelConfig, balanced: bool) -> PlanSpec:
+def recipe_of(model: ModelConfig, balanced: bool, seed: int = 0) -> Recipe:
     phase = PhasePolicy("least_move")
-    balance = BalanceConfig(balanced, "load", **dict.fromkeys(PHASES, phase))
-    return PlanSpec(costs={p: cost_model(p, model) for p in PHASES},
-                    row_bytes={p: getattr(model, p).geometry.row_bytes for p in ENCODERS},
-                    feature_bytes=2 * model.llm.hidden_size, ranks_per_node=8, balance=balance)
+    return Recipe(run=RunConfig(dir="unused", seed=seed), data=DataConfig(path="unused"),
+                  model=model,
+                  balance=BalanceConfig(balanced, "load", **dict.fromkeys(PHASES, phase)))
 
 
 def plans_of(args, model: ModelConfig) -> dict[tuple[str, int, str], StepPlan]:
@@ -123,61 +123,57 @@ def plans_of(args, model: ModelConfig) -> dict[tuple[str, int, str], StepPlan]:
             headers = sample_headers(mix, args.ranks * args.batch_size, args.seed + b)
             layout = batch_layout(headers, model, args.ranks)
             for scheme in ("none", "balanced"):
-                out[mix, b, scheme] = plan_step(layout, make_spec(model, scheme == "balanced"))
+                job = resolve(recipe_of(model, scheme == "balanced"), args.ranks, 8)
+                out[mix, b, scheme] = plan_step(layout, plan_spec(job))
     return out
 
 
-def measure(args, model: ModelConfig, plans: dict, dtype: torch.dtype) -> tuple[list[dict], dict]:
-    """(a row per mix, batch, scheme, phase and rank; seconds of encoders without rows). seconds: at
-    both depths, measured one after the other; scaled_s: what was measured at the larger depth,
-    times what the fits say of all layers over those."""
-    rows, empty = [], {}
+def step_of(runner: WholeRunner, work: Work, values: int, device: torch.device, dtype: torch.dtype
+            ) -> Callable[[], torch.Tensor]:
+    """Forward of a rank's items, whose inputs are on the device before. values: of a patch or a
+    frame."""
+    if work.phase == "llm":
+        return partial(runner.whole, runner.text(work.lengths.tokens.tolist()))
+    media = []
+    for rows, grid in zip(work.lengths.rows.tolist(), work.lengths.grid.tolist(), strict=True):
+        if work.phase == "vision":
+            media.append({"pixel_values": torch.randn(rows, values, device=device, dtype=dtype),
+                          "image_grid_thw": torch.tensor([grid])})
+        else:
+            media.append({
+                "input_features": torch.randn(1, values, rows, device=device, dtype=dtype),
+                "feature_attention_mask": torch.ones(1, rows, dtype=torch.int64)})
+    return partial(runner.encoders.features, work.phase, media)
+
+
+def measure(args, model: ModelConfig, plans: dict, dtype: torch.dtype) -> list[dict]:
+    """A row per mix, batch, scheme, phase and rank with its seconds, of them those of the blocks.
+    """
+    rows, parts = [], part_counts(model)
+    runner = WholeRunner(recipe_of(model, False, args.seed), args.device, dtype, args.chunk_rows)
     for phase in PHASES:
         work = {(key, rank): rank_work(plan, phase, rank)
                 for key, plan in plans.items() for rank in range(args.ranks)}
-        largest = max(work.values(), key=lambda w: w.lengths.positions.sum())
-        layers = getattr(model, phase).num_layers
-        runners = {d: PhaseRunner(shortened(model, d), phase, args.device, dtype, args.seed,
-                                  args.chunk_rows) for d in depths(args.layers, layers)}
-        for runner in runners.values():
-            runner.seconds(largest, 1)  # kernels are loaded, memory is taken
-        mine = [{"mix": mix, "batch": batch, "scheme": scheme, "phase": phase, "rank": rank,
-                 "work": w, "flop": w.useful_flop(model),
-                 "seconds": {d: r.seconds(w, args.repeat) for d, r in runners.items()}}
-                for ((mix, batch, scheme), rank), w in work.items()]
-        layer, rest = fit_of(mine)
-        for row in mine:
-            lengths = [row["work"].lengths.positions]
-            deep, each, other = max(runners), layer.seconds(lengths), rest.seconds(lengths)
-            row["scaled_s"] = row["seconds"][deep] * float(
-                ((other + layers * each) / np.maximum(other + deep * each, 1e-12))[0])
-        rows += mine
-        if phase in ENCODERS:
-            empty[phase] = runners[min(runners)].seconds(no_work(phase), max(args.repeat, 5))
-        del runners, runner  # their memory goes before the next phase takes its own
-    return rows, empty
 
+        def seconds(w: Work, repeat: int, phase=phase) -> tuple[float, float]:
+            if not len(w.lengths.positions):
+                return 0.0, 0.0
+            return runner.seconds(
+                step_of(runner, w, parts[phase].row_values, args.device, dtype), repeat)
 
-def fit_of(rows: list[dict]) -> tuple[TimeModel, TimeModel]:
-    """The models of a layer and of the rest, fitted to both depths of the rows that have items."""
-    full = [(r["work"].lengths.positions, d, s) for r in rows for d, s in r["seconds"].items()
-            if len(r["work"].lengths.positions)]
-    lengths, at, seconds = zip(*full, strict=True)
-    return fit_depths(lengths, np.array(at), np.array(seconds))
-
-
-def depths(few: int, layers: int) -> tuple[int, int]:
-    """The two depths that are measured, at most the model's. Raises ValueError for a model of one
-    layer."""
-    few = min(few, max(layers // 2, 1))
-    if few >= layers:
-        raise ValueError(f"two depths are measured, and the model has {layers} layer")
-    return few, min(2 * few, layers)
+        # Kernels are loaded, memory is taken.
+        seconds(max(work.values(), key=lambda w: w.lengths.positions.sum()), 1)
+        for ((mix, batch, scheme), rank), w in work.items():
+            around, blocks = seconds(w, args.repeat)
+            rows.append({"mix": mix, "batch": batch, "scheme": scheme, "phase": phase, "rank": rank,
+                         "work": w, "flop": w.useful_flop(model), "blocks_s": blocks,
+                         "seconds": around + blocks})
+    return rows
 
 
 def mix_report(rows: list[dict], plans: dict, mix: str, args, peak: float | None) -> dict:
     """Slowest and mean rank of each phase, step times and MFU of one mix, over its batches."""
-    table = {s: {p: np.array([[r["scaled_s"] for r in rows if (
+    table = {s: {p: np.array([[r["seconds"] for r in rows if (
         r["mix"], r["batch"], r["scheme"], r["phase"]) == (mix, b, s, p)]
         for b in range(args.batches)]) for p in PHASES} for s in ("none", "balanced")}
     out: dict = {"phases": {}}
@@ -204,22 +200,28 @@ def mix_report(rows: list[dict], plans: dict, mix: str, args, peak: float | None
 
 def speed_of(rows: list[dict]) -> float:
     """Useful FLOP per second of these rows; 0 if there are none."""
-    return sum(r["flop"] for r in rows) / sum(r["scaled_s"] for r in rows) if rows else 0.0
+    return sum(r["flop"] for r in rows) / sum(r["seconds"] for r in rows) if rows else 0.0
 
 
-def fit_report(rows: list[dict], phase: str) -> dict | None:
+def fit_of(rows: list[dict], layers: int) -> tuple[TimeModel, TimeModel]:
+    """The models of a layer and of the rest, which has no squares."""
+    lengths = [r["work"].lengths.positions for r in rows]
+    blocks, both = (np.array([r[k] for r in rows]) for k in ("blocks_s", "seconds"))
+    return fit(lengths, blocks / layers), fit(lengths, both - blocks, terms=2)
+
+
+def fit_report(rows: list[dict], phase: str, layers: int) -> dict | None:
     """alpha, beta and the constant of a layer, and those of the rest, fitted to the even batches;
-    relative error on both depths of the odd ones, of ranks that have items. None if there are fewer
-    than three to fit, or none to predict."""
+    relative error of the odd ones' seconds, of ranks that have items. None if there are fewer than
+    three to fit, or none to predict."""
     mine = [r for r in rows if r["phase"] == phase and len(r["work"].lengths.positions)]
     known, held_out = ([r for r in mine if r["batch"] % 2 == odd] for odd in (0, 1))
     if len(known) < 3 or not held_out:
         return None
-    layer, rest = fit_of(known)
+    layer, rest = fit_of(known, layers)
     lengths = [r["work"].lengths.positions for r in held_out]
-    error = np.concatenate([np.abs(d * layer.seconds(lengths) + rest.seconds(lengths) - s) / s
-                            for d in held_out[0]["seconds"]
-                            for s in [np.array([r["seconds"][d] for r in held_out])]])
+    seconds = np.array([r["seconds"] for r in held_out])
+    error = np.abs(layers * layer.seconds(lengths) + rest.seconds(lengths) - seconds) / seconds
     return {"layer": _coefficients(layer), "rest": _coefficients(rest),
             "num_held_out": len(held_out), "error_p50": float(np.percentile(error, 50)),
             "error_p95": float(np.percentile(error, 95))}
@@ -240,7 +242,7 @@ def for_dry_run(report: dict, model: ModelConfig) -> dict:
             raise ValueError(f"--out: too few ranks had items of {phase}: raise --batch-size")
         layer, rest = (report["fit"][phase][k] for k in ("layer", "rest"))
         work = phase_work(phase, model, Lengths(*np.full((3, 1), some)), "full").recompute[:, 0]
-        flop = 3 * work / getattr(model, phase).num_layers / [some, some**2]
+        flop = 3 * work / len(part_counts(model)[phase].blocks) / [some, some**2]
         speeds[phase] = flop / np.maximum([layer["alpha_ns"], layer["beta_ns"]], 1e-9) * 1e9
         phases[phase] = {"fixed": rest["constant_ms"] / 1e3, "layer": layer["constant_ms"] / 1e3}
     peak = report["peak_flop_per_s"] or max(float(s[0]) for s in speeds.values())
@@ -251,8 +253,21 @@ def for_dry_run(report: dict, model: ModelConfig) -> dict:
             "phases": phases}
 
 
+def opened(name: str, folder: Path) -> ModelConfig:
+    """The model of a name; a small one is written to the folder."""
+    if name in MODELS:
+        return MODELS[name]
+    write_composition(folder / "model", name, write_byte_tokenizer(folder))
+    return ModelConfig(config=str(folder / "model"))
+
+
 def run(args: argparse.Namespace, command: str) -> dict:
-    gpu, model = args.device.type == "cuda", MODELS.get(args.model, SMALL)
+    with tempfile.TemporaryDirectory() as folder:
+        return report_of(args, command, opened(args.model, Path(folder)))
+
+
+def report_of(args: argparse.Namespace, command: str, model: ModelConfig) -> dict:
+    gpu = args.device.type == "cuda"
     dtype = torch.bfloat16 if gpu else torch.float32
     torch.manual_seed(args.seed)
     name = torch.cuda.get_device_name(args.device) if gpu else "CPU, 1 thread"
@@ -261,40 +276,39 @@ def run(args: argparse.Namespace, command: str) -> dict:
         print(f"no GPU used: {args.model} shapes on a CPU, {dtype}; ratios only hint at a GPU's",
               flush=True)
     peak, plans = peak_flops(name), plans_of(args, model)
-    rows, empty = measure(args, model, plans, dtype)
-    short = shortened(model, args.layers)
-    fsdp = FsdpConfig(param_dtype=str(dtype).removeprefix("torch."), meta_init=gpu,
-                      loss_chunk_rows=args.chunk_rows)
-    first = rank_work(plans[args.mix[0], 0, "none"], "llm", 0), rank_work(
-        plans[args.mix[0], 0, "balanced"], "vision", 0)
-    mean = {p: np.mean([min(r["seconds"].values()) for r in rows if r["phase"] == p])
-            for p in ENCODERS}
-    return {
+    rows = measure(args, model, plans, dtype)
+    layers = {p: len(counts.blocks) for p, counts in part_counts(model).items()}
+    report = {
         "command": command, "device": name, "measured": Clock(args.device).unit,
         "dtype": str(dtype),
         "versions": {"python": platform.python_version(), "torch": torch.__version__,
                      "cuda": torch.version.cuda, "transformers": transformers.__version__},
         "settings": {k: getattr(args, k) for k in (*DEFAULTS, "mix", "seed")},
-        "shapes": asdict(model), "peak_flop_per_s": peak, "mfu_needs_positions": MIN_POSITIONS,
+        "shapes": json.loads((Path(model.folder) / "config.json").read_text(encoding="utf-8")),
+        "peak_flop_per_s": peak, "mfu_needs_positions": MIN_POSITIONS,
         "mixes": {mix: mix_report(rows, plans, mix, args, peak) for mix in args.mix},
-        "fit": {p: fit_report(rows, p) for p in PHASES},
-        "no_rows": {p: {"seconds": s, "share_of_mean": float(s / mean[p])}
-                    for p, s in empty.items()},
-        "attention": [compare_attention(model, work.phase, work.lengths.positions, args.device,
-                                        dtype, args.repeat) for work in first],
-        "audio_modes": compare_audio_modes(short, most_clips(rows), args.device, dtype, args.seed,
-                                           args.repeat),
-        "loss": compare_loss(model, fsdp, loss_rows(first[0]), args.device, dtype, args.repeat),
-        "memory": step_memory(short, fsdp, make_spec(model, False),
-                              plans[args.mix[0], 0, "none"].layout, args.device, args.seed),
+        "fit": {p: fit_report(rows, p, layers[p]) for p in PHASES},
+        "attention": [attention_of(args, model, dtype, rank_work(plans[args.mix[0], 0, scheme],
+                                                                 phase, 0))
+                      for phase, scheme in (("llm", "none"), ("vision", "balanced"))],
+        "loss": compare_loss(model, args.chunk_rows, loss_rows(rank_work(
+            plans[args.mix[0], 0, "none"], "llm", 0)), args.device, dtype, args.repeat),
         "ranks": ranks_report(rows),
     }
+    if args.out:
+        write(args.out, for_dry_run(report, model))
+    return report
 
 
-def most_clips(rows: list[dict]) -> Work:
-    """Of all ranks as sampled."""
-    return max((r["work"] for r in rows if r["phase"] == "audio" and r["scheme"] == "none"),
-               key=lambda w: len(w.lengths.rows))
+def attention_of(args: argparse.Namespace, model: ModelConfig, dtype: torch.dtype, work: Work
+                 ) -> dict:
+    config = read_config(Path(model.folder))
+    llm, vision = config.get_text_config(decoder=True), config.vision_config
+    heads, kv_heads, width = (llm.num_attention_heads, llm.num_key_value_heads, llm.hidden_size) if (
+        work.phase == "llm") else (vision.num_heads, vision.num_heads, vision.embed_dim)
+    return {"phase": work.phase, **compare_attention(
+        heads, kv_heads, width // heads, work.phase == "llm", work.lengths.positions, args.device,
+        dtype, args.repeat)}
 
 
 def loss_rows(work: Work) -> int:
@@ -305,7 +319,7 @@ def ranks_report(rows: list[dict]) -> dict:
     """phase -> `mix/batch/scheme` -> seconds of each rank, of all layers."""
     out: dict = {p: defaultdict(list) for p in PHASES}
     for r in rows:
-        out[r["phase"]][f"{r['mix']}/{r['batch']}/{r['scheme']}"].append(r["scaled_s"])
+        out[r["phase"]][f"{r['mix']}/{r['batch']}/{r['scheme']}"].append(r["seconds"])
     return out
 
 
@@ -324,32 +338,26 @@ def show(report: dict) -> None:
                                   f"{f['layer']['beta_ns']:.3g} a pair; " if f else "") + (
             f"error on held-out batches p50 {f['error_p50']:.1%}, p95 {f['error_p95']:.1%}"
             if f else "too few ranks with items"))
-    for phase, e in report["no_rows"].items():
-        print(f"{phase} without rows: {1e3 * e['seconds']:.2f} ms, {e['share_of_mean']:.1%} of a "
-              "mean rank")
     for a in report["attention"]:
         print(f"attention {a['phase']}: {1e3 * a['kernel_s']:.2f} ms ({a['kernel']}), per sequence "
               f"{1e3 * a['per_sequence_s']:.2f} ms")
-    print("audio by mode: " + ", ".join(f"{mode} {1e3 * s:.1f} ms"
-                                        for mode, s in report["audio_modes"].items()))
     for entry in report["loss"]:
         print(f"loss, chunk {entry['chunk_rows']} of {entry['rows']} rows: "
               f"{1e3 * entry['seconds']:.1f} ms, peak {entry['peak_bytes'] / 1e6:.1f} MB "
               f"(predicted {entry['predicted_bytes'] / 1e6:.1f})")
-    m = report["memory"]
-    print(f"step of {m['tokens']} tokens: peak {m['peak_bytes'] / 1e6:.1f} MB above parameters "
-          f"(predicted {m['predicted_bytes'] / 1e6:.1f})")
+
+
+def write(path: Path, found: dict) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
 
 
 def main(argv: list[str]) -> None:
     args = parse(argv)
     report = run(args, shlex.join(["python", "scripts/bench_gpu.py", *argv]))
     show(report)
-    for path, found in ((args.json, lambda: report),
-                        (args.out, lambda: for_dry_run(report, MODELS.get(args.model, SMALL)))):
-        if path:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(json.dumps(found(), indent=1) + "\n", encoding="utf-8")
+    if args.json:
+        write(args.json, report)
 
 
 if __name__ == "__main__":

@@ -43,7 +43,7 @@ from orchmllm.config.recipe import load_recipe
 from orchmllm.data.loading.step_loader import StepLoader
 from orchmllm.data.sampler import GlobalSampler
 from orchmllm.loader import example_bytes as wire
-from orchmllm.models.flops import plan_spec
+from orchmllm.models.whole_flops import plan_spec
 from orchmllm.orchestrator import Orchestrator
 from orchmllm.runtime.build import build_dataset
 
@@ -192,7 +192,7 @@ def dispatch(rank: int, args: argparse.Namespace) -> dict:
 
 def media(rank: int, args: argparse.Namespace) -> dict:
     """Per way: milliseconds of a step's data, MB that this rank received in all, peak RSS in MB."""
-    recipe = load_recipe(ROOT / "recipes" / "demo.yaml", [f"data.path={args.folder}"])
+    recipe = load_recipe(ROOT / "recipes" / "demo.yaml", [f"data.path={args.folder}", f"model.config={args.folder}/model"])
     dataset, ranks, out = build_dataset(recipe), range(args.ranks), {}
     sampler = GlobalSampler(range(len(dataset)), args.ranks * args.batch, seed=0)
     for name in ("load", "bytes", "tensors"):
@@ -210,7 +210,7 @@ def media(rank: int, args: argparse.Namespace) -> dict:
                     if step.index == 1:  # warm from here
                         started = time.perf_counter()
                     for micro in step.micro:
-                        orchestrator.dispatch(micro, step.num_global_targets)
+                        orchestrator.dispatch(micro)
             took = 1e3 * (time.perf_counter() - started) / max(1, args.steps // 2 - 2)
             out[f"{name}, {workers} workers"] = {
                 "step_ms": took, "received_mb": received.bytes / 1e6,

@@ -27,7 +27,7 @@ import numpy as np
 
 from orchmllm.config.job import resolve
 from orchmllm.config.recipe import Recipe, load_recipe
-from orchmllm.models.flops import plan_spec
+from orchmllm.models.whole_flops import plan_spec
 from orchmllm.plan.assign import BalancePolicy, PhasePolicy, PlanSpec, example_costs
 from orchmllm.plan.balance import assign_microbatches as alike
 from orchmllm.plan.cost import CostModel

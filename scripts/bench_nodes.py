@@ -26,13 +26,16 @@ import torch.distributed as dist
 
 from orchmllm.comm.exchange import exchange_rows
 from orchmllm.config.balance import BalanceConfig
-from orchmllm.models.flops import cost_model
+from orchmllm.config.job import resolve
+from orchmllm.config.recipe import FsdpConfig, Recipe
+from orchmllm.models.whole_flops import plan_spec
+from orchmllm.papers.mixes import MODELS
 from orchmllm.plan.assign import PHASES, PhasePolicy, PlanSpec
 from orchmllm.plan.layout import ENCODERS
 from orchmllm.plan.step import plan_step
-from orchmllm.tools.predict.workload import MODELS, sample_layout
+from orchmllm.tools.predict.workload import sample_layout
 
-MODEL, NODES, PER_NODE = "10b", 4, 2
+MODEL, NODES, PER_NODE = MODELS["10b"], 4, 2
 WORLD = NODES * PER_NODE
 SCHEMES = {
     "none": PhasePolicy("none"), "greedy": PhasePolicy("greedy"),
@@ -43,13 +46,9 @@ PREFIX, SUBNET = "orchmllm", "10.77.0"
 
 
 def spec_of(policy: PhasePolicy) -> PlanSpec:
-    config = MODELS[MODEL]
-    return PlanSpec(
-        costs={phase: cost_model(phase, config) for phase in PHASES},
-        row_bytes={"vision": config.vision.geometry.row_bytes,
-                   "audio": config.audio.geometry.row_bytes},
-        feature_bytes=2 * config.llm.hidden_size, ranks_per_node=PER_NODE,
-        balance=BalanceConfig(vision=policy, audio=policy, llm=policy))
+    recipe = Recipe(model=MODEL, fsdp=FsdpConfig(compute_dtype="bfloat16"),
+                    balance=BalanceConfig(vision=policy, audio=policy, llm=policy))
+    return plan_spec(resolve(recipe, WORLD, PER_NODE))
 
 
 def exchange_step(mine, spec: PlanSpec, scale: int) -> None:
@@ -172,7 +171,7 @@ def main() -> None:
     for name, row in result.items():
         print(f"  {name:24s} {row['internode_mb']:7.2f} MB between nodes, {row['step_s']:.3f} s, "
               f"worst phase imbalance {row['worst_imbalance']:.3f}")
-    ratio = np.divide(*(result[f"{s} flat"]["internode_mb"]
+    ratio = np.divide(*(result[s]["internode_mb"]
                         for s in ("greedy+nodewise", "least_move")))
     print(f"  greedy+nodewise / least_move: {ratio:.2f}")
 

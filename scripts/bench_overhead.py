@@ -42,14 +42,13 @@ from rank_step import PARTS, measure_time
 from orchmllm.config import recipe as config
 from orchmllm.config.balance import BalanceConfig
 from orchmllm.config.job import resolve
-from orchmllm.config.model import ModelConfig
-from orchmllm.models.flops import cost_model, plan_spec
-from orchmllm.papers.mixes import MIXES, headers_of
-from orchmllm.plan.assign import PHASES, PhasePolicy, PlanSpec
+from orchmllm.models.whole_flops import plan_spec
+from orchmllm.papers.mixes import MIXES, MODELS, headers_of
+from orchmllm.plan.assign import PHASES, PhasePolicy
 from orchmllm.plan.balance import DEFAULT_TOLERANCE, core
 from orchmllm.plan.layout import BatchLayout
 from orchmllm.plan.step import StepPlan
-from orchmllm.tools.predict.workload import MODELS, batch_layout
+from orchmllm.tools.predict.workload import batch_layout
 
 PAPER_MS = {64: 16.7, 128: 18.5, 256: 21.3, 512: 24.6, 1024: 31.4, 2560: 53.9}
 SCHEMES = ("recipe", "none", "llm-only", "whole", "greedy", "padded", "paper", "least_move")
@@ -71,16 +70,6 @@ def scheme(name: str, tolerance: float) -> BalanceConfig:
         "least_move": (least, least, least),
     }[name]
     return BalanceConfig(whole_examples=name == "whole", vision=vision, audio=audio, llm=llm)
-
-
-def table_spec(model: str, balance: BalanceConfig) -> PlanSpec:
-    """bf16 features, uint8 patches and fp32 mel frames; 8 ranks per node."""
-    config = MODELS[model]
-    return PlanSpec(
-        costs={phase: cost_model(phase, config) for phase in PHASES},
-        row_bytes={"vision": config.vision.geometry.row_size,
-                   "audio": 4 * config.audio.geometry.row_size},
-        feature_bytes=2 * config.llm.hidden_size, ranks_per_node=8, balance=balance)
 
 
 def exchanges(plan: StepPlan) -> Iterator[tuple[str, np.ndarray, np.ndarray, np.ndarray]]:
@@ -147,8 +136,9 @@ def main() -> None:
     if args.gil:
         gil_clock.preload()
     released_s = gil_clock.clock() if args.gil else lambda: np.nan
-    recipe = config.load_recipe(args.recipe) if args.recipe else None
-    model = recipe.model if recipe else MODELS[args.model]
+    recipe = (config.load_recipe(args.recipe) if args.recipe else config.Recipe(
+        model=MODELS[args.model], fsdp=config.FsdpConfig(compute_dtype="bfloat16")))
+    given = plan_spec(resolve(recipe, 8, 8))
     mixes = ["own"] if args.own_lengths else args.mixes.split(",")
 
     print(f"{args.recipe or args.model}, {' and '.join(mixes)} lengths, {args.batch_size} examples "
@@ -156,12 +146,11 @@ def main() -> None:
           f"Gbit/s, {args.latency_us:g} us a peer\n\n| {' | '.join(HEAD)} |\n{'|---' * len(HEAD)}|")
     results = []
     for ranks, mix in product(map(int, args.ranks.split(",")), mixes):
-        layout = drawn(args, recipe, model, mix, ranks)
+        layout = drawn(args, recipe, mix, ranks)
         for name in policies:
             balance = recipe.balance if name == "recipe" else scheme(name, args.tolerance)
-            spec = (replace(plan_spec(resolve(recipe, 8, 8)), balance=balance) if recipe
-                    else table_spec(args.model, balance))
-            times, step, row_bytes = measure_time(layout, spec, model, args.repeats, released_s)
+            times, step, row_bytes = measure_time(
+                layout, replace(given, balance=balance), recipe.model, args.repeats, released_s)
             row = {"ranks": ranks, "scheme": name, "mix": mix, "segments": len(layout.modality),
                    "gather_bytes": layout.to_payload().nbytes, "row_bytes": row_bytes,
                    "paper_ms": PAPER_MS.get(ranks), "times": times, **measure_plan(step.plans[0]),
@@ -179,12 +168,11 @@ def main() -> None:
         plot(results, args.plot)
 
 
-def drawn(args: argparse.Namespace, recipe: config.Recipe | None, model: ModelConfig, mix: str,
-          ranks: int) -> BatchLayout:
+def drawn(args: argparse.Namespace, recipe: config.Recipe, mix: str, ranks: int) -> BatchLayout:
     """A global batch."""
     count = ranks * args.batch_size
     if not args.own_lengths:
-        return batch_layout(headers_of(mix, count, 0), model, ranks)
+        return batch_layout(headers_of(mix, count, 0), recipe.model, ranks)
     from orchmllm.runtime.build import build_dataset
     dataset = build_dataset(recipe)
     return BatchLayout.concat(

@@ -29,12 +29,14 @@ from orchmllm.config.recipe import load_recipe
 from orchmllm.data.loading.ray_workers import join_pool, own_cluster
 from orchmllm.data.loading.step_loader import StepLoader
 from orchmllm.data.sampler import make_sampler
-from orchmllm.models.flops import plan_spec
+from orchmllm.models.whole_flops import plan_spec
 from orchmllm.runtime.build import build_dataset, build_orchestrator
+from orchmllm.tools.compose.drawn import shapes, write_drawn
+from orchmllm.tools.init.demo import LLM, TOWER
 
 RECIPE = """
 data: {{path: {folder}/data.jsonl, index_dir: {folder}/index}}
-model: {{vision: {{max_side: {side}}}}}
+model: {{config: {folder}/model}}
 balance: {{dispatch: load}}
 """
 
@@ -53,7 +55,9 @@ def write_data(folder: Path, args: argparse.Namespace) -> None:
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         special_tokens=["<|im_start|>", "<|im_end|>", "<|endoftext|>"]))
     tokenizer.save(str(folder / "tokenizer.json"))
-    (folder / "r.yaml").write_text(RECIPE.format(folder=folder, side=args.side))
+    write_drawn(shapes(LLM, TOWER, vocab_size=512), folder / "tokenizer.json", folder / "model",
+                args.side)
+    (folder / "r.yaml").write_text(RECIPE.format(folder=folder))
 
 
 def measure(recipe, args: argparse.Namespace, prefetch: int, compute_s: float

@@ -27,6 +27,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import numpy as np
 import torch
+from orchmllm.models.mllm import MultimodalModel
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -38,7 +39,6 @@ from orchmllm.config.model import AudioConfig, LLMConfig, ModelConfig, VisionCon
 from orchmllm.config.recipe import FsdpConfig
 from orchmllm.counts.counted import Counted
 from orchmllm.models.flops import lengths_of, phase_work
-from orchmllm.models.mllm import MultimodalModel
 from orchmllm.plan.assign import PHASES
 from orchmllm.sharding.activations import block_bytes
 from orchmllm.sharding.blocks import keep_products, recompute, stacks

@@ -24,15 +24,10 @@ from collections import Counter
 from pathlib import Path
 
 import psutil
+from compare_versions import ROOT, tiny_demo
 from safetensors.torch import load_file
 
-ROOT = Path(__file__).parent.parent
-TINY = [
-    "model.vision.num_layers=2", "model.vision.hidden_size=32", "model.vision.intermediate_size=64",
-    "model.audio.num_layers=2", "model.audio.hidden_size=32", "model.audio.intermediate_size=64",
-    "model.llm.num_layers=2", "model.llm.hidden_size=48", "model.llm.intermediate_size=64",
-    "data.num_validation=0", "checkpoint.every_steps=1", "train.batch_size=2",
-]
+SHORT = ["data.num_validation=0", "checkpoint.every_steps=1", "train.batch_size=2"]
 WAYS = ("kill a rank", "kill the launcher", "terminate the launcher", "stop a rank, then kill it")
 IN_USE = 2  # exit code while the ranks of a killed launcher are about to end
 
@@ -43,7 +38,6 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--kills", type=int, default=40)
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--data", default="demo_data", help="folder of scripts/make_demo_data.py")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--timeout-s", type=float, default=7200, help="of all together")
     return parser.parse_args()
@@ -52,13 +46,13 @@ def parse() -> argparse.Namespace:
 class Run:
     """One run folder, and the command that trains in it, started as often as it takes."""
 
-    def __init__(self, args: argparse.Namespace, folder: Path) -> None:
+    def __init__(self, args: argparse.Namespace, recipe: list[str], folder: Path) -> None:
         self.folder, self.log = folder, folder.with_suffix(".log")
         self._deadline = time.monotonic() + args.timeout_s
         self._command = [
-            sys.executable, "-m", "orchmllm.train", "recipes/demo.yaml",
-            f"data.path={args.data}", f"run.dir={folder}", f"train.num_steps={args.steps}",
-            f"launch.nproc_per_node={args.ranks}", *TINY]
+            sys.executable, "-m", "orchmllm.train", *recipe, f"run.dir={folder}",
+            f"train.num_steps={args.steps}",
+            f"launch.nproc_per_node={args.ranks}", *SHORT]
         self.num_starts = 0
 
     def start(self) -> subprocess.Popen:
@@ -155,7 +149,8 @@ def torment(args: argparse.Namespace, run: Run, start_s: float) -> Counter:
 def main() -> int:
     args = parse()
     with tempfile.TemporaryDirectory() as scratch:
-        calm, wild = Run(args, Path(scratch, "calm")), Run(args, Path(scratch, "wild"))
+        recipe = tiny_demo(Path(scratch, "data"))
+        calm, wild = (Run(args, recipe, Path(scratch, name)) for name in ("calm", "wild"))
         started, launcher = time.monotonic(), calm.start()
         if calm.wait(launcher, lambda: bool(calm.rows())) is None:
             start_s = time.monotonic() - started

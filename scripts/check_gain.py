@@ -40,7 +40,7 @@ def main(argv: list[str]) -> int:
         data, trained, compared = (f"{folder}/{name}" for name in ("data", "trained", "compared"))
         subprocess.run([sys.executable, ROOT / "scripts" / "make_demo_data.py", "--out", data],
                        check=True)
-        given = [ROOT / "recipes" / "demo.yaml", f"data.path={data}",
+        given = [ROOT / "recipes" / "demo.yaml", f"data.path={data}", f"model.config={data}/model",
                  f"launch.nproc_per_node={args.ranks}"]
         for command, more in (
                 ("train", [f"run.dir={trained}", f"train.num_steps={args.steps}",

@@ -23,7 +23,7 @@ from orchmllm.config.job import resolve
 from orchmllm.config.recipe import Recipe, load_recipe
 from orchmllm.data.formats.open import index_path
 from orchmllm.data.sampler import GlobalSampler
-from orchmllm.models.flops import plan_spec
+from orchmllm.models.whole_flops import plan_spec
 from orchmllm.plan.assign import PHASES
 from orchmllm.plan.layout import BatchLayout
 from orchmllm.plan.step import plan_step
@@ -31,7 +31,7 @@ from orchmllm.sharding.memory import MemoryModel
 from orchmllm.tools.compare import main as compare
 from orchmllm.tools.compare import variant
 from orchmllm.tools.data.command import index_all
-from orchmllm.tools.predict.examples import open_recipe
+from orchmllm.tools.predict.examples import dataset_of
 from orchmllm.tools.predict.hardware import Hardware
 from orchmllm.tools.predict.step_time import slowest_compute, work_of
 
@@ -45,8 +45,8 @@ ORDERED = [("nothing", "on"), ("nothing", "off"), ("LLM", "on"), ("everything", 
 def predicted(recipe: Recipe, ranks: int, steps: int) -> dict[str, float]:
     """off, on -> seconds of the slowest ranks, up to a factor: the time model on the batches that
     training draws."""
-    sources, reader = open_recipe(recipe)
-    [index] = index_all(sources, reader, index_path(recipe.data.index_dir), 1)
+    rows = dataset_of(recipe)
+    [index] = index_all(rows.sources, rows.reader, index_path(recipe.data.index_dir), 1)
     rows, batch = range(len(index) - recipe.data.num_validation), recipe.train.batch_size
     sampler = GlobalSampler(rows, ranks * batch, seed=recipe.run.seed)
     found = dict.fromkeys(("off", "on"), 0.0)
@@ -86,7 +86,8 @@ def main(argv: list[str]) -> int:
             for name, (towers, llm) in CHOICES.items():
                 run_dir = Path(folder) / f"{ranks}_{name}"
                 overrides = [
-                    f"data.path={data}", f"data.index_dir={folder}/index", f"run.dir={run_dir}",
+                    f"data.path={data}", f"model.config={data}/model",
+                    f"data.index_dir={folder}/index", f"run.dir={run_dir}",
                     f"train.num_steps={args.steps}",
                     f"launch.nproc_per_node={ranks}", f"fsdp.activation_checkpointing={towers}",
                     f"fsdp.llm_checkpointing={llm}"]

@@ -3,11 +3,13 @@ not change a loss, a plan or a checkpoint.
 
     python scripts/compare_versions.py BASE [--steps 4] [--ranks 1,4] [--dispatches load,bytes,...]
 
-BASE is a git revision; it is checked out and built in a temporary folder, and this working tree is
-compared with it. For each number of ranks and each dispatch both versions train from the same seed
-on the same files. Compared are, for each step, the loss, the gradient norm and every phase's
-imbalance and moved bytes, and the tensors of the checkpoint. Then this version resumes BASE's
-checkpoint and has to reach what BASE itself reaches. Exit code 1 if anything differs.
+BASE is a git revision that has compositions (orchmllm/composition); it is checked out and built in
+a temporary folder, and this working tree is compared with it. For each number of ranks and each
+dispatch both versions train by this tree's recipes/demo.yaml, with a tiny model that this tree
+writes, from the same seed on the same files. Compared are, for each step, the loss, the gradient
+norm and every phase's imbalance and moved bytes, and the tensors of the checkpoint. Then this
+version resumes BASE's checkpoint and has to reach what BASE itself reaches. Exit code 1 if anything
+differs.
 """
 
 from __future__ import annotations
@@ -27,12 +29,23 @@ import torch
 from safetensors.torch import load_file
 
 ROOT = Path(__file__).resolve().parent.parent
-TINY = ["model.vision.num_layers=1", "model.audio.num_layers=1", "model.llm.num_layers=2",
-        "model.vision.hidden_size=64", "model.vision.intermediate_size=96",
-        "model.audio.hidden_size=64", "model.audio.intermediate_size=96",
-        "model.llm.hidden_size=64", "model.llm.intermediate_size=96", "train.batch_size=3",
-        "data.num_validation=4", "checkpoint.keep_last=9"]
+sys.path.append(str(ROOT))
+
+from tests.lib.drawn import write_model  # noqa: E402
+
+TINY = ["train.batch_size=3", "data.num_validation=4", "checkpoint.keep_last=9"]
 FACTS = ("loss", "grad_norm", "num_targets", "validation_loss")
+
+
+def tiny_demo(data: Path, num_examples: int = 60) -> list[str]:
+    """Writes the demo corpus with a tiny model to `data`; the recipe that trains it, with its
+    overrides."""
+    subprocess.run([sys.executable, "scripts/make_demo_data.py", "--out", str(data),
+                    "--num-examples", str(num_examples), "--seed", "0"], cwd=ROOT, check=True,
+                   stdout=subprocess.DEVNULL)
+    model = write_model(data / "tiny_model", data / "tokenizer.json")
+    return [str(ROOT / "recipes" / "demo.yaml"), f"model.config={model}",
+            f"data.path={data / 'data.jsonl'}"]
 
 
 def checked_out(revision: str, folder: Path) -> Path:
@@ -45,11 +58,11 @@ def checked_out(revision: str, folder: Path) -> Path:
     return tree
 
 
-def train(tree: Path, data: Path, run_dir: Path, ranks: int, dispatch: str, *options: str) -> None:
+def train(tree: Path, recipe: list[str], run_dir: Path, ranks: int, dispatch: str,
+          *options: str) -> None:
     """A run of the code in `tree`. Raises RuntimeError with its output if it fails."""
     done = subprocess.run(
-        [sys.executable, "-m", "orchmllm.train", "recipes/demo.yaml", *TINY,
-         f"data.path={data / 'data.jsonl'}", f"run.dir={run_dir}",
+        [sys.executable, "-m", "orchmllm.train", *recipe, *TINY, f"run.dir={run_dir}",
          f"launch.nproc_per_node={ranks}", f"balance.dispatch={dispatch}", *options],
         cwd=tree, env={**os.environ, "PYTHONPATH": str(tree), "CUDA_VISIBLE_DEVICES": ""},
         capture_output=True, text=True)
@@ -94,15 +107,12 @@ def main() -> int:
     bad = 0
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        data = folder / "data"
-        subprocess.run([sys.executable, "scripts/make_demo_data.py", "--out", str(data),
-                        "--num-examples", "60", "--seed", "0"], cwd=ROOT, check=True,
-                       stdout=subprocess.DEVNULL)
+        recipe = tiny_demo(folder / "data")
         base = checked_out(args.base, folder)
         try:
             for ranks in map(int, args.ranks.split(",")):
                 for dispatch in args.dispatches.split(","):
-                    found = list(compare(base, data, folder / f"{ranks}_{dispatch}", ranks,
+                    found = list(compare(base, recipe, folder / f"{ranks}_{dispatch}", ranks,
                                          dispatch, args.steps))
                     bad += len(found)
                     print(f"{ranks} rank(s), {dispatch}: "
@@ -114,16 +124,16 @@ def main() -> int:
 
 
 def compare(
-    base: Path, data: Path, folder: Path, ranks: int, dispatch: str, steps: int
+    base: Path, recipe: list[str], folder: Path, ranks: int, dispatch: str, steps: int
 ) -> Iterator[str]:
     """Both versions from scratch, then both from BASE's checkpoint; yields the differences."""
     half, first, second = f"train.num_steps={steps}", folder / "base", folder / "now"
     for tree, run_dir in ((base, first), (ROOT, second)):
-        train(tree, data, run_dir, ranks, dispatch, half)
+        train(tree, recipe, run_dir, ranks, dispatch, half)
     yield from differences(facts(first), facts(second))
     shutil.copytree(first, folder / "resumed")
     for tree, run_dir in ((base, first), (ROOT, folder / "resumed")):
-        train(tree, data, run_dir, ranks, dispatch, f"train.num_steps={steps + 2}")
+        train(tree, recipe, run_dir, ranks, dispatch, f"train.num_steps={steps + 2}")
     yield from (f"resumed: {d}" for d in differences(facts(first), facts(folder / "resumed")))
 
 

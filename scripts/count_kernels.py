@@ -1,8 +1,7 @@
-"""Counts the kernels of one block of each phase and of the chunked loss, and the bytes that they
+"""Counts the kernels of one block of a text model and of its chunked loss, and the bytes that they
 read and write, on tensors without memory.
 
-    python scripts/count_kernels.py [--recipe recipes/pretrained_7b.yaml] [--rows 16384]
-    python scripts/count_kernels.py --recipe recipes/qwen3_vl_8b.yaml [--stock]
+    python scripts/count_kernels.py [--recipe recipes/qwen3_vl_8b.yaml] [--rows 16384] [--stock]
 
 Every operator that torch runs on `meta` counts as one kernel; views and allocations do not count.
 Two operators are those of a GPU in half precision, which `meta` would replace: attention for packed
@@ -16,7 +15,6 @@ import argparse
 import sys
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from unittest.mock import patch
 
@@ -32,11 +30,8 @@ from orchmllm.config.model import ModelConfig  # noqa: E402
 from orchmllm.config.recipe import load_recipe  # noqa: E402
 from orchmllm.counts.on_a_gpu import fused  # noqa: E402
 from orchmllm.models import hf, packing  # noqa: E402
-from orchmllm.models.audio import AudioEncoder  # noqa: E402
 from orchmllm.models.families import model_class, read_config  # noqa: E402
-from orchmllm.models.llm import PackedQwen2  # noqa: E402
 from orchmllm.models.loss import LossHead  # noqa: E402
-from orchmllm.models.vision import VisionEncoder  # noqa: E402
 
 PRODUCTS = ("mm", "addmm", "bmm")
 NO_KERNELS = ("empty", "new_empty", "detach", "_unsafe_view")
@@ -75,38 +70,11 @@ class Kernels(TorchDispatchMode):
         return [name for name in self.count if name not in PRODUCTS and "attn" not in name]
 
 
-def block_of(model: ModelConfig, phase: str, rows: int
+def block_of(model: ModelConfig, rows: int, stock: bool = False
              ) -> tuple[Tensor, nn.Module, Callable[[], Tensor]]:
-    """One block of a phase in bfloat16 on `meta`: its input, the block, and what runs it."""
-    config = replace(getattr(model, phase), num_layers=1, pretrained="")
-    head_dim = config.hidden_size // config.num_heads
-    lengths = _lengths(rows)
-
-    def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-        return torch.empty(shape, dtype=dtype, device="meta")
-
-    if phase == "llm":
-        with torch.device("meta"):
-            block = PackedQwen2(config).to(torch.bfloat16).layers[0]
-        x, tables = empty(1, rows, config.hidden_size), (empty(1, rows, head_dim),) * 2
-        return x.requires_grad_(), block, lambda: block(
-            x, position_embeddings=tables, attention_mask=None, packed_seqlens=lengths)
-    with torch.device("meta"):
-        encoder = (VisionEncoder if phase == "vision" else AudioEncoder)(config, 64)
-    block, x = encoder.to(torch.bfloat16).blocks[0], empty(rows, config.hidden_size)
-    if phase == "audio":
-        return x.requires_grad_(), block, lambda: block(x, lengths)
-    tables = (empty(rows, 1, head_dim),) * 2
-    return x.requires_grad_(), block, lambda: block(x, tables, lengths)
-
-
-def _lengths(rows: int) -> SequenceLengths:
-    return SequenceLengths.from_lengths([LENGTH] * (rows // LENGTH), "meta")
-
-
-def text_block_of(folder: str, rows: int, stock: bool = False) -> Callable[[], Tensor]:
-    """What runs one block of the text model of a folder of transformers, as in block_of."""
-    config = read_config(Path(folder))
+    """One block of the text model in bfloat16 on `meta`: its input, the block, and what runs it.
+    stock: by transformers' own code."""
+    config = read_config(Path(model.folder))
     text = config.get_text_config(decoder=True)
     text.num_hidden_layers = 1
     head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
@@ -115,22 +83,20 @@ def text_block_of(folder: str, rows: int, stock: bool = False) -> Callable[[], T
         block = whole.to(torch.bfloat16).blocks()["llm"][0]
         x, *tables = (torch.empty(1, rows, size, dtype=torch.bfloat16)
                       for size in (text.hidden_size, head_dim, head_dim))
-
-    with packing.packed(_lengths(rows), num_layers=0):
+    lengths = SequenceLengths.from_lengths([LENGTH] * (rows // LENGTH), "meta")
+    with packing.packed(lengths, num_layers=0):
         mask = packing.mask_of_row(1, rows, rows, device="meta")
 
     def run() -> Tensor:
-        out = block(x.requires_grad_(), position_embeddings=tables, attention_mask=mask)
+        out = block(x, position_embeddings=tables, attention_mask=mask)
         return out[0] if isinstance(out, tuple) else out
 
-    return run
+    return x.requires_grad_(), block, run
 
 
-def count_block(model: ModelConfig, phase: str, rows: int, stock: bool = False
-                ) -> tuple[Kernels, Kernels]:
-    """Of the forward and of the backward pass. stock: see text_block_of."""
-    run = text_block_of(model.folder, rows, stock) if model.folder else block_of(
-        model, phase, rows)[-1]
+def count_block(model: ModelConfig, rows: int, stock: bool = False) -> tuple[Kernels, Kernels]:
+    """Of the forward and of the backward pass. stock: see block_of."""
+    *_, run = block_of(model, rows, stock)
     with fused():
         with Kernels() as forward:
             out = run()
@@ -142,7 +108,8 @@ def count_block(model: ModelConfig, phase: str, rows: int, stock: bool = False
 
 def count_loss(model: ModelConfig, rows: int, chunk: int) -> Kernels:
     """Of the loss of bfloat16 rows in chunks, with its gradients."""
-    size, vocab = model.llm.hidden_size, model.llm.vocab_size
+    text = read_config(Path(model.folder)).get_text_config(decoder=True)
+    size, vocab = text.hidden_size, text.vocab_size
     with torch.device("meta"):
         head = LossHead(size, vocab).to(torch.bfloat16)
         x = torch.empty(rows, size, dtype=torch.bfloat16, requires_grad=True)
@@ -154,27 +121,21 @@ def count_loss(model: ModelConfig, rows: int, chunk: int) -> Kernels:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("--recipe", default="recipes/pretrained_7b.yaml")
+    parser.add_argument("--recipe", default="recipes/qwen3_vl_8b.yaml")
     parser.add_argument("--rows", type=int, default=16384, help="a multiple of 4096")
-    parser.add_argument("--stock", action="store_true")
+    parser.add_argument("--stock", action="store_true", help="the block by transformers' own code")
     args = parser.parse_args()
     model = load_recipe(args.recipe).model
-    print("block   pass      kernels  other than products and attention  kB a row that these move")
-    for phase in ("llm",) if model.folder else ("vision", "audio", "llm"):
-        both = zip(("forward", "backward"), count_block(model, phase, args.rows, args.stock),
-                   strict=True)
-        for name, k in both:
-            others = k.others()
-            moved = sum(k.moved[o] for o in others) / args.rows / 1e3
-            print(f"{phase:<8}{name:<10}{sum(k.count.values()):>7}"
-                  f"{sum(k.count[o] for o in others):>35}{moved:>26.1f}")
-    if model.folder:
-        return
+    print("pass      kernels  other than products and attention  kB a row that these move")
+    for name, k in zip(("forward", "backward"), count_block(model, args.rows, args.stock),
+                       strict=True):
+        moved = sum(k.moved[o] for o in k.others()) / args.rows / 1e3
+        print(f"{name:<10}{sum(k.count.values()):>7}"
+              f"{sum(k.count[o] for o in k.others()):>35}{moved:>26.1f}")
     k, chunk = count_loss(model, args.rows, 4096), 4096
     moved = sum(k.moved[o] for o in k.others()) / args.rows / 1e6
-    print(f"loss in chunks of {chunk} rows, vocabulary of {model.llm.vocab_size}: "
-          f"{k.passes * chunk // args.rows} passes over the float32 logits of a chunk, "
-          f"{moved:.2f} MB a row moved by other kernels than products")
+    print(f"loss in chunks of {chunk} rows: {k.passes * chunk // args.rows} passes over the "
+          f"float32 logits of a chunk, {moved:.2f} MB a row moved by other kernels than products")
 
 
 if __name__ == "__main__":

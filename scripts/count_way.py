@@ -27,7 +27,7 @@ import threading
 from collections import defaultdict
 from pathlib import Path
 
-from compare_versions import ROOT, TINY, checked_out
+from compare_versions import ROOT, TINY, checked_out, tiny_demo
 
 TRAINER = [*TINY, "launch.nproc_per_node=1", "data.num_workers=0", "train.num_steps=4"]
 WAYS = ("tensors", "load", "whole", "loader", "encoders")
@@ -96,8 +96,7 @@ def run_trainer(recorder: Recorder, way: str, data: Path, folder: Path) -> None:
     os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1",
                    "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     recipe = whole_recipe(folder) if way == "whole" else [
-        str(ROOT / "recipes/demo.yaml"), *TRAINER, f"data.path={data / 'data.jsonl'}",
-        f"balance.dispatch={way}"]
+        *json.loads((data / "recipe.json").read_text()), *TRAINER, f"balance.dispatch={way}"]
     if train.main([*recipe, f"run.dir={folder / way}"]):
         raise RuntimeError(f"the run of {way} failed")
 
@@ -193,9 +192,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         data = folder / "data"
-        subprocess.run([sys.executable, "scripts/make_demo_data.py", "--out", str(data),
-                        "--num-examples", "60", "--seed", "0"], cwd=ROOT, check=True,
-                       stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        recipe = tiny_demo(data)
+        (data / "recipe.json").write_text(json.dumps(recipe), encoding="utf-8")
         if args.list:
             listing(count(ROOT, args.list, data, folder))
             return

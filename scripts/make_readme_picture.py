@@ -11,19 +11,19 @@ from __future__ import annotations
 
 import argparse
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 
 from orchmllm.config.job import resolve
 from orchmllm.config.recipe import Recipe
-from orchmllm.models.flops import plan_spec
+from orchmllm.models.whole_flops import plan_spec
+from orchmllm.papers.mixes import MODELS
 from orchmllm.plan.step import PHASES, plan_step
 from orchmllm.tools.data.composition import COLOURS
-from orchmllm.tools.predict.workload import MODELS, sample_layout
+from orchmllm.tools.predict.workload import sample_layout
 
-MODEL = "10b"
+MODEL = MODELS["10b"]
 NAMES = {"vision": "images", "audio": "audio clips", "llm": "LLM"}
 SHADES = {"vision": COLOURS["vision"], "audio": COLOURS["audio"], "llm": COLOURS["text"]}
 WAITING = "#d9d9d9"
@@ -32,8 +32,7 @@ WAITING = "#d9d9d9"
 def costs_of_step(num_ranks: int, seed: int) -> dict[str, np.ndarray]:
     """Phase -> (2, num_ranks) cost of each rank: as sampled, as balanced."""
     layout = sample_layout(MODEL, num_ranks=num_ranks, batch_size=30, seed=seed)
-    recipe = replace(Recipe(), model=MODELS[MODEL])
-    plan = plan_step(layout, plan_spec(resolve(recipe, num_ranks, 8)))
+    plan = plan_step(layout, plan_spec(resolve(Recipe(model=MODEL), num_ranks, 8)))
     return {phase: np.stack(plan.phase_cost(phase)) for phase in PHASES}
 
 

@@ -18,8 +18,8 @@ import torch
 from orchmllm.batch import UNCOUNTED, Microbatch, Step
 from orchmllm.config.model import ModelConfig
 from orchmllm.data.loading.step_loader import StepLoader
-from orchmllm.models.flops import step_flops
 from orchmllm.models.phase_clock import PhaseClock
+from orchmllm.models.whole_flops import step_flops
 from orchmllm.orchestrator import Orchestrator
 from orchmllm.plan.assign import PHASES, PlanSpec, assign_phases
 from orchmllm.plan.layout import BatchLayout

@@ -34,6 +34,7 @@ from transformers.modeling_outputs import (
     CausalLMOutputWithPast,
 )
 
+from orchmllm.composition.clips import windows
 from orchmllm.composition.configuration import ComposedConfig, audio_rows
 from orchmllm.composition.weights import load_linked
 from orchmllm.models.parts import Connector
@@ -62,6 +63,13 @@ def tower_class(config: PreTrainedConfig) -> type[PreTrainedModel]:
     if "input_ids" in inspect.signature(kind.forward).parameters:
         raise ValueError(f"{kind.__name__} reads text: give the folder of a tower")
     return kind
+
+
+def _packed_tower() -> type[PreTrainedModel]:
+    # Not at the head of this module, which transformers may import before it has layers.
+    from orchmllm.composition.whisper import PackedWhisperEncoder
+
+    return PackedWhisperEncoder
 
 
 def takes_grids(config: PreTrainedConfig) -> bool:
@@ -135,8 +143,6 @@ class _Clips:
             input_features, feature_attention_mask).last_hidden_state
         frames = np.array(feature_attention_mask.sum(-1).tolist(), np.int64)
         counts = audio_rows(frames, stack)
-        from orchmllm.composition.whisper import windows
-
         groups = windows(states, (frames + 1) // 2, counts, 0, stack, stack)
         rows = self.audio_projector(groups.flatten(0, 1))
         return BaseModelOutputWithPooling(last_hidden_state=states,
@@ -196,10 +202,7 @@ class ComposedModel(ComposedPreTrainedModel):
             self.vision_projector = Connector(
                 width_of(vision), config.spatial_merge_size**2, width)
         if audio := getattr(config, "audio_config", None):
-            # Not above: transformers reads this module while it may be reading its Whisper.
-            from orchmllm.composition.whisper import PackedWhisperEncoder
-
-            tower = PackedWhisperEncoder if config.audio_packed else tower_class(audio)
+            tower = _packed_tower() if config.audio_packed else tower_class(audio)
             self.audio_tower = tower._from_config(audio)
             self.audio_projector = Connector(width_of(audio), config.audio_stack, width)
         if any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in self.modules()):

@@ -6,6 +6,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import ClassVar
 
 from orchmllm.config.schema import did_you_mean, key
 
@@ -52,6 +53,8 @@ def as_choice(counts: Mapping[str, int]) -> str:
 class FsdpConfig:
     """How the model is sharded and computed."""
 
+    GONE: ClassVar[dict[str, str]] = {
+        "meta_init": "no rank ever holds all weights, whatever it said: leave it out"}
     shard_size: int = key(0, "Ranks a parameter is sharded over, dividing their number; 0: all; "
                           "else hybrid sharding, replicated over the rest.", at_least=0)
     reshard_after_forward: bool = key(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
+from typing import ClassVar
 
 from orchmllm.config.schema import Conflict, key, section
 
@@ -13,6 +14,17 @@ from orchmllm.config.schema import Conflict, key, section
 class PartConfig:
     """The vision tower, the audio tower or the LLM."""
 
+    GONE: ClassVar[dict[str, str]] = {
+        **dict.fromkeys(
+            ("num_layers", "hidden_size", "intermediate_size", "num_heads", "patch_size",
+             "merge_size", "max_side", "num_mels", "stack", "vocab_size", "num_kv_heads",
+             "rope_theta", "rms_norm_eps"),
+            "the folder that model.pretrained or model.config names says it; `orchmllm init` and "
+            "`orchmllm compose` write such folders"),
+        "pretrained": "`orchmllm compose` writes a model of pretrained parts: name its folder in "
+                      "model.pretrained",
+        "mode": "`orchmllm compose` decides how a model computes clips (--audio-packed)",
+    }
     frozen: bool = key(False, "It does not learn: of the LLM its head and embeddings neither; of a "
                        "tower its connector does, unless model.connectors_frozen is true.")
 
@@ -52,6 +64,8 @@ class ModelConfig:
     towers and an LLM is written by `orchmllm compose`; one that starts from nothing, by `orchmllm
     init`."""
 
+    GONE: ClassVar[dict[str, str]] = {
+        "connectors": "they are in the folder that model.pretrained names: leave it out"}
     vision: PartConfig = section(PartConfig)
     audio: PartConfig = section(PartConfig)
     llm: PartConfig = section(PartConfig)

@@ -41,7 +41,6 @@ def _line(run: Callable[[int], tuple[int, np.ndarray]]) -> list[list[float]]:
 
 def _bytes(module: torch.nn.Module, run: Callable[[], Tensor]) -> np.ndarray:
     """(2,) of the forward and of the backward pass."""
-    module.zero_grad(set_to_none=True)
     with fused(), Counted({}, model=module) as counted:
         out = run()
         if out.requires_grad:

@@ -22,29 +22,29 @@ from orchmllm.cli.options import in_one_line, recipe_parser
 from orchmllm.config.balance import BalanceConfig
 from orchmllm.config.job import check_world, resolve
 from orchmllm.config.recipe import Recipe, read_recipe
-from orchmllm.models.flops import plan_spec
+from orchmllm.models.flops import item_rank
+from orchmllm.models.whole_flops import part_counts, plan_spec
 from orchmllm.plan.assign import PHASES, PhasePolicy
-from orchmllm.plan.layout import BatchLayout
-from orchmllm.plan.step import plan_step
-from orchmllm.sharding.fits import budget_of, decide, joined, memory_of, with_real_batch
-from orchmllm.sharding.memory import Choice, loads_of
+from orchmllm.plan.layout import ENCODERS, BatchLayout
+from orchmllm.plan.step import StepPlan, plan_step
+from orchmllm.sharding.fits import budget_of, decide, joined, with_real_batch
+from orchmllm.sharding.memory import Choice, MemoryModel, loads_of
 from orchmllm.tools.predict.dry_run import NONE
 from orchmllm.tools.predict.examples import Examples, examples_of
 from orchmllm.tools.predict.hardware import Hardware
 from orchmllm.tools.predict.options import cluster_of, cluster_options
 from orchmllm.tools.predict.step_time import StepTime, timed, work_of
 
-PAD = frozenset({"audio"})
 # Hidden size of the LLM -> mini-batches at 128 ranks and at 2,560: the paper's own.
 PAPER_BATCHES = {3584: (75, 80), 5120: (50, 60), 8192: (25, 30)}
 
 
 @dataclass(frozen=True)
 class Variant:
-    """A scheme. pad: phases that are padded. figure: where the paper has it."""
+    """A scheme. padded: whether clips are. figure: where the paper has it."""
 
     balance: BalanceConfig
-    pad: frozenset[str] = PAD
+    padded: bool = True
     all_gather: bool = False
     figure: str = ""
 
@@ -68,8 +68,20 @@ def variants() -> dict[str, Variant]:
         "no node-wise": Variant(scheme("greedy", "padded", "greedy", nodewise=False),
                                 figure="13"),
         "paper": Variant(paper, figure="8-13"),
-        "least_move": Variant(BalanceConfig(dispatch="load"), pad=frozenset()),
+        "least_move": Variant(BalanceConfig(dispatch="load"), padded=False),
     }
+
+
+def padded(plan: StepPlan) -> StepPlan:
+    """The plan as it is computed where every rank pads its clips to its longest one."""
+    clips, rank = plan.layout.segments[ENCODERS["audio"]], item_rank(plan, "audio")
+    lengths = {}
+    for name in ("rows", "attn_len"):
+        lengths[name] = getattr(plan.layout, name).copy()
+        longest = np.zeros(plan.layout.num_ranks, np.int64)
+        np.maximum.at(longest, rank, lengths[name][clips])
+        lengths[name][clips] = longest[rank]
+    return replace(plan, layout=replace(plan.layout, **lengths))
 
 
 class Predicted:
@@ -80,12 +92,15 @@ class Predicted:
         d = layouts[0].num_ranks
         job = resolve(recipe, d, hardware.ranks_per_node)
         spec = replace(plan_spec(job), balance=variant.balance)
-        self.memory = replace(memory_of(job), all_gather=d * variant.all_gather)
+        self.memory = replace(MemoryModel.of(job), all_gather=d * variant.all_gather)
         self.hardware = hardware
         self.plans = [plan_step(x, spec) for x in layouts]
-        self.works = [work_of(p, self.memory.model, variant.pad, variant.all_gather)
-                      for p in self.plans]
-        self.loads = [loads_of(p, variant.pad) for p in self.plans]
+        works = [work_of(p, self.memory.model, variant.all_gather) for p in self.plans]
+        computed = [padded(p) if variant.padded else p for p in self.plans]
+        # Padding is computed and kept, but neither moved nor useful.
+        self.works = [replace(work_of(p, self.memory.model), useful=real.useful, moves=real.moves)
+                      for p, real in zip(computed, works, strict=True)]
+        self.loads = [loads_of(p) for p in computed]
 
     def times(self, choice: Choice) -> list[StepTime]:
         """The step of each batch."""
@@ -161,7 +176,7 @@ def ablation_text(found: dict) -> str:
 
 def _sizes(recipe: Recipe, world_size: int) -> list[tuple[int, int, int]]:
     """(ranks, mini-batch, steps) of the tables: the paper's two, or the one asked for."""
-    small, large = PAPER_BATCHES.get(recipe.model.llm.hidden_size, (0, 0))
+    small, large = PAPER_BATCHES.get(part_counts(recipe.model)["llm"].width, (0, 0))
     batch = with_real_batch(recipe, world_size or 128).train.batch_size
     if world_size:
         return [(world_size, small or batch if world_size == 128 else batch, 3)]

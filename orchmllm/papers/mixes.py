@@ -1,5 +1,5 @@
-"""Lengths of other data than the paper's, for comparing schemes: modelled, and of no published set.
-"""
+"""What schemes are compared on: the models of OrchMLLM's Table 1 and, beside the lengths of its
+data, modelled ones of no published set."""
 
 from __future__ import annotations
 
@@ -7,8 +7,12 @@ from dataclasses import replace
 
 import numpy as np
 
+from orchmllm.config.model import ModelConfig
+from orchmllm.tools.init.command import RECIPES
 from orchmllm.tools.predict.workload import SAMPLE_RATE, Headers, sample_headers
 
+MODELS = {size: ModelConfig(config=str(RECIPES / "configs" / f"mllm{size}"))
+          for size in ("10b", "18b", "84b")}
 MIXES = ("natural", "omni", "documents", "video", "bimodal audio")
 PAGE, FRAME = (1240, 1754), (640, 360)  # A4 at 150 dots an inch; 360p
 

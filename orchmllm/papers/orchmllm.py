@@ -10,9 +10,9 @@ from dataclasses import replace
 import numpy as np
 
 from orchmllm.config.recipe import FsdpConfig, Recipe, TrainConfig
-from orchmllm.models.spec import spec_of
 from orchmllm.papers.ablations import Predicted, variants
 from orchmllm.papers.fact import Fact, Printed
+from orchmllm.papers.mixes import MODELS
 from orchmllm.plan.assign import PHASES
 from orchmllm.plan.layout import ENCODERS
 from orchmllm.plan.rearrange import sums_of
@@ -22,7 +22,8 @@ from orchmllm.sharding.memory import Choice
 from orchmllm.tools.predict.examples import of_mix
 from orchmllm.tools.predict.hardware import Hardware
 from orchmllm.tools.predict.transfers import moves_of
-from orchmllm.tools.predict.workload import MODELS, sample_layout
+from orchmllm.tools.predict.whole import parameters
+from orchmllm.tools.predict.workload import sample_layout
 
 BATCHES = {"10B": (80, 65, 75), "18B": (60, 40, 50), "84B": (30, 15, 25)}  # 8.1, baseline, 8.3
 SMALLER = (("Figure 10", "LLM only", 18), ("Figure 12", "all-gather", 20))  # what fits, of 84B
@@ -48,13 +49,11 @@ def lines() -> Iterator[Fact]:
     """All rows."""
     printed = Printed("orchmllm")
     for model in BATCHES:
-        config = MODELS[model.lower()]
-        counted = spec_of(config).parameters(config)
+        counted = parameters(MODELS[model.lower()])
         for phase in PHASES:
-            ours = sum(n for part, n in counted.items() if part.startswith(phase)
-                       and part != f"{phase} connector") / 1e9
+            ours = sum(n for part, n in counted.items() if part.startswith(phase)) / 1e9
             yield printed.row("Table 1", f"{phase} parameters", f"MLLM-{model}", ours)
-    drawn = sample_layout("84b", num_ranks=1, batch_size=20_000, seed=0)
+    drawn = sample_layout(MODELS["84b"], num_ranks=1, batch_size=20_000, seed=0)
     for phase, modality in ENCODERS.items():
         tokens = np.where(drawn.modality == modality, drawn.num_tokens, 0)
         share = sums_of(tokens, drawn.segments_per_example) / drawn.tokens_per_example

@@ -26,7 +26,6 @@ from orchmllm.papers.profiles import ModuleProfile, interpolated
 from orchmllm.papers.recompute import LayerKind, choose_recompute
 from orchmllm.papers.simulate import lengths
 from orchmllm.papers.split import METHODS, split_layers
-from orchmllm.sharding.fits import memory_of
 from orchmllm.sharding.memory import MemoryModel
 from orchmllm.tools.predict.hardware import Hardware, cluster
 from orchmllm.tools.predict.options import lengths_parser
@@ -131,7 +130,7 @@ def main(argv: list[str]) -> int:
     recipe = load_recipe(args.recipe, args.overrides)
     hardware = cluster(args.gpu, gbit=getattr(args, "network", 400.0))
     drawn = lengths(recipe, EXAMPLES, args.mix)
-    memory = memory_of(resolve(replace(recipe, fsdp=replace(
+    memory = MemoryModel.of(resolve(replace(recipe, fsdp=replace(
         recipe.fsdp, compute_dtype="bfloat16")), 1, 1))
 
     def profiles_of(scale: float) -> dict[str, ModuleProfile]:

@@ -8,9 +8,6 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from orchmllm.models.flops import Lengths, phase_work
-from orchmllm.sharding.memory import MemoryModel
-from orchmllm.sharding.units import units
 from orchmllm.tools.predict.hardware import Hardware
 
 
@@ -111,26 +108,3 @@ def analytic(name: str, layers: int, width: int, *, rows: float, flops: float, p
     return ModuleProfile(name, layers, rows, analytic_ms(
         flops, rows, layers, width, hardware, efficiency), *state_of(parameters), kept,
         2.0 * width, forward_flops=flops)
-
-
-def analytic_profiles(memory: MemoryModel, lengths: Mapping[str, Lengths], hardware: Hardware,
-                      items: Mapping[str, float], efficiency: Mapping[str, float] | None = None
-                      ) -> dict[str, ModuleProfile]:
-    """Profiles of the phases named in lengths, in pipeline order. memory: of the model, in
-    bfloat16. lengths: phase -> its mean item; items: phase -> items a sample (default 1).
-    efficiency: phase -> share of the peak that its layers reach, default 0.6. Kept is what the
-    checkpointing choice `selective` keeps. Raises ValueError for adapters, beside which most
-    weights do not learn."""
-    out, model = {}, memory.model
-    if model.lora.rank:
-        raise ValueError("model.lora.rank: units with adapters are not modelled: set it to 0")
-    for phase in (p for p in ("vision", "audio", "llm") if p in lengths):
-        config, item, count = getattr(model, phase), lengths[phase], items.get(phase, 1.0)
-        flops = float(phase_work(phase, model, item).forward.sum())
-        out[phase] = analytic(
-            phase, config.num_layers, config.hidden_size, rows=float(item.positions[0]) * count,
-            flops=flops * count,
-            parameters=sum(u.copies * u.size for u in units(model) if u.phase == phase),
-            kept=memory.kept(phase, "selective"), hardware=hardware,
-            efficiency=(efficiency or {}).get(phase, 0.6))
-    return out

@@ -13,9 +13,9 @@ from collections.abc import Iterable
 
 from orchmllm.cli.options import add_options, at_least, command_parser, in_one_line
 from orchmllm.papers import fact
-from orchmllm.papers.mixes import MIXES, headers_of
+from orchmllm.papers.mixes import MIXES, MODELS, headers_of
 from orchmllm.papers.schemes import SCHEMES, Result, run, scheme_table
-from orchmllm.tools.predict.workload import MODELS, batch_layout
+from orchmllm.tools.predict.workload import batch_layout
 
 RANKS = (32, 64, 128, 512, 2560)
 

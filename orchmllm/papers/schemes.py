@@ -16,7 +16,7 @@ from orchmllm.config.balance import BalanceConfig
 from orchmllm.config.job import resolve
 from orchmllm.config.model import ModelConfig
 from orchmllm.config.recipe import FsdpConfig, Recipe
-from orchmllm.models.flops import plan_spec
+from orchmllm.models.whole_flops import plan_spec
 from orchmllm.papers import grouping
 from orchmllm.papers.grouping import intra_reorder
 from orchmllm.plan.assign import PHASES, PhasePolicy, PlanSpec, example_costs

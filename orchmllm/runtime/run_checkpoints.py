@@ -19,10 +19,9 @@ from orchmllm.comm.errors import AgreedError
 from orchmllm.comm.exchange import RowGather
 from orchmllm.config.job import Job
 from orchmllm.data.dataset import ConversationDataset
-from orchmllm.plan.assign import PHASES
 from orchmllm.runtime.attempts import read_attempts, recorded, settings_of
 from orchmllm.runtime.checkpoint import Checkpointer, CheckpointError
-from orchmllm.runtime.initial import fill, mismatch, other_kind
+from orchmllm.runtime.initial import fill, mismatch, other_kind, unreadable
 from orchmllm.runtime.lineage import START_CURE, start_of
 from orchmllm.runtime.preflight import SPARE_BYTES
 from orchmllm.runtime.profile import exhausted_before
@@ -58,7 +57,6 @@ class RunCheckpoints(Checkpointer):
             writers=list(range(job.shard_size)))
         self._recipe, self._optimizer, self._tensors = recipe, optimizer, tensors
         self._saved_at, self._first = time.monotonic(), 0  # of this start: its first step
-        self._model = asdict(recipe.model)
         # Of the data as the run has opened it, whatever becomes of the files until a save.
         settings = self._from_first("of the data", lambda: settings_of(
             job, dataset, weights))
@@ -84,7 +82,7 @@ class RunCheckpoints(Checkpointer):
             return
         self._saved_at = time.monotonic()
         state = {
-            **progress.to_json(), "model": self._model, "memory": self.memory,
+            **progress.to_json(), "model": asdict(self._recipe.model), "memory": self.memory,
             "attempt": self._attempt, "world_size": self._gather.world_size,
             "rng": torch.get_rng_state().tolist()}  # of the CPU: nothing draws per rank
         try:
@@ -157,6 +155,9 @@ class RunCheckpoints(Checkpointer):
         if state.get("version") != VERSION:
             raise ValueError(f"the checkpoint's state has version {state.get('version')}, this "
                              f"code reads {VERSION}")
+        if problem := unreadable(state["model"]):
+            raise ValueError(f"checkpoint {path}: {problem}: set run.resume=never, or another "
+                             "run.dir")
         before, changed = state.get("attempt", {"attempt": 0}), {}
         if "settings" in before:
             changed = check_resumable(before["settings"], self._attempt["settings"],
@@ -179,7 +180,6 @@ class RunCheckpoints(Checkpointer):
         state = json.loads(self._from_first(path.name, (path / "state.json").read_text))
         if problem := other_kind(path, state["model"], self._recipe.model):
             raise CheckpointError(problem)
-        self._keep_pretrained(state["model"])
         before, now = state.get("attempt", {"attempt": 0}), self._attempt["settings"]
         changed = differences(before.get("settings", now), now)
         if "model.weights" in changed:
@@ -188,13 +188,6 @@ class RunCheckpoints(Checkpointer):
         return {"checkpoint": str(path), "step": state["step"], "attempt": before["attempt"],
                 "changed": {key: pair for key, pair in changed.items()
                             if class_of(key) not in ("start", "init")}}
-
-    def _keep_pretrained(self, model: dict) -> None:
-        """`pretrained` may be left empty now, but an export asks for it. model: of the state of a
-        checkpoint."""
-        for part in PHASES:
-            started = model[part].get("pretrained", "")
-            self._model[part]["pretrained"] = self._model[part]["pretrained"] or started
 
     def _start_anew(self) -> None:
         """Reads the weights of run.init_from, if the recipe says so."""
@@ -219,7 +212,6 @@ class RunCheckpoints(Checkpointer):
         if path is None:
             self._start_anew()
             return None
-        self._keep_pretrained(state["model"])
         if self._recipe.run.init_from:
             self._log(f"run.init_from={self._recipe.run.init_from} gave the weights at the start "
                       "of this run, and is not read again")

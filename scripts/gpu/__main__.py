@@ -164,6 +164,7 @@ def main(argv: list[str]) -> int:
     place = Place(args.out.resolve(), args.tiny)
     for folder in (place.out, place.work):
         folder.mkdir(parents=True, exist_ok=True)
+    shutil.rmtree(place.drawn, ignore_errors=True)  # of another version, or of other sizes
     results, device, failed = place.out / "results.jsonl", None, []
     todo = [name for name in PARTS if name != "setup" and (name in args.parts or not args.parts)]
     for name in ["setup", *todo]:

@@ -17,8 +17,8 @@ import numpy as np
 import torch
 
 from orchmllm.models.gpus import GPUS
-from scripts.gpu.parts import BLOCKS_7B, TOKENS
-from scripts.gpu.steps import recipe_of
+from scripts.gpu.drawn import COMPOSITIONS
+from scripts.gpu.parts import TOKENS
 from scripts.gpu_parts import compare_attention
 
 LEAST = 512  # positions of an item, below which a pass takes as long as its kernels' launch
@@ -26,17 +26,16 @@ LEAST = 512  # positions of an item, below which a pass takes as long as its ker
 
 def measure(positions: int, device: torch.device) -> list[dict]:
     """Of the images and of the texts of the model that `train-none` trains."""
-    model, rows = recipe_of(BLOCKS_7B, 1, False).model, []
-    for phase in ("vision", "llm"):
-        config = getattr(model, phase)
+    llm, vision, *_, kv_heads = COMPOSITIONS["7b"]
+    rows = []
+    for (_, width, _, heads), kv, causal in ((vision, vision[-1], False), (llm, kv_heads, True)):
         for length in 2**np.arange(6, 15):
+            found = {"heads": heads, "kv_heads": kv, "head_size": width // heads, "causal": causal,
+                     "positions": positions, "length": int(length)}
             lengths = np.full(positions // length, length)
-            found = compare_attention(model, phase, lengths, device, torch.bfloat16, 3)
-            rows.append({"heads": config.num_heads,
-                         "kv_heads": getattr(config, "num_kv_heads", config.num_heads),
-                         "head_size": config.hidden_size // config.num_heads,
-                         "causal": phase == "llm", "positions": positions, "length": int(length),
-                         "seconds": found["kernel_s"]})
+            rows.append(found | {"seconds": compare_attention(
+                heads, kv, width // heads, causal, lengths, device, torch.bfloat16, 3
+            )["kernel_s"]})
             print(json.dumps(rows[-1]), flush=True)
     return rows
 

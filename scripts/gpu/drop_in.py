@@ -21,14 +21,15 @@ import torch
 from torch.distributed.fsdp import fully_shard
 from transformers import Qwen2VLConfig, Qwen2VLForConditionalGeneration
 
+from scripts.gpu.drawn import one_rank
 from scripts.gpu.setup import ROOT
-from scripts.gpu_parts import one_rank
 
 sys.path.append(str(ROOT / "examples"))
 
 import qwen2_vl as example  # noqa: E402
 
 from orchmllm import BalancedDataLoader, CostModel, balance_encoders  # noqa: E402
+from orchmllm.launch import process_group  # noqa: E402
 
 STEPS, WARM_UP, SEED = 8, 3, 0
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2}  # of a loss
@@ -92,7 +93,7 @@ def main(argv: list[str]) -> int:
     batch_size = 2 if args.tiny else 16
     data, common = example.Pictures(STEPS * batch_size), {
         "batch_size": batch_size, "collate_fn": example.collate, "pin_memory": cuda}
-    with one_rank(device):
+    with process_group(one_rank(), 120.0):
         plain, plain_s, parameters = run(torch.utils.data.DataLoader(data, **common), device,
                                          dtype, args.tiny, balanced=False)
         ours, ours_s, _ = run(BalancedDataLoader(

@@ -3,7 +3,8 @@ time assume.
 
     python -m scripts.gpu.rates OUT/trace_train-none.json.gz [--gpu h200]
 
-The trace is that of the part `train-none`, whose last step is planned here once more: FLOP and
+The trace is that of the part `train-none`, whose last step is planned here once more, from the same
+rows, which are written to a temporary folder: FLOP and
 bytes are those that the dry run counts, times those of the kernels by what launched them.
 """
 
@@ -12,24 +13,28 @@ from __future__ import annotations
 import argparse
 import gzip
 import json
+import tempfile
 from bisect import bisect_right
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 
-from orchmllm.models.flops import plan_spec
-from orchmllm.models.moved import moved_by
+from orchmllm.config.recipe import Recipe
+from orchmllm.models.whole_flops import moved_by, plan_spec
 from orchmllm.plan.assign import PHASES
+from orchmllm.plan.layout import BatchLayout
 from orchmllm.plan.step import plan_step
 from orchmllm.sharding.memory import MemoryModel
-from orchmllm.sharding.units import units
+from orchmllm.sharding.units import by_role
 from orchmllm.tools.predict.collectives import unit_traffic
+from orchmllm.tools.predict.examples import dataset_of
 from orchmllm.tools.predict.hardware import cluster
 from orchmllm.tools.predict.step_time import head_bytes, update_seconds, work_of
 from scripts.gpu import trace
-from scripts.gpu.drawn import DrawnDataset, layouts_of, predicted, sized
-from scripts.gpu.parts import BLOCKS_7B, TOKENS
+from scripts.gpu.drawn import layouts_of, predicted, sized, write
+from scripts.gpu.parts import TOKENS
 from scripts.gpu.steps import WARM_UP, recipe_of
 
 PRODUCTS = ("aten::mm", "aten::addmm", "aten::bmm")
@@ -95,21 +100,26 @@ def main() -> None:
     parser.add_argument("trace", type=Path)
     parser.add_argument("--gpu", default="h200")
     args = parser.parse_args()
-    recipe = recipe_of([*BLOCKS_7B, "fsdp.memory_gb=0", "fsdp.activation_checkpointing=none"],
-                       STEPS, True)
-    dataset = DrawnDataset(recipe)
-    recipe = sized(recipe, dataset, TOKENS)
-    layouts = layouts_of(recipe, dataset)
+    with tempfile.TemporaryDirectory() as folder:
+        recipe = recipe_of(["fsdp.memory_gb=0", "fsdp.loss_chunk_rows=2048",
+                            "fsdp.activation_checkpointing=none"], STEPS, True,
+                           *write(Path(folder), "7b", tiny=False))
+        dataset = dataset_of(recipe)
+        recipe = sized(recipe, dataset, TOKENS)
+        report(args, recipe, layouts_of(recipe, dataset))
+
+
+def report(args: argparse.Namespace, recipe: Recipe, layouts: Sequence[BatchLayout]) -> None:
     job, hardware = cluster(args.gpu, per_node=1).job(recipe, 1)
     memory = MemoryModel.of(job)
     work = work_of(plan_step(layouts[-1], plan_spec(job)), recipe.model)
     flop = {p: (work.forward[p] + work.backward[p])[:, 0] for p in PHASES}
     products, attention = sum(flop.values())
     assumed = sum(flop[p] / hardware.rates(p, "bfloat16", work.attended[p])[:, 0] for p in PHASES)
-    others = sum(float(moved_by(recipe.model, memory.fsdp.forward_dtype)[p].sum(0) @ [
-        1, work.rows[p][0], work.positions[p][0]]) for p in PHASES)
+    others = sum(float(moved.sum(0) @ [1, work.rows[p][0], work.positions[p][0]])
+                 for p, moved in moved_by(recipe.model, memory.fsdp.forward_dtype).items())
     copies = sum(u.copies * sum(unit_traffic(u, memory, hardware, 1).copies)
-                 for u in units(recipe.model))
+                 for p in PHASES for u in by_role(recipe.model, p).values())
     peak, bandwidth = hardware.sheet.bfloat16, hardware.sheet.memory_bandwidth
     of = {"products": (products, peak), "attention": (attention, peak),
           "others": (others, bandwidth),

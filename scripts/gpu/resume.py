@@ -1,7 +1,8 @@
 """Saves in the middle of a run, kills it, and resumes it: what the save costs in time and memory of
 the host, and that the run goes on where it was.
 
-    python -m scripts.gpu.resume --result FILE --work FOLDER --tokens N section.key=value ...
+    python -m scripts.gpu.resume --result FILE --work FOLDER --drawn FOLDER --tokens N [--tiny]
+        section.key=value ...
 
 Both runs are scripts.gpu.steps in a process of its own. Exit code 1 if the run did not go on at the
 checkpoint, or the losses of the steps that ran twice differ by more than rounding.
@@ -32,6 +33,7 @@ class Run:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "scripts.gpu.steps", "--result",
                  str(args.work / f"{name}.json"), f"--log={self.log}", f"--tokens={args.tokens}",
+                 f"--work={args.drawn}", "--model=half-b", *["--tiny"] * args.tiny,
                  f"--steps={STEPS}", f"run.dir={args.work / 'run'}",
                  f"checkpoint.every_steps={SAVED_AT}", *args.overrides],
                 stdout=output, stderr=subprocess.STDOUT)
@@ -84,7 +86,9 @@ def main(argv: list[str]) -> int:
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--result", type=Path, required=True)
     parser.add_argument("--work", type=Path, required=True)
+    parser.add_argument("--drawn", type=Path, required=True, help="of model and rows")
     parser.add_argument("--tokens", type=int, required=True)
+    parser.add_argument("--tiny", action="store_true")
     parser.add_argument("overrides", nargs="*")
     args = parser.parse_args(argv)
     args.work.mkdir(parents=True)

@@ -1,12 +1,12 @@
-"""Trains some steps of drawn lengths on one rank and measures them, beside what is predicted.
+"""Trains some steps of drawn sizes on one rank and measures them, beside what is predicted.
 
-    python -m scripts.gpu.steps --result FILE --tokens 16384 --steps 14 [--trace FILE.json.gz]
-        [--log FILE] [--whole FOLDER [--tiny]] section.key=value ...
+    python -m scripts.gpu.steps --result FILE --work FOLDER --tokens 16384 --steps 14
+        [--model 7b] [--tiny] [--trace FILE.json.gz] [--log FILE] section.key=value ...
 
-The recipe is recipes/mllm_1gpu.yaml with the overrides; train.batch_size is chosen so that every
-step has --tokens LLM tokens. The file of figures grows with the run. --trace: of the last step.
---log: a line a step, as soon as it is done. --whole: instead recipes/qwen3_vl_8b.yaml with a model
-and rows that are written there (see whole.py), of small widths with --tiny.
+The recipe is recipes/mllm_1gpu.yaml with the overrides; model and rows are written to the folder
+(see drawn.py), of small sizes with --tiny. train.batch_size is chosen so that every step has
+--tokens LLM tokens. The file of figures grows with the run. --trace: of the last step. --log: a
+line a step, as soon as it is done.
 """
 
 from __future__ import annotations
@@ -28,20 +28,17 @@ from orchmllm.data.dataset import ConversationDataset
 from orchmllm.launch import device_of, process_group
 from orchmllm.tools.predict.examples import dataset_of
 from orchmllm.trainer import Trainer
-from scripts.gpu import trace, whole
-from scripts.gpu.drawn import DrawnDataset, layouts_of, one_rank, predicted, sized
+from scripts.gpu import trace
+from scripts.gpu.drawn import MODELS, layouts_of, one_rank, predicted, sized, write
 from scripts.gpu.setup import ROOT
 
 WARM_UP = 3  # steps, in which kernels are loaded and graphs are made
 
 
-def recipe_of(overrides: list[str], steps: int, traced: bool, folder: Path | None = None) -> Recipe:
-    name, data = "mllm_1gpu", ["data.path=drawn"]
-    if folder:
-        name, data = "qwen3_vl_8b", [f"model.config={folder / 'model'}",
-                                     f"data.path={folder / 'rows.jsonl'}"]
-    return load_recipe(ROOT / "recipes" / f"{name}.yaml", [
-        *data, f"train.num_steps={steps}", "train.warmup_steps=2",
+def recipe_of(overrides: list[str], steps: int, traced: bool, model: Path, rows: Path) -> Recipe:
+    return load_recipe(ROOT / "recipes" / "mllm_1gpu.yaml", [
+        f"model.config={model}", f"data.path={rows}", f"data.index_dir={rows.parent / 'index'}",
+        f"train.num_steps={steps}", "train.warmup_steps=2",
         *[f"profile.steps={steps - 1}-{steps - 1}"] * traced, *overrides])
 
 
@@ -94,18 +91,18 @@ def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--result", type=Path, required=True)
+    parser.add_argument("--work", type=Path, required=True)
+    parser.add_argument("--model", choices=MODELS, default="7b")
     parser.add_argument("--tokens", type=int, required=True, help="LLM tokens of a step, at least")
     parser.add_argument("--steps", type=int, required=True)
     parser.add_argument("--trace", type=Path)
     parser.add_argument("--log", type=Path)
-    parser.add_argument("--whole", type=Path)
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("overrides", nargs="*")
     args = parser.parse_args(argv)
-    if args.whole:
-        whole.write(args.whole, args.tiny)
-    recipe = recipe_of(args.overrides, args.steps, bool(args.trace), args.whole)
-    dataset = dataset_of(recipe) if args.whole else DrawnDataset(recipe)
+    recipe = recipe_of(args.overrides, args.steps, bool(args.trace),
+                       *write(args.work, args.model, args.tiny))
+    dataset = dataset_of(recipe)
     recipe = sized(recipe, dataset, args.tokens)
     layouts = layouts_of(recipe, dataset)
     tokens = [int(layout.tokens_per_example.sum()) for layout in layouts]

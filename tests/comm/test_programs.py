@@ -15,6 +15,7 @@ from orchmllm.comm import ilp
 from orchmllm.comm.ilp import solve_program
 from orchmllm.config.balance import BalanceConfig
 from orchmllm.config.recipe import RecipeError, load_recipe
+from orchmllm.papers.mixes import MODELS
 from orchmllm.plan.assign import PhasePolicy
 from orchmllm.plan.balance import balance
 from orchmllm.plan.nodewise import assign_nodes
@@ -111,7 +112,7 @@ def test_a_child_process_answers_like_the_library():
 @needs_solvers
 def test_a_solver_that_ignores_its_limit_is_ended(monkeypatch):
     """CBC looks at its clock rarely: it needs a tenth of a second here, whatever its limit."""
-    layout = sample_layout("84b", num_ranks=128, batch_size=60, seed=0)
+    layout = sample_layout(MODELS["84b"], num_ranks=128, batch_size=60, seed=0)
     weight, home = layout.tokens_per_example, layout.rank_of_example
     problem = home, balance(weight, num_ranks=128, policy="greedy", home=home), weight
     text = r"1\.2 times its limit of 0\.01 s and was ended; raise balance\.nodewise_limit_s"

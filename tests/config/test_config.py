@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from orchmllm.config.model import ModelConfig
 from orchmllm.config.recipe import (
     DataConfig,
     Recipe,
@@ -25,7 +26,8 @@ from orchmllm.launch import World, world_from
 from orchmllm.plan.balance import balance
 from tests.lib.commands import ROOT
 
-GOOD = "data: {path: x}\n"
+MODEL = ModelConfig(config="m")
+GOOD = "data: {path: x}\nmodel: {config: m}\n"
 
 
 def write(tmp_path: Path, text: str) -> Path:
@@ -66,13 +68,13 @@ def test_numbers(tmp_path, text, value):
     ".inf", "-", "~", "<<", "=", "ä/ü", "x" * 300, "a ", "{b}", "%", "*a", "&a", "!a", "0x1F", ".5",
 ])
 def test_text_survives_the_round_trip(tmp_path, text):
-    recipe = Recipe(run=RunConfig(dir=text), data=DataConfig(path="x"))
+    recipe = Recipe(run=RunConfig(dir=text), data=DataConfig(path="x"), model=MODEL)
     assert load_recipe(write(tmp_path, to_yaml(recipe))) == recipe
 
 
 @pytest.mark.parametrize("number", [0.1, 1e-300, 1e16, 123456789.123, 1 / 3, 5e-324, 1.0])
 def test_numbers_survive_the_round_trip(tmp_path, number):
-    recipe = Recipe(data=DataConfig(path="x"), train=TrainConfig(lr=number))
+    recipe = Recipe(data=DataConfig(path="x"), model=MODEL, train=TrainConfig(lr=number))
     assert load_recipe(write(tmp_path, to_yaml(recipe))) == recipe
 
 
@@ -88,7 +90,7 @@ balance:
 
 
 def test_what_the_command_line_replaces_is_not_judged(tmp_path):
-    path = write(tmp_path, "data: {path: 5}\ntrain: {lr: 0}\n")
+    path = write(tmp_path, "data: {path: 5}\nmodel: {config: m}\ntrain: {lr: 0}\n")
     assert load_recipe(path, ["data.path=x", "train.lr=1", "train={batch_size: 2}",
                               "train.lr=2"]).train == TrainConfig(lr=2.0, batch_size=2)
 
@@ -99,7 +101,7 @@ def test_a_trial_run_keeps_the_default_warm_up(tmp_path):
 
 
 def test_values_say_where_they_come_from(tmp_path):
-    path = write(tmp_path, "# a recipe\ndata:\n  path: x\ntrain: {lr: 1e-4}\n")
+    path = write(tmp_path, "# a recipe\ndata:\n  path: x\ntrain: {lr: 1e-4}\nmodel: {config: m}\n")
     loaded = read_recipe(path, ["train.num_steps=7"])
     text = explain(loaded)
     said = {(x.split(":")[0].strip(), x.partition("  # ")[2]) for x in text.splitlines()}
@@ -123,7 +125,7 @@ def test_every_key_is_documented_and_its_default_allowed(tmp_path):
         assert leaf.key.doc, leaf.path
         assert type(leaf.default) is leaf.kind or leaf.path in (
             "data.sources.path", "data.remote.roots.url"), leaf.path
-    recipe = Recipe(data=DataConfig(path="x"))
+    recipe = Recipe(data=DataConfig(path="x"), model=MODEL)
     assert load_recipe(write(tmp_path, to_yaml(recipe))) == recipe
     for path, cls in sections(Recipe):
         assert cls.__doc__ and not cls.__doc__.startswith(cls.__name__ + "("), path
@@ -170,6 +172,7 @@ SOURCES = """data:
       row_format: asr
       weight: 1.5
   prefetch: 1
+model: {config: m}
 """
 
 
@@ -199,7 +202,7 @@ def test_a_list_of_sources(tmp_path):
 ])
 def test_broken_sources(tmp_path, data, said):
     with pytest.raises(RecipeError) as error:
-        load_recipe(write(tmp_path, f"data:\n  {data}\n"))
+        load_recipe(write(tmp_path, f"data:\n  {data}\nmodel: {{config: m}}\n"))
     assert said in str(error.value) and ": 1 problem\n" in str(error.value), str(error.value)
 
 

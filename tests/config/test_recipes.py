@@ -25,12 +25,13 @@ POLICY_LIST = ", ".join(POLICIES)  # not repeated in the file: there will be mor
 
 
 def message_of(case: dict) -> str:
-    """What load_recipe says about r.yaml in the current folder."""
+    """What load_recipe says about r.yaml in the current folder, for the model m unless the case is
+    bare."""
     data = (bytes.fromhex(case["hex"]) if "hex" in case
             else case["text"].encode() * case.get("repeat", 1))
     Path("r.yaml").write_bytes(data)
     with pytest.raises(RecipeError) as error:
-        load_recipe("r.yaml", case.get("overrides"))
+        load_recipe("r.yaml", ["model.config=m"] * (not case.get("bare")) + case.get("overrides", []))
     return str(error.value)
 
 
@@ -52,12 +53,15 @@ def test_cli_reports_before_torch_is_imported(tmp_path):
     imported = {x.rpartition("|")[2].strip() for x in run.stderr.splitlines()}
     assert run.returncode == 2 and run.stdout == ""
     assert said == [
-        "error: recipe r.yaml: 4 problems",
+        "error: recipe r.yaml: 5 problems",
         "  line 1: trian: unknown key; did you mean 'train'?",
         "  line 3: train.batch_size = 0: must be greater than or equal to 1",
         "  command line: train.lr = 0: must be greater than 0",
         "  data.path is missing: give a JSONL file or a folder with data.jsonl, or list "
         "data.sources",
+        "  model.pretrained is missing: name the folder of a model, or model.config without its "
+        "weights; `orchmllm init DATA` writes a recipe and a small model, `orchmllm compose` a "
+        "model of a vision tower, an audio tower and an LLM",
     ]
     assert "yaml" in imported and not {"torch", "transformers", "PIL", "datasets"} & imported
 
@@ -72,7 +76,8 @@ def rewrite() -> None:
 
 
 HEAD = ("# Recipes that cannot be used, and exactly what is said about each. hex: the bytes of\n"
-        "# the file; repeat: how often text is repeated; {policies}: the balancing policies.\n"
+        "# the file; repeat: how often text is repeated; {policies}: the balancing policies;\n"
+        "# bare: without model.config=m on the command line.\n"
         "# `python tests/config/test_recipes.py` writes the messages anew.\n")
 
 

@@ -16,10 +16,7 @@ from orchmllm.data.formats.open import DataSource, open_source
 from orchmllm.data.media.medium import RowError, reading
 from orchmllm.data.storage.clients import StorageError
 from orchmllm.data.stream import StreamDataset
-from orchmllm.data.text.tokenizer import ChatTokenizer
-from orchmllm.plan.geometry import AudioGeometry, VisionGeometry
 from tests.lib.formats import QUESTIONS, llava_row, write_jsonl, write_media, write_tar
-from tests.lib.tokenizers import write_tokenizer
 
 KINDS = ("jsonl.gz", "jsonl.zst", "tar.gz", "tar.zst")
 
@@ -38,7 +35,6 @@ def pack(path: Path, suffix: str) -> Path:
 def folder(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("compressed")
     write_media(folder)
-    write_tokenizer(folder)
     for k in range(3):
         rows = [{**llava_row(*QUESTIONS[n]), "id": f"{k} {n}"} for n in range(12)]
         for row in rows:
@@ -80,12 +76,11 @@ def test_rows_are_those_of_the_file_that_was_compressed(folder, kind):
 
 
 @pytest.mark.parametrize("kind", ["jsonl.zst", "tar.gz"])
-def test_an_epoch_has_every_row_once_and_goes_on_anywhere(folder, kind):
+def test_an_epoch_has_every_row_once_and_goes_on_anywhere(folder, reader, kind):
     def stream() -> StreamDataset:
         return StreamDataset(
             [SourceConfig(path=str(folder / f"*.{kind}"))], num_shards=2, seed=0, window=5,
-            tokenizer=ChatTokenizer(folder), index_dir=folder / "index",
-            vision=VisionGeometry(max_side=112), audio=AudioGeometry())
+            index_dir=folder / "index", reader=reader)
 
     def answers(rows: StreamDataset, draws: range) -> list[str]:
         return [rows.conversation(i)[1].parts[0] for i in draws]

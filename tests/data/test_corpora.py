@@ -11,7 +11,7 @@ from orchmllm.config.recipe import load_recipe
 from orchmllm.data.dataset import ConversationDataset
 from orchmllm.data.sampler import make_sampler
 from orchmllm.plan.layout import AUDIO, TEXT, VISION
-from orchmllm.tools.data.command import dataset_of, main, open_recipe
+from orchmllm.tools.data.command import dataset_of, main
 from tests.lib.corpora import write_librispeech_hf, write_paper_mix
 from tests.lib.drawn import with_processor
 from tests.lib.recipes import RECIPES
@@ -169,12 +169,13 @@ def test_index_is_used_and_knows_what_changed(recipe, root, tmp_path, capsys, mo
 def test_two_workers_build_the_same_index(recipe, monkeypatch, tmp_path):
     from orchmllm.tools.data import build_index as index
 
-    sources, planner = open_recipe(recipe("paper_mix"))
+    dataset = dataset_of(recipe("paper_mix"))
+    source, reader = dataset.sources[0], dataset.reader
     monkeypatch.setattr(index, "ALONE_BELOW", 1)
     monkeypatch.setattr(index, "CHUNK", 5)
     done: list[int] = []
-    one, _ = index.build_index(sources[0], planner, tmp_path / "1", num_workers=1)
-    two, count = index.build_index(sources[0], planner, tmp_path / "2", num_workers=2,
+    one, _ = index.build_index(source, reader, tmp_path / "1", num_workers=1)
+    two, count = index.build_index(source, reader, tmp_path / "2", num_workers=2,
                                    progress=done.append)
     assert count == 24 == sum(done)
     for name in ("table", "start", "targets"):

@@ -18,15 +18,14 @@ from orchmllm.data.sampler import (
     make_sampler,
     shuffled,
 )
-from orchmllm.data.stream import StreamDataset
-from orchmllm.data.stream import open_dataset
+from orchmllm.data.stream import StreamDataset, open_dataset
 from orchmllm.plan.grouping import capped
 from orchmllm.plan.layout import VISION
 from orchmllm.runtime.build import build_dataset
 from orchmllm.tools.data.build_index import build_index
 from orchmllm.tools.data.command import main
 from orchmllm.tools.data.composition import global_batches
-from tests.lib.drawn import drawn_model
+from tests.lib.drawn import with_processor
 from tests.lib.formats import QUESTIONS, llava_row, write_jsonl, write_media
 from tests.lib.gradients import BATCH, Case, all_gradients, reference_gradients, worst_difference
 from tests.lib.ranks import run_ranks

@@ -24,10 +24,7 @@ from tests.lib.whole_folders import write_model, write_rows
 
 SMALL = """
 data: {{path: {folder}/demo, index_dir: {folder}/index, num_workers: 1}}
-model:
-  vision: {{num_layers: 1, hidden_size: 32, intermediate_size: 32}}
-  audio: {{num_layers: 1, hidden_size: 32, intermediate_size: 32}}
-  llm: {{num_layers: 1, hidden_size: 48, intermediate_size: 32}}
+model: {{config: {folder}/demo/model}}
 train: {{num_steps: 12, batch_size: 2, warmup_steps: 2}}
 balance: {{dispatch: load, ranks_per_node: 2}}
 checkpoint: {{every_steps: -1}}

@@ -35,10 +35,10 @@ class Failing(SyntheticDataset):
 
     def load(self, i, *, on_error=None, **how):
         out = super().load(i, **how)
-        for segment in out.media:
+        for segment, part in out.parts.items():
             if (i + segment) % 7 == 0:
                 on_error(segment, MediaError("x.jpg", f"example {i} is broken"))
-                out.media[segment].zero_()
+                part[out.arguments[segment]].zero_()
         return out
 
 
@@ -59,9 +59,8 @@ def drawn(world, num_workers: int, dispatch: str) -> tuple[list, list, int]:
     for step in trainer.loader():
         failed.append(sorted((f.example, f.segment, f.reason) for f in step.failed))
         for micro in step.micro:
-            b = trainer.orchestrator.dispatch(micro, step.num_global_targets)
-            arrays += [b.num_global_targets, *(x.numpy() for x in (
-                b.token_ids, b.labels, *b.inputs.values()))]
+            arrays.append(step.num_global_targets)
+            trainer.orchestrator.dispatch(micro).moved(lambda x: arrays.append(x.numpy()) or x)
     return arrays, failed, len(psutil.Process().children())
 
 

@@ -15,7 +15,6 @@ from pathlib import Path
 import pytest
 
 from orchmllm.cli import dispatch
-from orchmllm.config.model import ModelConfig
 from orchmllm.config.recipe import DataConfig
 from orchmllm.data.stream import open_dataset
 from orchmllm.models import families

@@ -19,10 +19,9 @@ import torch
 
 from orchmllm.batch import Microbatch, PackedExamples, ProcessedExample, on_device
 from orchmllm.comm.pieces import Media
-from orchmllm.config.model import ModelConfig
 from orchmllm.config.recipe import DataConfig, FsdpConfig, TrainConfig
-from orchmllm.encoders import planned
 from orchmllm.data.stream import open_dataset
+from orchmllm.encoders import planned
 from orchmllm.models import hf, towers
 from orchmllm.models.families import model_class, read_config
 from orchmllm.models.hf import WholeModel

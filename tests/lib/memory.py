@@ -12,7 +12,6 @@ from orchmllm.config.model import AudioConfig, LLMConfig, ModelConfig, VisionCon
 from orchmllm.config.recipe import FsdpConfig
 from orchmllm.data.loading.step_loader import StepLoader
 from orchmllm.data.sampler import GlobalSampler
-from orchmllm.models.flops import padded_phases
 from orchmllm.plan.assign import PHASES
 from orchmllm.sharding.memory import MemoryModel, loads_of
 from orchmllm.trainer import Trainer
@@ -52,9 +51,9 @@ def measured(world, fsdp: FsdpConfig, kinds: tuple[str, ...],
     step = next(loader)
     gc.collect()
     peak = min(_peak(trainer, step) for _ in range(3))
-    memory = MemoryModel(model, fsdp, world.world_size, on_cpu=True)
+    memory = MemoryModel(model, fsdp, world.world_size)
     state = memory.state_bytes()
-    moments = memory.peaks(loads_of(step.plans[0], padded_phases(model)),
+    moments = memory.peaks(loads_of(step.plans[0]),
                            {p: fsdp.checkpointing(p) for p in PHASES})
     predicted = max(float(v[world.rank]) for k, v in moments.items() if k != "optimizer")
     return peak, predicted - state["parameters"] - state["optimizer"]

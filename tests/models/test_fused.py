@@ -37,7 +37,7 @@ def test_a_block_of_text_runs_few_kernels(name, tmp_path):
         models.build("llava").config.save_pretrained(tmp_path)
         model = ModelConfig(config=str(tmp_path))
     found, stock = (sum(sum(kernels.count.values()) for kernels in count_block(
-        model, "llm", 4096, stock)) for stock in (False, True))
+        model, 4096, stock)) for stock in (False, True))
     assert found <= MOST and stock > 110, (found, stock)
 
 

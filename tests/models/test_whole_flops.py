@@ -16,16 +16,21 @@ from orchmllm.config.job import resolve
 from orchmllm.config.model import ModelConfig
 from orchmllm.config.recipe import Recipe
 from orchmllm.models.families import model_class, read_config
-from orchmllm.models.flops import Lengths, phase_lengths, phase_work, plan_spec, step_flops
+from orchmllm.models.flops import Lengths, phase_lengths
 from orchmllm.models.hf import WholeModel
-from orchmllm.models.whole_flops import Attention, part_counts
+from orchmllm.models.whole_flops import (
+    Attention,
+    part_counts,
+    phase_work,
+    plan_spec,
+    step_flops,
+)
 from orchmllm.plan.assign import PHASES
 from orchmllm.plan.geometry import text_lengths
 from orchmllm.plan.layout import ENCODERS, TEXT, BatchLayout
 from orchmllm.sharding.blocks import recompute
 from orchmllm.sharding.hf import freeze
-from orchmllm.sharding.memory import Loads
-from orchmllm.sharding.whole_memory import WholeMemory
+from orchmllm.sharding.memory import Loads, MemoryModel
 from tests.lib import pairs
 from tests.lib import whole_models as models
 from tests.lib.recipes import frozen
@@ -166,7 +171,7 @@ def test_what_is_balanced_costs_what_its_windows_do(tmp_path):
 def test_what_a_rank_repeats_is_that_of_its_items(tmp_path, monkeypatch):
     """Of texts of one length, longer than a window, not of one text as long as all of them."""
     with_windows(models.build("qwen2_5_vl").config).save_pretrained(tmp_path)
-    memory = WholeMemory.of(resolve(Recipe(model=ModelConfig(config=str(tmp_path))), 1, 1))
+    memory = MemoryModel.of(resolve(Recipe(model=ModelConfig(config=str(tmp_path))), 1, 1))
     each = np.full(5, 4 * REACH)
     texts, total = Lengths(0 * each, each, each), each[:1] * len(each)
     loads = Loads({"llm": Lengths(0 * total, total, total)}, {}, {"llm": total * each[0]})
@@ -184,7 +189,7 @@ def test_blocks_repeat_what_torch_repeats(name, tmp_path, monkeypatch):
     of the last block of LLaVA's tower, so that it is not computed again."""
     pairs.use(monkeypatch)
     whole, row, layout, seen = made_row(name, tmp_path)
-    memory = WholeMemory.of(resolve(Recipe(model=ModelConfig(config=str(tmp_path))), 1, 1))
+    memory = MemoryModel.of(resolve(Recipe(model=ModelConfig(config=str(tmp_path))), 1, 1))
 
     def products(**choice: str) -> int:
         recompute(whole, {**dict.fromkeys(PHASES, "none"), **choice})

@@ -4,9 +4,7 @@ import numpy as np
 import pytest
 
 from orchmllm.config.balance import PhaseConfig
-from orchmllm.config.model import ModelConfig
 from orchmllm.loader.setup import make_spec
-from orchmllm.models.flops import cost_model
 from orchmllm.plan.balance import DEFAULT_TOLERANCE, balance
 from orchmllm.plan.cost import CostModel
 
@@ -64,5 +62,3 @@ def test_cost_models() -> None:
         [1, 2, 5], np.array([2, 2, 0]), 3).tolist() == [5 * 7 + 25 * 3, 0, 2 * (2 * 7 + 4 * 3)]
     with pytest.raises(ValueError, match=r"lengths\[0\].*overflows"):
         CostModel(1, 1)([2**32])
-    with pytest.raises(ValueError, match="unknown phase"):
-        cost_model("video", ModelConfig())

@@ -5,6 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from orchmllm.papers.mixes import MODELS
 from orchmllm.plan.balance import core
 from orchmllm.plan.layout import AUDIO
 from orchmllm.tools.predict.workload import sample_layout
@@ -49,7 +50,7 @@ def test_pads_that_do_not_grow_and_costs_without_end() -> None:
     (24, 30, 1.02), (512, 30, 1.0085), (2560, 60, 1.0042)])
 def test_conv_nears_its_bound_on_audio(num_ranks: int, batch_size: int, most: float) -> None:
     """The natural mix's clips, lambda 1.3e-4; the bound is the mean without padding."""
-    layout = sample_layout("10b", num_ranks=num_ranks, batch_size=batch_size, seed=0)
+    layout = sample_layout(MODELS["10b"], num_ranks=num_ranks, batch_size=batch_size, seed=0)
     segments = layout.segments[AUDIO]
     weight = layout.attn_len[segments]
     home = layout.rank_of_example[layout.example_of_segment[segments]]

@@ -6,12 +6,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from orchmllm.models.flops import cost_model
+from orchmllm.papers.mixes import MODELS
 from orchmllm.plan.assign import example_bytes
 from orchmllm.plan.balance import balance, core, load_cap
 from orchmllm.plan.layout import VISION
-from orchmllm.tools.predict.workload import MODELS, sample_layout
+from orchmllm.tools.predict.workload import sample_layout
 from tests.lib.balancing import least_moved, loads
+from tests.lib.recipes import small_spec
 
 sys.path.append(str(Path(__file__).parents[2] / "scripts"))  # as for a script that is started
 from bench_balance import adversarial, measure, spec_of, synthetic_lengths  # noqa: E402
@@ -63,7 +64,8 @@ def test_clips_of_two_lengths_are_not_all_shipped(ranks: int, clips: int, seed: 
     rng = np.random.default_rng(seed)
     n = clips * ranks
     seconds = np.where(rng.random(n) < .5, rng.normal(1, .1, n), rng.normal(29, .3, n))
-    weight = cost_model("audio", MODELS["84b"])((50 * seconds.clip(.3, 30)).astype(np.int64))
+    cost = small_spec(MODELS["84b"]).costs["audio"]
+    weight = cost((50 * seconds.clip(.3, 30)).astype(np.int64))
     home = np.arange(n) // clips
     shipped = loads(weight, core().greedy(weight, home, ranks), ranks).max()
     before = None
@@ -120,9 +122,9 @@ def test_weights_near_the_end_of_int64(policy: str) -> None:
 
 def images_of_few_sizes(ranks: int, batch_size: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
     """(weight, home): FLOP costs of images of at most 448 pixels, most of four sizes."""
-    layout = sample_layout("10b", num_ranks=ranks, batch_size=batch_size, seed=seed)
+    layout = sample_layout(MODELS["10b"], num_ranks=ranks, batch_size=batch_size, seed=seed)
     segments = layout.segments[VISION]
-    weight = cost_model("vision", MODELS["10b"])(layout.attn_len[segments])
+    weight = small_spec(MODELS["10b"]).costs["vision"](layout.attn_len[segments])
     return weight, layout.rank_of_example[layout.example_of_segment[segments]]
 
 
@@ -140,7 +142,7 @@ def test_images_of_few_sizes_are_within_the_tolerance(ranks: int, seed: int) -> 
 def test_little_moves_where_little_has_to(seed: int) -> None:
     """Nodes are above their cap by a few examples. It was up to 1.5 times the least: ranks were to
     send less than one example, so nodes swapped examples of almost the same cost."""
-    layout = sample_layout("10b", num_ranks=128, batch_size=15, seed=seed)
+    layout = sample_layout(MODELS["10b"], num_ranks=128, batch_size=15, seed=seed)
     weight = spec_of("mllm10b", "tensors").costs["llm"](layout.tokens_per_example)
     home, cap = layout.rank_of_example, load_cap(weight, 128, .005)
     got = core().least_move(weight, home, example_bytes(layout, 8192), 128, 8, cap)

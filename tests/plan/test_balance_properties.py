@@ -9,13 +9,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from orchmllm.models.flops import cost_model
+from orchmllm.papers.mixes import MODELS
 from orchmllm.plan.assign import example_bytes
 from orchmllm.plan.balance import POLICIES, assign_microbatches, balance, core, load_cap
 from orchmllm.plan.layout import AUDIO, VISION
-from orchmllm.tools.predict.workload import MODELS, sample_layout
+from orchmllm.tools.predict.workload import sample_layout
 from tests.lib.balancing import brute_force, loads, problems, thorough
 from tests.lib.commands import ROOT
+from tests.lib.recipes import small_spec
 from tests.twins import core as reference
 from tests.twins.core import lower_bound
 from tests.twins.least_move import least_move_counted
@@ -110,9 +111,9 @@ def test_least_move_equals_its_twin_on_batches(name: str, seed: int) -> None:
     if name == "pareto":
         weight, home = synthetic_lengths("pareto", d * 12, seed), np.arange(d * 12) // 12
     else:
-        layout = sample_layout(name, num_ranks=d, batch_size=16, seed=seed)
+        layout = sample_layout(MODELS[name], num_ranks=d, batch_size=16, seed=seed)
         segments = layout.segments[VISION]
-        weight = cost_model("vision", MODELS[name])(layout.attn_len[segments])
+        weight = small_spec(MODELS[name]).costs["vision"](layout.attn_len[segments])
         home = layout.rank_of_example[layout.example_of_segment[segments]]
     for tolerance in (0, .001):
         cap = load_cap(weight, d, tolerance)
@@ -167,8 +168,8 @@ def test_excess_over_the_optimum() -> None:
 def test_images_at_flop_costs_are_within_the_tolerance() -> None:
     """With costs of moving, 8 ranks a node: what runs plan with."""
     for seed in range(3):
-        layout = sample_layout("84b", num_ranks=256, batch_size=30, seed=seed)
-        weight = cost_model("llm", MODELS["84b"])(layout.tokens_per_example)
+        layout = sample_layout(MODELS["84b"], num_ranks=256, batch_size=30, seed=seed)
+        weight = small_spec(MODELS["84b"]).costs["llm"](layout.tokens_per_example)
         price = example_bytes(layout, 16384)
         for tolerance in (.001, .005):
             cap = load_cap(weight, 256, tolerance)
@@ -223,7 +224,7 @@ def test_token_cap_holds_or_says_so(problem, room, policy) -> None:
 @pytest.mark.parametrize(("slack", "least"), [(.02, 1), (.005, .99)])
 def test_token_cap_finds_a_plan_where_there_is_one(slack: float, least: float) -> None:
     """Examples of the natural mix; a plan with so much less than the cap is known."""
-    lengths = sample_layout("84b", num_ranks=256, batch_size=30, seed=0).tokens_per_example
+    lengths = sample_layout(MODELS["84b"], num_ranks=256, batch_size=30, seed=0).tokens_per_example
     rng, found = np.random.default_rng(5), 0
     for _ in range(1000):
         d = int(rng.integers(2, 24))
@@ -316,7 +317,7 @@ def test_least_move_reaches_the_bound(name: str) -> None:
 
 
 def test_least_move_moves_little_between_nodes() -> None:
-    layout = sample_layout("84b", num_ranks=128, batch_size=60, seed=0)
+    layout = sample_layout(MODELS["84b"], num_ranks=128, batch_size=60, seed=0)
     weight, home = layout.tokens_per_example, layout.rank_of_example
     rank_of = balance(weight, num_ranks=128, policy="least_move", tolerance=.001)
     moved = int(weight[rank_of // 8 != home // 8].sum())
@@ -329,7 +330,7 @@ def test_least_move_moves_little_between_nodes() -> None:
 def test_least_move_shares_what_nodes_send_and_receive(ranks: int, seed: int, audio: bool) -> None:
     """Two items for or from one rank are within its limit together, not only each alone: the
     busiest rank was at 1.18 to 1.76 of an even share of the largest surplus."""
-    layout = sample_layout("10b", num_ranks=ranks, batch_size=60, seed=seed)
+    layout = sample_layout(MODELS["10b"], num_ranks=ranks, batch_size=60, seed=seed)
     weight, home = layout.tokens_per_example, layout.rank_of_example
     if audio:
         segments = layout.segments[AUDIO]

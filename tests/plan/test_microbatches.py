@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from orchmllm.config.balance import BalanceConfig
 from orchmllm.loader.indices import batch_layout
+from orchmllm.papers.mixes import MODELS
 from orchmllm.plan import divisions
 from orchmllm.plan.assign import PHASES, PhasePolicy, PlanSpec, example_costs
 from orchmllm.plan.balance import assign_microbatches as alike
@@ -155,9 +156,9 @@ def layouts() -> Iterator[tuple[BatchLayout, int]]:
     rng = np.random.default_rng(7)
     for _ in range(12):
         ranks, count = int(rng.integers(1, 9)), int(rng.integers(2, 6))
-        yield sample_layout("10b", num_ranks=ranks, batch_size=int(rng.integers(1, 4)) * count,
-                            seed=int(rng.integers(99)), mix=str(rng.choice(["natural", "omni"]))
-                            ), count
+        yield sample_layout(
+            MODELS["10b"], num_ranks=ranks, batch_size=int(rng.integers(1, 4)) * count,
+            seed=int(rng.integers(99)), mix=str(rng.choice(["natural", "omni"]))), count
 
 
 @pytest.mark.parametrize("fills", [False, True])
@@ -177,7 +178,7 @@ def test_a_step_is_never_longer_than_with_microbatches_that_are_alike(
 
 
 def test_a_large_step_is_not_planned_twice() -> None:
-    layout = sample_layout("10b", num_ranks=256, batch_size=80, seed=0, mix="omni")
+    layout = sample_layout(MODELS["10b"], num_ranks=256, batch_size=80, seed=0, mix="omni")
     assert layout.num_examples > MOST_PLANNED
     plans = planned(layout, BALANCED, 8)
     assert plans[0].spec is BALANCED

@@ -11,7 +11,7 @@ import pytest
 
 from orchmllm.config.balance import BalanceConfig
 from orchmllm.loader.indices import batch_layout
-from orchmllm.models.flops import cost_model
+from orchmllm.papers.mixes import MODELS
 from orchmllm.plan.assign import (
     PHASES,
     PhasePolicy,
@@ -22,21 +22,21 @@ from orchmllm.plan.assign import (
     feature_home,
 )
 from orchmllm.plan.balance import POLICIES, core, load_cap
-from orchmllm.plan.geometry import text_lengths
+from orchmllm.plan.geometry import SegmentLengths, text_lengths
 from orchmllm.plan.layout import AUDIO, ENCODERS, TEXT, VISION, BatchLayout
 from orchmllm.plan.microbatches import plan_microbatches
 from orchmllm.plan.step import StepPlan, build_plan, plan_step
-from orchmllm.tools.predict.workload import MODELS, sample_layout
+from orchmllm.tools.predict.workload import sample_layout
 from tests.lib.corpora import write_llava
 from tests.lib.drawn import with_processor
+from tests.lib.recipes import small_spec
 
-LAYOUT = sample_layout("84b", num_ranks=32, batch_size=30, seed=0)
+LAYOUT = sample_layout(MODELS["84b"], num_ranks=32, batch_size=30, seed=0)
 
 
 def spec(**balance) -> PlanSpec:
-    config = MODELS["84b"]
     return PlanSpec(
-        costs={phase: cost_model(phase, config) for phase in PHASES},
+        costs=small_spec(MODELS["84b"]).costs,
         row_bytes={"vision": 588, "audio": 320}, feature_bytes=16384, ranks_per_node=8,
         balance=BalanceConfig(**balance))
 
@@ -150,7 +150,7 @@ def test_local_moves_far_less_than_the_papers_scheme() -> None:
 def test_what_a_run_of_2560_ranks_plans_with(tolerance: float) -> None:
     """FLOP costs, homes that follow the features, costs of moving: all phases are within 0.1%, and
     little more of the LLM's work changes its node than has to."""
-    layout = sample_layout("84b", num_ranks=2560, batch_size=30, seed=0)
+    layout = sample_layout(MODELS["84b"], num_ranks=2560, batch_size=30, seed=0)
     planned = spec(**every_phase("least_move", tolerance=tolerance))
     encode, llm = assign_phases(layout, planned)
     home = feature_home(layout, encode, planned.feature_bytes)
@@ -169,7 +169,7 @@ def test_what_a_run_of_2560_ranks_plans_with(tolerance: float) -> None:
 
 
 def test_a_token_of_text_weighs_its_id_and_label_and_one_of_an_image_its_features() -> None:
-    image = MODELS["84b"].vision.geometry.segment_lengths(56, 56)  # 16 patches, 4 tokens
+    image = SegmentLengths(16, 16, 4, (1, 4, 4))  # patches, positions, tokens
     layout = BatchLayout.concat([
         BatchLayout.from_segments(0, 1, [(TEXT, text_lengths(3)), (VISION, image)]),
         BatchLayout.from_segments(1, 1, [(TEXT, text_lengths(7))])])
@@ -212,9 +212,8 @@ def test_token_cap_holds_where_a_plan_without_it_is_above_it() -> None:
 
 def test_the_digest_changes_with_the_rank_of_any_item_of_any_phase() -> None:
     """All 64 plans of two examples with an image and a clip each, on two ranks."""
-    geometry = MODELS["84b"].vision.geometry, MODELS["84b"].audio.geometry
-    media = [(VISION, geometry[0].segment_lengths(56, 56)),
-             (AUDIO, geometry[1].segment_lengths(16000, 16000))]
+    media = [(VISION, SegmentLengths(16, 16, 4, (1, 4, 4))),
+             (AUDIO, SegmentLengths(100, 50, 13, (1, 1, 100)))]
     layout = BatchLayout.concat(
         [BatchLayout.from_segments(i, 1, [(TEXT, text_lengths(3)), *media]) for i in (0, 1)])
     ranks = [np.array(pair) for pair in product((0, 1), repeat=2)]

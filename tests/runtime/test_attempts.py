@@ -50,13 +50,6 @@ KEYS = {
               "data.max_batch_images": 9, "data.sources.repeats": 2},
     "batch": {"train.batch_size": 9, "train.accumulation_steps": 9, "train.global_batch_size": 9},
     "model": {
-        **{f"model.{part}.{key}": 999 for part, keys in {
-            "vision": "num_layers hidden_size intermediate_size num_heads patch_size merge_size "
-                      "max_side",
-            "audio": "num_layers hidden_size intermediate_size num_heads num_mels stack",
-            "llm": "vocab_size num_layers hidden_size intermediate_size num_heads num_kv_heads "
-                   "rope_theta rms_norm_eps"}.items() for key in keys.split()},
-        "model.audio.mode": "padded",
         **dict.fromkeys(("model.connectors_frozen", "model.vision.frozen", "model.audio.frozen",
                          "model.llm.frozen", "model.lora.use_rslora", "model.lora.connector"),
                         True),
@@ -65,10 +58,8 @@ KEYS = {
         "fsdp.param_dtype": "bfloat16"},
     "said": {
         **dict.fromkeys((
-            "model.proof", "model.pretrained", "model.config", "model.connectors",
-            "model.vision.pretrained", "model.audio.pretrained", "model.llm.pretrained",
-            "data.path", "data.tokenizer", "data.index_dir", "data.sources.path",
-            "data.sources.row_format",
+            "model.proof", "model.pretrained", "model.config", "data.path", "data.index_dir",
+            "data.sources.path", "data.sources.row_format",
             "data.sources.media_root", "data.sources.split", "data.sources.subset",
             "data.sources.prompt", "data.sources.name", "data.remote.cache",
             "data.remote.roots.url", "data.remote.roots.endpoint", "balance.dispatch",
@@ -83,7 +74,7 @@ KEYS = {
         **dict.fromkeys((
             "data.strict", "data.sources.video_audio",
             "data.remote.roots.anonymous", "balance.whole_examples", "balance.vision.nodewise",
-            "balance.audio.nodewise", "balance.llm.nodewise", "fsdp.cpu_offload", "fsdp.meta_init",
+            "balance.audio.nodewise", "balance.llm.nodewise", "fsdp.cpu_offload",
             "fsdp.compile"), True),
         **dict.fromkeys(("balance.enabled", "data.sources.learn_documents",
                          "fsdp.reshard_after_forward", "checkpoint.asynchronous"), False),

@@ -185,6 +185,6 @@ def _index_chunk(
                 for row, p in ((row, found.problem) for row, found in planned.items()) if p]
     table = np.column_stack(
         [every.modality, every.rows, every.attn_len, every.num_tokens, every.grid])
-    sizes = [size for row in rows if reader.has_sizes
+    sizes = [size for row in rows
              for size in (planned[row].sizes if row in planned else old.sizes(row))]
     return Part(table, every.segments_per_example, every.num_targets, problems, sizes), len(planned)

@@ -14,9 +14,10 @@ import numpy as np
 from pydantic import BaseModel, Field, ValidationError
 
 from orchmllm.config.recipe import Recipe
-from orchmllm.data.formats.open import DataSource
+from orchmllm.data.formats.open import DataSource, check_source, sources_of
 from orchmllm.data.index import LengthIndex, joined_layouts, usable_rows
 from orchmllm.data.sampler import make_sampler
+from orchmllm.data.storage.remote import Storage
 from orchmllm.plan.layout import BatchLayout
 from orchmllm.tools.predict.whole import absent
 from orchmllm.tools.predict.workload import SAMPLE_RATE, Headers, batch_layout, sample_headers
@@ -76,6 +77,8 @@ def dataset_of(recipe: Recipe) -> ConversationDataset:
 def of_recipe(recipe: Recipe) -> Examples | None:
     """The recipe's own examples by the indexes that are there, or None if one is missing. Raises
     ValueError for data that cannot be read."""
+    for source in sources_of(recipe.data):
+        check_source(source, Storage(recipe.data.remote))  # before torch is imported
     rows = dataset_of(recipe)
     return None if None in rows.indexes else of_indexes(recipe, rows.sources, rows.indexes)
 

@@ -10,7 +10,7 @@ weights of a block of each shape, and what one block keeps for its backward pass
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import Context
 from dataclasses import dataclass
 from functools import partial
@@ -160,10 +160,10 @@ class WholeRunner:
         self.encoders, self.blocks = PlannedEncoders(whole.hf), Blocks(whole)
         whole.loss_chunk_rows, whole.num_layers = chunk_rows, 0  # none of them attends to the row
 
-    def seconds(self, step: Callable[[], Tensor], repeat: int) -> float:
-        """Forward and backward of what `step` returns, a loss () or features (rows, width), through
-        all blocks; the shortest of `repeat` runs of what is around them and of each kind of
-        block."""
+    def seconds(self, step: Callable[[], Tensor], repeat: int) -> tuple[float, float]:
+        """Forward and backward of what `step` returns, a loss () or features (rows, width): of what
+        is around the blocks, and of all blocks; the shortest of `repeat` runs of the one and of
+        each kind of block."""
         def best(forward: Callable[[], Any]) -> float:
             def run() -> None:
                 self.whole.zero_grad(set_to_none=True)
@@ -174,24 +174,24 @@ class WholeRunner:
             return self._clock.best(run, repeat)
 
         alike = self.blocks.called_in(step)
-        return best(step) + sum(one.count * best(one.run) for one in alike)
+        return best(step), sum(one.count * best(one.run) for one in alike)
 
     def seconds_of_media(self, phase: str, tensors: Mapping[str, Tensor], count: int, repeat: int
                          ) -> float:
         """Of so many media like the one that has these tensors, (rows, ...) by argument."""
-        return self.seconds(partial(self.encoders.features, phase, [tensors] * count), repeat)
+        return sum(self.seconds(partial(self.encoders.features, phase, [tensors] * count), repeat))
 
     def seconds_of_text(self, length: int, count: int, repeat: int) -> float:
         """Of so many examples of text."""
-        return self.seconds(partial(self.whole, self.text(count, length)), repeat)
+        return sum(self.seconds(partial(self.whole, self.text([length] * count)), repeat))
 
-    def text(self, count: int, length: int) -> PackedExamples:
+    def text(self, lengths: Sequence[int]) -> PackedExamples:
         """Examples of text, of which every other token is learnt."""
         config, examples = self.whole.hf.config, []
         size = config.get_text_config(decoder=True).vocab_size
         marks = [v for k, v in vars(config).items() if k.endswith(("_token_id", "_token_index"))]
         plain = np.setdiff1d(np.arange(size), [mark for mark in marks if isinstance(mark, int)])
-        for i in range(count):
+        for i, length in enumerate(lengths):
             ids = torch.from_numpy(self._rng.choice(plain, length))
             labels = ids.clone()
             labels[::2] = IGNORE_INDEX

@@ -11,7 +11,7 @@ import pytest
 
 from orchmllm.config.job import resolve
 from orchmllm.config.recipe import load_recipe
-from orchmllm.models.flops import plan_spec
+from orchmllm.models.whole_flops import plan_spec
 from orchmllm.models.gpus import GPUS, kind_of
 from orchmllm.plan.assign import PHASES
 from orchmllm.plan.step import plan_step

@@ -13,7 +13,7 @@ from orchmllm.batch import Microbatch, Step
 from orchmllm.config.job import resolve
 from orchmllm.config.recipe import FsdpConfig, load_recipe
 from orchmllm.data.stream import open_dataset
-from orchmllm.models.flops import plan_spec
+from orchmllm.models.whole_flops import plan_spec
 from orchmllm.plan.assign import PHASES
 from orchmllm.plan.cost import CostModel
 from orchmllm.plan.geometry import SegmentLengths, text_lengths
@@ -72,7 +72,7 @@ def test_the_longest_that_fits_takes_the_budget(name):
     recipe = replace(recipe, fsdp=replace(recipe.fsdp, memory_gb=GB),
                      train=replace(recipe.train, global_batch_size=0))
     job = resolve(recipe, ranks, 8)
-    memory = MemoryModel.of(job, on_cpu=True)
+    memory = MemoryModel.of(job)
     room = Room.of(job, 0, memory)
     positions, full = room.fits(phase, item(recipe, phase, 64))
     assert positions <= full

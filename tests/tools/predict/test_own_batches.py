@@ -12,7 +12,7 @@ from orchmllm.config.job import resolve
 from orchmllm.config.recipe import DataConfig, FsdpConfig, SourceConfig, TrainConfig, to_yaml
 from orchmllm.data.formats.open import index_path
 from orchmllm.data.stream import open_dataset
-from orchmllm.models.flops import padded_phases, plan_spec
+from orchmllm.models.whole_flops import plan_spec
 from orchmllm.plan.assign import PHASES
 from orchmllm.plan.step import plan_step
 from orchmllm.sharding.fits import joined
@@ -83,8 +83,8 @@ def test_a_run_decides_by_the_batches_that_it_draws(folder, case):
     asked = own(folder, *paths, **data)
     dataset, drawn = opened(asked)
     spec, pad = plan_spec(resolve(asked, RANKS, 8)), padded_phases(asked.model)
-    needed = MemoryModel.of(resolve(asked, RANKS, 8), on_cpu=True).peak(
-        joined([loads_of(plan_step(x, spec), pad) for x in drawn[:2]]), FULL)
+    needed = MemoryModel.of(resolve(asked, RANKS, 8)).peak(
+        joined([loads_of(plan_step(x, spec)) for x in drawn[:2]]), FULL)
 
     def decided(share: float) -> dict[str, str]:
         fsdp = replace(asked.fsdp, memory_gb=share * needed / 1e9)

@@ -11,13 +11,12 @@ import pytest
 from orchmllm.config.fsdp import DTYPE_BYTES
 from orchmllm.config.job import check_world, resolve
 from orchmllm.config.model import ModelConfig
-from orchmllm.models.flops import plan_spec
+from orchmllm.models.whole_flops import plan_spec
 from orchmllm.models.hf import meta_model
 from orchmllm.papers.ablations import ablate, ablation_text, variants
 from orchmllm.plan.assign import PHASES, PhasePolicy
 from orchmllm.plan.layout import ENCODERS, BatchLayout
 from orchmllm.plan.step import imbalance, plan_step
-from orchmllm.sharding.fits import memory_of
 from orchmllm.sharding.hf import freeze
 from orchmllm.sharding.memory import MemoryModel
 from orchmllm.sharding.units import units
@@ -80,10 +79,10 @@ def test_ratios_of_84b_are_those_of_an_independent_simulation():
     """Computing alone on the same mix, with audio padded where it is not balanced."""
     recipe, packed = read("mllm84b"), frozenset()
     job, pad = resolve(recipe, 2560, 8), frozenset({"audio"})
-    spec, memory = plan_spec(job), memory_of(job)
+    spec, memory = plan_spec(job), MemoryModel.of(job)
     towers = dict.fromkeys(ENCODERS, PhasePolicy("none"))
-    schemes = {"balanced": (spec.balance, packed), "none": (NONE, pad),
-               "LLM only": (replace(spec.balance, **towers), pad)}
+    schemes = {"balanced": (spec.balance, packed), "none": (NONE),
+               "LLM only": (replace(spec.balance, **towers))}
     seconds = dict.fromkeys(schemes, 0.0)
     for step in range(3):
         layout = of_mix(recipe).draw(2560, 30, step)

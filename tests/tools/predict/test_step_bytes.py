@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -10,24 +11,27 @@ import torch
 import torch.nn.functional as F
 
 from orchmllm.config.fsdp import COPIED_ROWS
+from orchmllm.config.recipe import Recipe
 from orchmllm.counts.counted import Counted
 from orchmllm.models import loss
-from orchmllm.models.counting_parts import count_head
+from orchmllm.models.counting_head import count_head
 from orchmllm.models.flops import phase_lengths
-from orchmllm.models.moved import moved_by
-from orchmllm.models.whole_flops import Attention, Lengths, pairs
+from orchmllm.models.whole_flops import Attention, Lengths, moved_by, pairs
 from orchmllm.plan.assign import PHASES
+from orchmllm.plan.layout import BatchLayout
 from orchmllm.plan.step import plan_step
 from orchmllm.tools.predict import step_time
 from orchmllm.tools.predict.hardware import cluster
-from orchmllm.tools.predict.phase_runner import shortened
-from orchmllm.tools.predict.workload import MODELS, sample_layout
+from orchmllm.tools.predict.workload import batch_layout, sample_headers, sample_layout
 from scripts.count_kernels import count_block
 from scripts.gpu import attention, steps
-from scripts.gpu.drawn import DrawnDataset, layouts_of, predicted, sized
-from scripts.gpu.parts import BLOCKS_7B, TOKENS
+from scripts.gpu.drawn import COMPOSITIONS, layouts_of, predicted, sized, write_composition
+from scripts.gpu.parts import TOKENS
 from scripts.gpu.setup import ROOT
-from tests.lib.recipes import read, small_spec
+from scripts.models import MODELS
+from tests.lib.drawn import model_of
+from tests.lib.recipes import small_spec
+from tests.lib.tokenizers import write_byte_tokenizer
 
 TABLE, PLACES, FEW = torch.ones(100, 8), torch.zeros(5, 8, dtype=torch.int64), torch.ones(5, 8)
 INDEX, ROWS = PLACES.nbytes, FEW.nbytes
@@ -49,12 +53,13 @@ def test_an_operator_moves_what_it_touches(run, size):
     assert counted.stages["front"].forward_bytes == size
 
 
-@pytest.mark.parametrize("phase", ["vision", "audio", "llm"])
-def test_a_layer_more_moves_what_its_kernels_do(phase):
+def test_a_layer_more_moves_what_its_kernels_do():
     """As scripts/count_kernels.py counts them, which knows another number of each operator."""
-    model, rows = read("pretrained_7b").model, 4096
-    one, two = (moved_by(shortened(model, n), "bfloat16")[phase] for n in (1, 2))
-    for got, kernels in zip((two - one)[:, 2], count_block(model, phase, rows), strict=True):
+    wide, rows = {"vocab_size": 512, "hidden_size": 3584, "intermediate_size": 18944,
+                  "num_attention_heads": 28, "num_key_value_heads": 4}, 4096
+    one, two = (model_of(text=wide, num_layers=n) for n in (1, 2))
+    more = moved_by(two, "bfloat16")["llm"] - moved_by(one, "bfloat16")["llm"]
+    for got, kernels in zip(more[:, 2], count_block(one, rows), strict=True):
         wanted = sum(kernels.moved[name] for name in kernels.others()) / rows
         assert got == pytest.approx(wanted, rel=0.02)
 
@@ -72,7 +77,7 @@ def test_attention_is_as_fast_as_an_h200_computes_it_at_each_length():
 
 
 def test_a_position_attends_to_half_of_a_text_and_all_of_a_medium():
-    layout = sample_layout("10b", num_ranks=1, batch_size=12, seed=0)
+    layout = sample_layout(MODELS["10b"], num_ranks=1, batch_size=12, seed=0)
     work = step_time.work_of(plan_step(layout, small_spec(MODELS["10b"])), MODELS["10b"])
     for phase in PHASES:
         n = phase_lengths(layout, phase).positions.astype(float)
@@ -82,21 +87,40 @@ def test_a_position_attends_to_half_of_a_text_and_all_of_a_medium():
     assert list(pairs(Attention("tile", 4), Lengths(n, n, n))) == [1, 16, 48]
 
 
-def test_the_step_of_an_h200_is_predicted_within_a_tenth(monkeypatch):
+class Headers:
+    """The examples of the mix that the GPU trained on, with a logit for each position."""
+
+    def __init__(self, recipe: Recipe, size: int = 4096) -> None:
+        layout = batch_layout(sample_headers("natural", size, recipe.run.seed), recipe.model, size)
+        self.parts = [replace(one, num_targets=one.tokens_per_example)
+                      for one in layout.split_ranks(1)]
+
+    def __len__(self) -> int:
+        return len(self.parts)
+
+    def layout(self, i: int) -> BatchLayout:
+        return self.parts[i]
+
+
+def test_the_step_of_an_h200_is_predicted_within_a_tenth(monkeypatch, tmp_path):
     """The part `train-none` of the GPU kit took 0.431 s a step, with an MFU of 42.8%: the median of
-    steps 3 to 12, with the loss as it was then, which rounded and added the products of its head
-    by kernels of their own. No rate of the prediction is fitted to it: see docs/scale.md."""
+    steps 3 to 12 of the same blocks by code that is gone, with the loss as it was then: of every
+    position, it rounded and added the products of its head by kernels of their own. No rate of the
+    prediction is fitted to it: see docs/scale.md."""
     def add(total: torch.Tensor, grad: torch.Tensor, h: torch.Tensor) -> None:
         for rows, columns in zip(total.split(COPIED_ROWS), grad.split(COPIED_ROWS, 1), strict=True):
             rows += columns.T @ h
 
     monkeypatch.setattr(loss, "_add_product", add)
     monkeypatch.setattr(loss, "_product", lambda h, weight, dtype: F.linear(h, weight).to(dtype))
+    *_, vocab_size, _ = COMPOSITIONS["7b"]
     monkeypatch.setattr(step_time, "moved_by_head", lambda model, dtype, rows: np.array(count_head(
-        model.llm.hidden_size, model.llm.vocab_size, rows, dtype, learns=True)))
-    recipe = steps.recipe_of([*BLOCKS_7B, "fsdp.memory_gb=0",
-                              "fsdp.activation_checkpointing=none"], 14, True)
-    dataset = DrawnDataset(recipe)
+        3584, vocab_size, rows, dtype, learns=True)))
+    write_composition(tmp_path / "model", "7b", write_byte_tokenizer(tmp_path))
+    recipe = steps.recipe_of(["fsdp.memory_gb=0", "fsdp.activation_checkpointing=none",
+                              "fsdp.loss_chunk_rows=2048"], 14, True, tmp_path / "model",
+                             tmp_path / "none")
+    dataset = Headers(recipe)
     recipe = sized(recipe, dataset, TOKENS)
     found = predicted(recipe, layouts_of(recipe, dataset)[steps.WARM_UP:-1], "NVIDIA H200")
     assert found["predicted_step_s"] == pytest.approx(0.431, rel=0.1)

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from orchmllm.config.job import resolve
-from orchmllm.models.flops import Lengths, padded_phases, plan_spec
+from orchmllm.models.flops import Lengths
+from orchmllm.models.whole_flops import plan_spec
 from orchmllm.plan.assign import PHASES
 from orchmllm.plan.microbatches import plan_microbatches
 from orchmllm.plan.step import plan_step
@@ -127,7 +128,7 @@ def test_what_auto_chooses_is_never_over_the_budget(name, share):
     tracked alone."""
     ranks, recipe = CASES[name]
     memory, plan = planned(recipe, ranks)
-    loads = joined([loads_of(plan, padded_phases(recipe.model))])
+    loads = joined([loads_of(plan)])
     loads = Loads({p: Lengths(x.rows[:1], x.positions[:1], x.tokens[:1])
                    for p, x in loads.phases.items()},
                   {p: x[:1] for p, x in loads.received.items()},
@@ -151,15 +152,15 @@ def test_microbatches_that_memory_asks_for_fit_it(name):
     recipe = replace(recipe, train=replace(recipe.train, batch_size=24, accumulation_steps=0))
     job, pad = resolve(recipe, ranks, 8), padded_phases(recipe.model)
     choice = {p: recipe.fsdp.checkpointing(p) for p in PHASES}
-    memory, spec = MemoryModel.of(job, on_cpu=True), plan_spec(job)
+    memory, spec = MemoryModel.of(job), plan_spec(job)
     step = of_mix(recipe).draw(ranks, recipe.train.batch_size, 0)
-    loads = loads_of(plan_step(step, spec), pad)
+    loads = loads_of(plan_step(step, spec))
     budget = MISSED * memory.peak(scaled(loads, 0.4), choice)
     counted, spec, _ = with_count(recipe, [step], spec, memory, budget)
     count = counted.train.accumulation_steps
     assert 1 < count < 8
     plans = [plan for _, plan in plan_microbatches(step, spec, count)]
-    peaks = [memory.peaks(loads_of(plan, pad), choice) for plan in plans]
+    peaks = [memory.peaks(loads_of(plan), choice) for plan in plans]
     assert max(float(np.max(v)) for peak in peaks for v in peak.values()) <= budget
     moves = memory.state_bytes()["optimizer"]
     of_rank = [max(float(v[0]) for moment, v in peak.items() if moment != "optimizer") - moves

@@ -18,14 +18,14 @@ from orchmllm.config.recipe import Recipe, read_recipe
 from orchmllm.data.media.shapes import Size
 from orchmllm.data.text.processor import Processor
 from orchmllm.models.families import model_class
-from orchmllm.models.flops import Lengths, phase_work
+from orchmllm.models.flops import Lengths
+from orchmllm.models.whole_flops import phase_work
 from orchmllm.models.hf import WholeModel, meta_model
 from orchmllm.plan.geometry import SegmentLengths
 from orchmllm.plan.layout import AUDIO, ENCODERS, VISION
 from orchmllm.sharding.hf import freeze, ordered
-from orchmllm.sharding.memory import Loads
+from orchmllm.sharding.memory import Loads, MemoryModel
 from orchmllm.sharding.units import checkpoint_bytes, units
-from orchmllm.sharding.whole_memory import WholeMemory
 from orchmllm.tools.data.command import main as data_command
 from orchmllm.tools.predict import dry_run_command, plan_job
 from orchmllm.tools.predict.whole import geometry
@@ -170,7 +170,7 @@ def test_what_a_forward_pass_keeps_is_predicted(name, phase, tmp_path):
                phase: Lengths(*np.array([[rows], [patches], [features]])),
                "llm": Lengths(*np.array([[len(row.kept)], [tokens], [tokens]]))}
     recipe = Recipe(model=ModelConfig(config=str(tmp_path)))
-    memory = WholeMemory.of(resolve(recipe, 1, 1))
+    memory = MemoryModel.of(resolve(recipe, 1, 1))
     loads = Loads(lengths, {p: np.array([features]) * (p == phase) for p in ENCODERS})
     logits = 4.0 * len(row.kept) * memory.model.llm.vocab_size
     least, middle, predicted = (logits + sum(
