@@ -7,6 +7,7 @@ import json
 import shutil
 import tempfile
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -46,6 +47,18 @@ def _folder(changes: str) -> Path:
     folder = _made()
     (folder / "config.json").write_text(json.dumps(config))
     return folder
+
+
+@cache
+def shortened(model: ModelConfig, num_layers: int) -> ModelConfig:
+    """A model with at most so many layers in each part; it has no tokenizer."""
+    folder = Path(model.folder)
+    config, out = json.loads((folder / "config.json").read_text()), _made()
+    for part, key in LAYERS.items():
+        config[f"{part}_config"][key] = min(num_layers, config[f"{part}_config"][key])
+    (out / "config.json").write_text(json.dumps(config))
+    shutil.copy(folder / "preprocessor_config.json", out)
+    return replace(model, config=str(out))
 
 
 def _made() -> Path:

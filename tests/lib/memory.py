@@ -8,19 +8,26 @@ import numpy as np
 from torch.profiler import ProfilerActivity, profile
 
 from orchmllm.config.balance import BalanceConfig
-from orchmllm.config.model import AudioConfig, LLMConfig, ModelConfig, VisionConfig
+from orchmllm.config.model import ModelConfig
 from orchmllm.config.recipe import FsdpConfig
 from orchmllm.data.loading.step_loader import StepLoader
 from orchmllm.data.sampler import GlobalSampler
 from orchmllm.plan.assign import PHASES
+from orchmllm.plan.geometry import AudioGeometry, VisionGeometry
 from orchmllm.sharding.memory import MemoryModel, loads_of
 from orchmllm.trainer import Trainer
+from tests.lib.drawn import model_of
 from tests.lib.synthetic import SyntheticDataset, recipe
 
-WIDE = ModelConfig(  # activations, not weights, take the memory
-    VisionConfig(4, 96, 384, 4, merge_size=2, max_side=224),
-    AudioConfig(4, 96, 384, 4, num_mels=80, stack=2), LLMConfig(512, 4, 128, 352, 4, 4))
 
+def wide() -> ModelConfig:
+    """Activations, not weights, take the memory."""
+    return model_of(
+        num_layers=4,
+        vision={"embed_dim": 96, "hidden_size": 96, "num_heads": 4, "mlp_ratio": 4},
+        audio={"d_model": 96, "encoder_ffn_dim": 384, "encoder_attention_heads": 4},
+        text={"hidden_size": 128, "intermediate_size": 352, "num_attention_heads": 4,
+              "num_key_value_heads": 4, "vocab_size": 512})
 
 
 def _peak(trainer: Trainer, step) -> float:
@@ -34,17 +41,17 @@ def _peak(trainer: Trainer, step) -> float:
 
 
 def measured(world, fsdp: FsdpConfig, kinds: tuple[str, ...],
-             model: ModelConfig = WIDE, batch_size: int = 24) -> tuple[float, float]:
+             model: ModelConfig, batch_size: int = 24) -> tuple[float, float]:
     """(measured, predicted) peak bytes of one forward and backward pass above what is resident
     before it (parameters and optimizer state), from the allocator's own events: the least of
     three passes."""
-    data = SyntheticDataset(kinds=kinds, size=1000, vision=model.vision.geometry,
-                            audio=model.audio.geometry)
+    data = SyntheticDataset(kinds=kinds, size=1000, vision=VisionGeometry(max_side=224),
+                            audio=AudioGeometry(num_mels=8, stack=2))
     trainer = Trainer(recipe(model=model, fsdp=fsdp, balance=BalanceConfig(enabled=False)), world,
                       dataset=data)
     n = batch_size * world.world_size
     loader = iter(StepLoader(data, GlobalSampler(range(2 * n), n, shuffle=False),
-                             trainer.orchestrator, num_steps=2, prefetch=0))
+                             trainer.orchestrator, num_steps=2, prefetch=0, feed=trainer._feed))
     trainer._accumulate(next(loader))
     trainer.optimizer.step()
     trainer.optimizer.zero_grad()

@@ -3,7 +3,7 @@ process group of any size, and torch's tracker of what FSDP2 holds."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,28 +11,32 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
 from torch.distributed._tools.mem_tracker import MemTracker
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from orchmllm.batch import Batch, PackedExamples, SequenceLengths
+from orchmllm.batch import IGNORE_INDEX, PackedExamples, SequenceLengths
 from orchmllm.config.job import resolve
 from orchmllm.config.model import ModelConfig
 from orchmllm.config.recipe import FsdpConfig, Recipe
 from orchmllm.models.families import model_class, read_config
-from orchmllm.models.flops import Lengths, padded_phases, plan_spec
+from orchmllm.models.flops import Lengths
 from orchmllm.models.hf import WholeModel
-from orchmllm.models.mllm import MultimodalModel
+from orchmllm.models.whole_flops import part_counts, plan_spec
 from orchmllm.plan.assign import PHASES
-from orchmllm.plan.layout import ENCODERS
-from orchmllm.plan.step import RankPlan, StepPlan, plan_step
+from orchmllm.plan.geometry import AudioGeometry, SegmentLengths
+from orchmllm.plan.layout import AUDIO, ENCODERS, VISION, BatchLayout
+from orchmllm.plan.step import StepPlan, plan_step
 from orchmllm.sharding.blocks import recompute
-from orchmllm.sharding.fsdp import shard
+from orchmllm.sharding.fsdp import shard_all
+from orchmllm.sharding.hf import ordered
 from orchmllm.sharding.memory import Loads, MemoryModel, loads_of
-from orchmllm.sharding.whole_memory import WholeMemory
 from orchmllm.tools.predict.dry_run import NONE
 from orchmllm.tools.predict.examples import of_mix
+from tests.lib.simulated import microbatch, on_meta
+from tests.lib.synthetic import SyntheticDataset
 
 
 def tracked(recipe: Recipe, num_ranks: int) -> tuple[float, dict[str, float]]:
@@ -40,10 +44,10 @@ def tracked(recipe: Recipe, num_ranks: int) -> tuple[float, dict[str, float]]:
     parameters, gradients, activations and exchanges, without the optimizer's moments."""
     memory, plan = planned(recipe, num_ranks)
     choice = {p: recipe.fsdp.checkpointing(p) for p in PHASES}
-    moments = memory.peaks(loads_of(plan, padded_phases(recipe.model)), choice)
+    moments = memory.peaks(loads_of(plan), choice)
     moments.pop("optimizer")
     moves = memory.state_bytes()["optimizer"]
-    return (tracked_peak(recipe, plan.for_rank(0), num_ranks),
+    return (tracked_peak(recipe, plan),
             {name: float(values[0]) - moves for name, values in moments.items()})
 
 
@@ -51,28 +55,75 @@ def planned(recipe: Recipe, num_ranks: int) -> tuple[MemoryModel, StepPlan]:
     """The memory model of the step that is tracked, and its plan."""
     job = resolve(recipe, num_ranks, 8)
     layout = of_mix(recipe).draw(num_ranks, recipe.train.batch_size, 0)
-    return MemoryModel.of(job, on_cpu=True), plan_step(
-        layout, replace(plan_spec(job), balance=NONE))
+    return MemoryModel.of(job), plan_step(layout, replace(plan_spec(job), balance=NONE))
 
 
-def tracked_peak(recipe: Recipe, plan: RankPlan, num_ranks: int) -> float:
+class Drawn(SyntheticDataset):
+    """Examples of a layout, of any tokens and without what media show."""
+
+    def __init__(self, layout: BatchLayout, model: ModelConfig) -> None:
+        config, counts = read_config(Path(model.folder)), part_counts(model)
+        super().__init__(size=layout.num_examples, audio=AudioGeometry(
+            num_mels=config.audio_config.num_mel_bins, stack=1))
+        self._all, self._width = layout, counts["vision"].row_values
+        self._tokens = {VISION: config.image_token_id, AUDIO: config.audio_token_id}
+        self._first = np.append(0, np.cumsum(layout.segments_per_example))
+        self._place = {e: k for k, e in enumerate(layout.example_id.tolist())}
+
+    def _segments(self, i: int) -> Iterator[tuple[int, SegmentLengths]]:
+        one, k = self._all, self._place[i]
+        for s in range(self._first[k], self._first[k + 1]):
+            yield int(one.modality[s]), SegmentLengths(
+                int(one.rows[s]), int(one.attn_len[s]), int(one.num_tokens[s]),
+                tuple(one.grid[s].tolist()))
+
+    def _text(self, i: int) -> tuple[Tensor, Tensor]:
+        """The last tokens are learnt, as many as are planned."""
+        ids = torch.cat([torch.full((n.num_tokens,), self._tokens.get(modality, 0))
+                         for modality, n in self._segments(i)])
+        labels = torch.full_like(ids, IGNORE_INDEX)
+        targets = int(self._all.num_targets[self._place[i]])
+        labels[len(ids) - targets:] = 0
+        return ids, labels
+
+    def _medium(self, i: int, k: int, layout: BatchLayout) -> dict[str, Tensor]:
+        rows = int(layout.rows[k])
+        if layout.modality[k] == VISION:
+            return {"pixel_values": torch.zeros(rows, self._width),
+                    "image_grid_thw": torch.from_numpy(layout.grid[k: k + 1])}
+        return {"input_features": torch.zeros(1, self.audio.num_mels, rows),
+                "feature_attention_mask": torch.ones(1, rows, dtype=torch.int32)}
+
+    def blank(self, modality: int) -> dict[str, Tensor]:
+        """A small image or clip."""
+        if modality == VISION:
+            return {"pixel_values": torch.zeros(16, self._width),
+                    "image_grid_thw": torch.tensor([[1, 4, 4]])}
+        return {"input_features": torch.zeros(1, self.audio.num_mels, 8),
+                "feature_attention_mask": torch.ones(1, 8, dtype=torch.int32)}
+
+
+def tracked_peak(recipe: Recipe, plan: StepPlan) -> float:
     """Bytes of rank 0 in a forward and backward pass of its part of a plan, without the optimizer's
     moments."""
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=num_ranks)
+    device, layout = torch.device("cpu"), plan.layout
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=layout.num_ranks)
     try:
-        with torch.device("meta"):
-            model = MultimodalModel(recipe.model)
-        model = shard(model, recipe.fsdp, torch.device("cpu"), ranks_per_node=8)
-        with FakeTensorMode(allow_non_fake_inputs=True):
-            model.to_empty(device="cpu")
-            batch = _batch(recipe, plan)
-            tracker = FSDPMemTracker(model)
-            tracker.track_inputs((vars(batch),))
+        whole = on_meta(recipe.model, recipe.fsdp, None)
+        micro = microbatch(whole, Drawn(layout, recipe.model), plan, 0, "load")
+        shard_all(whole, ordered(whole, recipe.fsdp), recipe.fsdp, device, 8)
+        with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+            whole.to_empty(device=device)
+            content = micro.content
+            batch = content.moved(mode.from_tensor)
+            batch = replace(batch, inputs=batch.inputs | content.read)
+            tracker = FSDPMemTracker(whole)
+            tracker.track_inputs((batch,))
             with tracker:
                 for _ in range(recipe.train.accumulation_steps):
                     tracker.reset_mod_stats()
-                    (model(batch) / batch.num_global_targets).backward()
-        return float(tracker.get_tracker_snapshot("peak")[torch.device("cpu")]["Total"])
+                    whole(batch).backward()
+        return float(tracker.get_tracker_snapshot("peak")[device]["Total"])
     finally:
         dist.destroy_process_group()
 
@@ -85,7 +136,7 @@ def tracked_text(folder: Path, choice: Mapping[str, str], num_tokens: int, **fsd
     lengths = {**dict.fromkeys(ENCODERS, Lengths(*np.zeros((3, 1)))), "llm": Lengths(*[sizes] * 3)}
     recipe = Recipe(model=ModelConfig(config=str(folder)),
                     fsdp=FsdpConfig(param_dtype="bfloat16", **fsdp))
-    memory = WholeMemory.of(resolve(recipe, 1, 1), on_cpu=True)
+    memory = MemoryModel.of(resolve(recipe, 1, 1))
     moments = memory.peaks(Loads(lengths, dict.fromkeys(ENCODERS, np.zeros(1))), choice)
     moments.pop("optimizer")
     config = read_config(folder)
@@ -104,18 +155,3 @@ def tracked_text(folder: Path, choice: Mapping[str, str], num_tokens: int, **fsd
                                  SequenceLengths.from_lengths([num_tokens]), {})).backward()
     return (float(tracker.get_tracker_snapshot("peak")[torch.device("cpu")]["Total"]),
             max(float(m[0]) for m in moments.values()) - memory.state_bytes()["optimizer"])
-
-
-def _batch(recipe: Recipe, plan: RankPlan) -> Batch:
-    rows = {m: plan.encode[m].lengths for m in ENCODERS}
-    sizes = {m: getattr(recipe.model, m).geometry.row_size for m in ENCODERS}
-    kinds = {"vision": torch.uint8, "audio": torch.float32}
-    tokens = torch.zeros(int(plan.llm.lengths.sum()), dtype=torch.long)
-    return Batch(
-        plan=plan, inputs={m: torch.zeros((int(rows[m].sum()), sizes[m]), dtype=kinds[m])
-                           for m in ENCODERS},
-        input_lengths={m: SequenceLengths.from_lengths(rows[m]) for m in ENCODERS},
-        token_ids=tokens, labels=tokens.clone(),
-        text_lengths=SequenceLengths.from_lengths(plan.llm.lengths),
-        position_ids=torch.from_numpy(plan.position_ids),
-        scatter={m: torch.from_numpy(plan.scatter[m]) for m in ENCODERS}, num_global_targets=1000)

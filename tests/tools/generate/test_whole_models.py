@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from orchmllm.hf.whole_model import open_dataset
 from PIL import Image
 from transformers import AutoProcessor
 

@@ -11,8 +11,8 @@ import pytest
 
 from orchmllm.config.job import resolve
 from orchmllm.config.recipe import load_recipe
-from orchmllm.models.whole_flops import plan_spec
 from orchmllm.models.gpus import GPUS, kind_of
+from orchmllm.models.whole_flops import plan_spec
 from orchmllm.plan.assign import PHASES
 from orchmllm.plan.step import plan_step
 from orchmllm.tools.data.command import main as data_command
@@ -20,11 +20,10 @@ from orchmllm.tools.predict.dry_run import dry_run
 from orchmllm.tools.predict.dry_run_command import main
 from orchmllm.tools.predict.examples import of_mix, of_recipe
 from orchmllm.tools.predict.hardware import Hardware, cluster
-from orchmllm.tools.predict.phase_runner import shortened
 from orchmllm.tools.predict.transfers import moves_of
 from tests.lib.corpora import write_llava
+from tests.lib.drawn import shortened, with_processor
 from tests.lib.recipes import read
-from tests.lib.tokenizers import write_tokenizer
 
 BASE = read("mllm10b")
 SECTIONS = ("train", "fsdp", "balance", "data", "model")
@@ -71,13 +70,11 @@ def figure(r: dict, key: str) -> float:
     ({"fsdp__shard_size": 8}, [], ["memory", "update_s"]),
     ({"fsdp__activation_checkpointing": "full"}, ["memory"], ["llm_s"]),
     ({"fsdp__activation_checkpointing": "selective"}, ["memory"], ["llm_s"]),
-    ({"fsdp__loss_chunk_rows": 0}, [], ["memory"]),
     ({"fsdp__cpu_offload": True}, ["memory"], ["update_s", "traffic_s"]),
     ({"model__llm__frozen": True}, ["memory", "llm_s", "update_s"], []),
     ({"model__audio__frozen": True}, ["audio_s", "memory"], []),
     ({"model__vision__frozen": True, "model__audio__frozen": True,
       "model__connectors_frozen": True}, ["exchange_s", "vision_s", "vision backward"], []),
-    ({"model__audio__mode": "fixed"}, [], ["audio_s"]),
     ({"balance__dispatch": "tensors"}, ["exchange_s"], []),  # homes are where they were sampled
     ({"balance__group": "shard", "fsdp__shard_size": 8}, ["internode_bytes"], []),
     ({"balance__ranks_per_node": 4}, [], ["traffic_s"]),
@@ -92,6 +89,13 @@ def test_a_key_of_the_recipe_has_its_effect(changes, less, more):
         assert figure(other, key) < figure(base, key), key
     for key in more:
         assert figure(other, key) > figure(base, key), key
+
+
+def test_a_loss_by_chunks_takes_less_memory_where_much_is_learnt():
+    """Of few targets the float32 gradient of the head, which chunks add up, is more than logits."""
+    few, many = ([figure(report(train__batch_size=b, fsdp__loss_chunk_rows=rows), "memory")
+                  for rows in (256, 0)] for b in (4, 16))
+    assert few[0] > few[1] and many[0] < many[1]
 
 
 def test_hybrid_sharding_pays_for_its_all_reduce():
@@ -177,7 +181,8 @@ def test_variants_of_a_gpu_are_told_apart(name, kind):
 def own(tmp_path, capsys):
     """The command on a small recipe -> (exit code, stdout, stderr)."""
     path = tmp_path / "r.yaml"
-    path.write_text("data: {path: nowhere}\ntrain: {batch_size: 2}\n", encoding="utf-8")
+    path.write_text(f"data: {{path: nowhere}}\nmodel: {{config: {with_processor()}}}\n"
+                    "train: {batch_size: 2}\n", encoding="utf-8")
 
     def run(*args: str) -> tuple[int, str, str]:
         code = main([str(path), "--ranks", "2", *args])
@@ -197,9 +202,9 @@ def test_wrong_options_are_one_line(tmp_path, own):
     code, _, told = own("--measured", str(lines))
     assert code == 2 and "--measured" in told and told.count("\n") == 1
     for row, says in (('{"audio_s": [1e999]}', "line 1"), ('{"text_tokens": 1e30}', "line 1"),
-                      ('{"images": [[1e12, 9]]}', "2**31"), ('{"audio_s": [45]}', "window")):
+                      ('{"images": [[1e12, 9]]}', "2**31"), ('{"audio_s": [45]}', "too long")):
         lines.write_text(row, encoding="utf-8")
-        code, _, told = own("--lengths", str(lines), "model.audio.mode=fixed")
+        code, _, told = own("--lengths", str(lines))
         assert code == 2 and f"--lengths {lines}" in told and says in told, told
     code, _, told = own("--json", str(tmp_path / "no" / "r.json"))
     assert code == 2 and "no/r.json" in told and told.count("\n") == 1
@@ -235,10 +240,10 @@ def test_lengths_of_a_statistics_file(tmp_path, own):
 
 def test_the_recipes_own_lengths_once_they_are_indexed(tmp_path, capsys):
     data = write_llava(tmp_path / "llava")
-    write_tokenizer(tmp_path / "llava")
     path = tmp_path / "r.yaml"
-    path.write_text(f"data: {{path: {data}, tokenizer: {tmp_path / 'llava'}, index_dir: "
-                    f"{tmp_path / 'i'}}}\ntrain: {{batch_size: 2}}\n", encoding="utf-8")
+    path.write_text(f"data: {{path: {data}, index_dir: {tmp_path / 'i'}}}\n"
+                    f"model: {{config: {with_processor()}}}\ntrain: {{batch_size: 2}}\n",
+                    encoding="utf-8")
     assert main([str(path), "--ranks", "2"]) == 0
     assert "orchmllm data index" in " ".join(capsys.readouterr().out.split())
     assert data_command(["index", str(path), "--workers", "1"]) == 0

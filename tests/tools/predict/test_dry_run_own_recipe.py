@@ -13,17 +13,16 @@ from orchmllm.plan.layout import ENCODERS
 from orchmllm.plan.step import build_plan
 from orchmllm.tools.predict.dry_run import exchange_report
 from orchmllm.tools.predict.dry_run_command import main
-from orchmllm.tools.predict.workload import MODELS, sample_layout
+from orchmllm.tools.predict.workload import sample_layout
+from scripts.models import MODELS
 from tests.lib.commands import python
+from tests.lib.drawn import with_processor
 from tests.lib.recipes import read, small_spec
 
-TINY = """
-data: {path: nowhere}
-model:
-  vision: {num_layers: 1, hidden_size: 16, intermediate_size: 32, num_heads: 2}
-  audio: {num_layers: 1, hidden_size: 16, intermediate_size: 32, num_heads: 2}
-  llm: {num_layers: 1, hidden_size: 32, intermediate_size: 48, num_heads: 4}
-train: {batch_size: 2}
+TINY = f"""
+data: {{path: nowhere}}
+model: {{config: {with_processor()}}}
+train: {{batch_size: 2}}
 """
 
 
@@ -72,14 +71,6 @@ def test_the_global_batch_decides_what_a_rank_holds(dry_run):
     assert "6 examples a rank and microbatch" in text  # 34 / (2 * 3), rounded up
 
 
-def test_an_encoder_that_the_recipe_does_not_have(dry_run):
-    text = dry_run("\n".join(x for x in TINY.splitlines() if "audio:" not in x))
-    assert "The recipe has no model.audio" in text and "the paper's images and text" in text
-    rows = {x.strip().split("  ")[0] for x in text.splitlines() if x.startswith("  ")}
-    assert "vision forward" in rows and not rows & {
-        "audio", "audio forward", "audio backward"}
-
-
 def test_it_does_not_fit_by_so_much(tmp_path, capfd):
     path = tmp_path / "own.yaml"
     path.write_text(TINY, encoding="utf-8")
@@ -107,7 +98,7 @@ def test_ranks_fill_nodes_and_shard_groups():
 @pytest.mark.parametrize("ranks, node", [(8, 8), (12, 4)])
 def test_peers_are_the_ranks_that_a_rank_sends_rows_to(ranks, node):
     """Counted item by item."""
-    layout = sample_layout("84b", num_ranks=ranks, batch_size=2, seed=0)
+    layout = sample_layout(MODELS["84b"], num_ranks=ranks, batch_size=2, seed=0)
     rng = np.random.default_rng(0)
     encode = {m: rng.integers(0, ranks, len(layout.segments[code])) for m, code in ENCODERS.items()}
     llm = rng.integers(0, ranks, layout.num_examples)

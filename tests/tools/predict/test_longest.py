@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from orchmllm.batch import Microbatch, Step
 from orchmllm.config.job import resolve
 from orchmllm.config.recipe import FsdpConfig, load_recipe
 from orchmllm.data.stream import open_dataset
+from orchmllm.models.families import read_config
 from orchmllm.models.whole_flops import plan_spec
 from orchmllm.plan.assign import PHASES
 from orchmllm.plan.cost import CostModel
@@ -25,9 +27,10 @@ from orchmllm.tools.data.command import main as data_command
 from orchmllm.tools.predict.dry_run import NONE
 from orchmllm.tools.predict.dry_run_command import main as dry_run
 from orchmllm.tools.predict.workload import sample_layout
+from scripts.models import MODELS
+from tests.lib.drawn import with_processor
 from tests.lib.formats import write_jsonl
 from tests.lib.recipes import read
-from tests.lib.tokenizers import write_tokenizer
 from tests.lib.tracked import tracked_peak
 from tests.tools.predict.test_tracked_memory import thin
 
@@ -50,16 +53,16 @@ CASES = {  # (ranks, recipe, phase): of `phase` the longest item alone
 
 def item(recipe, phase: str, positions: int) -> BatchLayout:
     """An example that is one text, or one medium of so many positions: an image 2 patches high."""
+    config = read_config(Path(recipe.model.folder))
     if phase == "llm":
         segment = TEXT, text_lengths(positions)
     elif phase == "vision":
-        group = recipe.model.vision.merge_size**2
+        group = config.vision_config.spatial_merge_size**2
         segment = ENCODERS[phase], SegmentLengths(positions, positions, positions // group,
                                                   (1, 2, positions // 2))
     else:
         segment = ENCODERS[phase], SegmentLengths(
-            2 * positions, positions, -(-positions // recipe.model.audio.stack),
-            (1, 1, 2 * positions))
+            2 * positions, positions, -(-positions // config.audio_stack), (1, 1, 2 * positions))
     targets = positions if phase == "llm" else 0
     return BatchLayout.from_segments(0, targets, [segment])
 
@@ -80,13 +83,13 @@ def test_the_longest_that_fits_takes_the_budget(name):
     example = replace(item(recipe, phase, positions),
                       examples_per_rank=np.array([1] + [0] * (ranks - 1)))
     plan = plan_step(example, replace(plan_spec(job), balance=NONE))
-    peak = tracked_peak(recipe, plan.for_rank(0), ranks) + memory.state_bytes()["optimizer"]
+    peak = tracked_peak(recipe, plan) + memory.state_bytes()["optimizer"]
     print(f"{name}: {positions:,} positions, {peak / 1e9:.2f} of {GB:g} GB")
     assert peak == pytest.approx(1e9 * GB, rel=0.05)
 
 
 def test_each_example_alone_is_a_plan_of_as_many_ranks():
-    layout = sample_layout("10b", num_ranks=40, batch_size=1, seed=3, mix="omni")
+    layout = sample_layout(MODELS["10b"], num_ranks=40, batch_size=1, seed=3, mix="omni")
     job = resolve(read("mllm10b"), 40, 8)
     planned = loads_of(plan_step(layout, replace(plan_spec(job), balance=NONE)))
     for encodes in (True, False):
@@ -147,7 +150,7 @@ class Shared(CostModel):
 def imbalance_of(long: int, parts: int, ranks: int, batch: int) -> tuple[float, object]:
     """(Imbalance of the LLM phase of a real plan of the 10B model in which an example of `long`
     tokens is shared by `parts`, the table's figures of the batch with the whole example)."""
-    base = sample_layout("10b", num_ranks=ranks, batch_size=batch, seed=1)
+    base = sample_layout(MODELS["10b"], num_ranks=ranks, batch_size=batch, seed=1)
     sizes = base.examples_per_rank.copy()
     spec = plan_spec(resolve(replace(read("mllm10b"), fsdp=FsdpConfig()), ranks, 8))
 
@@ -182,15 +185,12 @@ def test_rule_of_thumb_beside_plans(long, ranks, batch, off):
     assert item.ratio > 1
 
 
-TINY = """
-model:
-  vision: {num_layers: 1, hidden_size: 16, intermediate_size: 32, num_heads: 2}
-  audio: {num_layers: 1, hidden_size: 16, intermediate_size: 32, num_heads: 2}
-  llm: {num_layers: 2, hidden_size: 32, intermediate_size: 48, num_heads: 4, vocab_size: 2048}
-data: {path: long.jsonl, tokenizer: tokenizer.json, index_dir: index}
-train: {batch_size: 2, num_steps: 2}
-fsdp: {memory_gb: 0.02}
-launch: {nproc_per_node: 2}
+TINY = f"""
+model: {{config: {with_processor()}}}
+data: {{path: long.jsonl, index_dir: index}}
+train: {{batch_size: 2, num_steps: 2}}
+fsdp: {{memory_gb: 0.02}}
+launch: {{nproc_per_node: 2}}
 """
 LONG = 3000  # words of the last row
 
@@ -199,7 +199,6 @@ LONG = 3000  # words of the last row
 def folder(tmp_path, monkeypatch):
     """A recipe, its data, of which the last row is long, and their lengths as a file."""
     monkeypatch.chdir(tmp_path)
-    write_tokenizer(tmp_path)
     write_jsonl(tmp_path / "long.jsonl", [
         {"conversations": [{"from": "human", "value": "what " * 20},
                            {"from": "gpt", "value": "red " * words}]}
@@ -249,7 +248,7 @@ def test_statistics_and_the_log_of_a_run_name_the_row(folder, capsys, monkeypatc
     job, spec = resolve(loaded, 2, 8), plan_spec(resolve(loaded, 2, 8))
 
     def logged() -> str:
-        dataset, lines = open_dataset(loaded.data, loaded.model, seed=0), []
+        dataset, lines = open_dataset(loaded.data, loaded.model.folder, seed=0), []
         examples = LongExamples(job, spec, dataset, 0, lines.append)
         for index, rows in enumerate(([0, 1, 2, 3], [0, 1, 2, 30], [4, 5, 6, 30])):
             plan = plan_step(dataset.layouts(np.array(rows), [2, 2]), spec)

@@ -22,13 +22,13 @@ from orchmllm.tools.data.command import index_all
 from orchmllm.tools.data.command import main as data_command
 from orchmllm.tools.data.composition import global_batches
 from orchmllm.tools.predict.dry_run import dry_run
-from orchmllm.tools.predict.examples import of_recipe, open_recipe
+from orchmllm.tools.predict.examples import dataset_of, of_recipe
 from orchmllm.tools.predict.hardware import Hardware
 from orchmllm.tools.predict.plan_job import main
 from orchmllm.tools.predict.text import dry_run_text
+from tests.lib.drawn import drawn_model
 from tests.lib.formats import write_jsonl
 from tests.lib.synthetic import recipe
-from tests.lib.tokenizers import write_tokenizer
 
 RANKS = 4
 FULL = dict.fromkeys(PHASES, "full")
@@ -42,7 +42,6 @@ def talk(words: int) -> dict:
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("texts")
-    write_tokenizer(folder)
     write_jsonl(folder / "long.jsonl", [talk(200 + i) for i in range(40)])
     write_jsonl(folder / "short.jsonl", [talk(3 + i % 7) for i in range(40)])
     write_jsonl(folder / "mixed.jsonl", [talk(3 + i % 7 if i % 10 else 200) for i in range(200)])
@@ -53,9 +52,10 @@ def own(folder, *paths: str, sources: dict | None = None, **data):
     """A recipe of these files."""
     configs = tuple(SourceConfig(path=str(folder / p), **(sources or {}).get(p, {}))
                     for p in paths)
-    return recipe(fsdp=FsdpConfig(activation_checkpointing="auto", memory_gb=1.0),
+    return recipe(model=drawn_model(),
+                  fsdp=FsdpConfig(activation_checkpointing="auto", memory_gb=1.0),
                   train=TrainConfig(batch_size=2), data=DataConfig(
-                      tokenizer=str(folder / "tokenizer.json"), index_dir=str(folder / "index"),
+                      index_dir=str(folder / "index"),
                       sources=configs, **data))
 
 
@@ -69,10 +69,9 @@ CASES = {
 
 def opened(asked):
     """(dataset, global batches as training draws them) of a recipe whose index is made."""
-    sources, reader = open_recipe(asked)
-    indexes = index_all(sources, reader, index_path(asked.data.index_dir), 1)
-    dataset = open_dataset(asked.data, asked.model, seed=asked.run.seed)
-    return dataset, list(global_batches(sources, indexes, asked, RANKS))
+    rows = dataset_of(asked)
+    indexes = index_all(rows.sources, rows.reader, index_path(asked.data.index_dir), 1)
+    return dataset_of(asked), list(global_batches(rows.sources, indexes, asked, RANKS))
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -82,7 +81,7 @@ def test_a_run_decides_by_the_batches_that_it_draws(folder, case):
     paths, data = CASES[case]
     asked = own(folder, *paths, **data)
     dataset, drawn = opened(asked)
-    spec, pad = plan_spec(resolve(asked, RANKS, 8)), padded_phases(asked.model)
+    spec = plan_spec(resolve(asked, RANKS, 8))
     needed = MemoryModel.of(resolve(asked, RANKS, 8)).peak(
         joined([loads_of(plan_step(x, spec)) for x in drawn[:2]]), FULL)
 
@@ -100,7 +99,7 @@ def test_a_run_decides_by_the_batches_that_it_draws(folder, case):
 
 def test_a_run_on_a_stream_decides_by_its_first_examples(folder):
     asked = own(folder, "mixed.jsonl", streaming=True)
-    dataset = open_dataset(asked.data, asked.model, seed=0)
+    dataset = open_dataset(asked.data, asked.model.folder, seed=0)
     rows, _ = dataset.split(0)
     assert RunMemory(asked, dataset, rows, plan_spec(resolve(asked, RANKS, 8)), RANKS,
                      0).choice == dict.fromkeys(PHASES, "none")
@@ -138,7 +137,8 @@ def test_a_dry_run_of_capped_mini_batches_says_so(folder, capsys):
     assert "data.batching=capped" in " ".join(other["not_modelled"])
     path = folder / "r.yaml"
     path.write_text(f"data: {{path: {folder / 'mixed.jsonl'}, batching: capped, "
-                    "max_batch_tokens: 4000}\n", encoding="utf-8")
+                    f"max_batch_tokens: 4000}}\nmodel: {{config: {asked.model.config}}}\n",
+                    encoding="utf-8")
     assert main([str(path), "--ranks", "4"]) == 2  # it searches what has no effect
     assert "data.batching is capped" in capsys.readouterr().err
 

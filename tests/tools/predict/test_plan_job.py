@@ -12,9 +12,9 @@ from orchmllm.config.recipe import load_recipe
 from orchmllm.tools.predict.dry_run_command import main as dry_run_command
 from orchmllm.tools.predict.examples import of_mix
 from orchmllm.tools.predict.hardware import cluster
-from orchmllm.tools.predict.phase_runner import shortened
 from orchmllm.tools.predict.plan_job import main
 from orchmllm.tools.predict.search import KEEPS, Search, Setting
+from tests.lib.drawn import shortened
 from tests.lib.recipes import RECIPES, read
 
 

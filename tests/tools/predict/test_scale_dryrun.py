@@ -11,9 +11,9 @@ import pytest
 from orchmllm.config.fsdp import DTYPE_BYTES
 from orchmllm.config.job import check_world, resolve
 from orchmllm.config.model import ModelConfig
-from orchmllm.models.whole_flops import plan_spec
 from orchmllm.models.hf import meta_model
-from orchmllm.papers.ablations import ablate, ablation_text, variants
+from orchmllm.models.whole_flops import plan_spec
+from orchmllm.papers.ablations import ablate, ablation_text, padded, variants
 from orchmllm.plan.assign import PHASES, PhasePolicy
 from orchmllm.plan.layout import ENCODERS, BatchLayout
 from orchmllm.plan.step import imbalance, plan_step
@@ -32,8 +32,9 @@ from orchmllm.tools.predict.step_time import (
 )
 from orchmllm.tools.predict.text import dry_run_text
 from orchmllm.tools.predict.transfers import moves_of
-from orchmllm.tools.predict.workload import MODELS, sample_layout
+from orchmllm.tools.predict.workload import sample_layout
 from orchmllm.train import main as train
+from scripts.models import MODELS
 from tests.lib import drawn
 from tests.lib.commands import python
 from tests.lib.recipes import RECIPES, read, small_spec
@@ -77,20 +78,20 @@ def test_dry_run_of_84b_on_2560_ranks(tmp_path):
 @pytest.mark.slow
 def test_ratios_of_84b_are_those_of_an_independent_simulation():
     """Computing alone on the same mix, with audio padded where it is not balanced."""
-    recipe, packed = read("mllm84b"), frozenset()
-    job, pad = resolve(recipe, 2560, 8), frozenset({"audio"})
+    recipe = read("mllm84b")
+    job = resolve(recipe, 2560, 8)
     spec, memory = plan_spec(job), MemoryModel.of(job)
     towers = dict.fromkeys(ENCODERS, PhasePolicy("none"))
-    schemes = {"balanced": (spec.balance, packed), "none": (NONE),
-               "LLM only": (replace(spec.balance, **towers))}
+    schemes = {"balanced": spec.balance, "none": NONE,
+               "LLM only": replace(spec.balance, **towers)}
     seconds = dict.fromkeys(schemes, 0.0)
     for step in range(3):
         layout = of_mix(recipe).draw(2560, 30, step)
-        for name, (balance, padded) in schemes.items():
+        for name, balance in schemes.items():
             plan = plan_step(replace(layout), replace(spec, balance=balance))
             if name == "balanced":  # in what plans balance, which is FLOP
                 assert all(imbalance(plan.planned_cost(p)) < 1.03 for p in PHASES)
-            work = work_of(plan, recipe.model, padded)
+            work = work_of(plan if name == "balanced" else padded(plan), recipe.model)
             seconds[name] += sum(float(rank_seconds(work, p, memory, Hardware()).sum(0).max())
                                  for p in PHASES)
     for name, reference in (("none", 1.58), ("LLM only", 1.17)):
@@ -174,7 +175,7 @@ def test_ablations_have_the_papers_order_at_128(name, batch):
 def test_every_variant_is_a_plan():
     spec = small_spec(MODELS["18b"])
     for ranks in (4, 16):  # less than a node, and two nodes
-        layout = sample_layout("18b", num_ranks=ranks, batch_size=4, seed=0)
+        layout = sample_layout(MODELS["18b"], num_ranks=ranks, batch_size=4, seed=0)
         for variant in variants().values():
             plan = plan_step(layout, replace(spec, balance=variant.balance))
             moves = moves_of(plan, variant.all_gather)
@@ -183,7 +184,7 @@ def test_every_variant_is_a_plan():
 
 def test_predicted_time_adds_up_by_hand():
     """One rank, no traffic: FLOPs over peak times efficiency."""
-    layout = sample_layout("10b", num_ranks=1, batch_size=4, seed=0)
+    layout = sample_layout(MODELS["10b"], num_ranks=1, batch_size=4, seed=0)
     work = work_of(plan_step(layout, small_spec(MODELS["10b"])), MODELS["10b"])
     hardware = Hardware(product_efficiency=0.5, attention_efficiency=0.5, attention_half=0,
                         memory_efficiency=1e20)
@@ -197,7 +198,7 @@ def test_predicted_time_adds_up_by_hand():
 
 
 def test_every_microbatch_computes_gathers_and_exchanges_and_the_optimizer_runs_once():
-    layout = sample_layout("10b", num_ranks=16, batch_size=4, seed=0)
+    layout = sample_layout(MODELS["10b"], num_ranks=16, batch_size=4, seed=0)
     work = work_of(plan_step(layout, small_spec(MODELS["10b"])), MODELS["10b"])
     memory = MemoryModel(MODELS["10b"], replace(tiny().fsdp, compute_dtype="bfloat16"), 16)
     slow = Hardware(network_bandwidth=1e8)  # gathers that no computing hides
@@ -228,7 +229,7 @@ def test_a_shard_group_that_lies_on_two_nodes_has_the_links_of_the_smaller_part(
 
 
 def test_split_ranks_is_a_partition():
-    layout = sample_layout("84b", num_ranks=12, batch_size=3, seed=0)
+    layout = sample_layout(MODELS["84b"], num_ranks=12, batch_size=3, seed=0)
     parts = list(layout.split_ranks(5))
     assert [p.num_ranks for p in parts] == [5, 5, 2]
     whole = BatchLayout.concat(parts)
@@ -237,7 +238,7 @@ def test_split_ranks_is_a_partition():
 
 
 def test_peers_of_a_plan():
-    layout = sample_layout("84b", num_ranks=32, batch_size=8, seed=0)
+    layout = sample_layout(MODELS["84b"], num_ranks=32, batch_size=8, seed=0)
     report = exchange_report(plan_step(layout, small_spec(MODELS["84b"])), 8)
     mean, most, bound = report["peers"]
     assert 0 < mean <= most <= bound == 31

@@ -8,12 +8,12 @@ from itertools import product
 
 import numpy as np
 import pytest
+from orchmllm.models.mllm import MultimodalModel
 
 from orchmllm.config.balance import BalanceConfig
 from orchmllm.config.fsdp import CHOICES
 from orchmllm.config.recipe import FsdpConfig
 from orchmllm.models.flops import item_rank, phase_lengths, phase_work
-from orchmllm.models.mllm import MultimodalModel
 from orchmllm.plan.assign import PHASES, PhasePolicy
 from orchmllm.plan.step import plan_step
 from orchmllm.sharding.choice import choose_checkpointing

@@ -19,8 +19,8 @@ from orchmllm.data.media.shapes import Size
 from orchmllm.data.text.processor import Processor
 from orchmllm.models.families import model_class
 from orchmllm.models.flops import Lengths
-from orchmllm.models.whole_flops import phase_work
 from orchmllm.models.hf import WholeModel, meta_model
+from orchmllm.models.whole_flops import phase_work
 from orchmllm.plan.geometry import SegmentLengths
 from orchmllm.plan.layout import AUDIO, ENCODERS, VISION
 from orchmllm.sharding.hf import freeze, ordered

@@ -14,7 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from orchmllm.cli import dispatch
 from orchmllm.config.recipe import load_recipe
-from orchmllm.data.processed import open_processor
+from orchmllm.data.text.processor import Processor
 from orchmllm.encoders.planned import PlannedEncoders
 from orchmllm.models.families import model_class, read_config
 from orchmllm.models.hf import WholeModel
@@ -65,7 +65,7 @@ def test_what_is_measured_is_the_work_of_the_model(name, kinds, tmp_path):
     whole = WholeModel(model_class(config)._from_config(config), torch.float32).train()
     for name, buffer in whole.hf.named_buffers():
         torch.testing.assert_close(runner.whole.hf.get_buffer(name), buffer)
-    encoders, processor = PlannedEncoders(whole.hf), open_processor(tmp_path, recipe.data)
+    encoders, processor = PlannedEncoders(whole.hf), Processor(tmp_path)
     runner._clock = Counter()
     for phase, counts in kinds.items():
         if phase == "llm":
