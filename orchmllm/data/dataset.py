@@ -35,8 +35,8 @@ class ConversationDataset:
 
     sources: a path, or the sources of a recipe. index_dir: where length indexes and scans of large
     files are kept (None: ~/.cache/orchmllm/index); an index that fits is used. storage: what may be
-    read of other machines. reader: what measures and loads a row. Raises ValueError if a source cannot be
-    opened; bad rows and media are reported when they are loaded.
+    read of other machines. reader: what measures and loads a row. Raises ValueError if a source
+    cannot be opened; bad rows and media are reported when they are loaded.
     """
 
     streaming = False

@@ -26,8 +26,9 @@ from orchmllm.plan.layout import TEXT, BatchLayout
 class MeasuredExample(NamedTuple):
     """One example as planned. token_ids (T,) int32, supervised (T,) bool: of its text. media: in
     reading order, those after the cut too. problem: why it is a stand-in, or how its row differs
-    from the index, or None. turns, sizes, spans, digest: the conversation, the sizes of the media before the cut, what the chat template wrote,
-    and Tokens.digest; the last two are empty where the lengths are an index's."""
+    from the index, or None. turns, sizes, spans, digest: the conversation, the sizes of the media
+    before the cut, what the chat template wrote, and Tokens.digest; the last two, token_ids and
+    supervised are empty where the lengths are an index's."""
 
     layout: BatchLayout
     token_ids: np.ndarray

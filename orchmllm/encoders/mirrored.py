@@ -61,7 +61,8 @@ class Mirrored(Tensor):
         """An ordinary tensor of the device. What is repeated (stride 0) is repeated there."""
         small = self.host
         for dim, stride in enumerate(small.stride()):
-            small = small.narrow(dim, 0, 1) if stride == 0 and small.shape[dim] else small
+            if stride == 0 and small.shape[dim]:
+                small = on_host(small.narrow, dim, 0, 1)
         return on_device(small, self.device).expand(self.shape)
 
     @functools.cached_property

@@ -46,14 +46,13 @@ def batches(world, dispatch: str, accumulation: int) -> tuple[list, int]:
                                        audio=greedy, llm=greedy))
     trainer = Trainer(run, world, dataset=data)
     loader = StepLoader(data, GlobalSampler(range(24), 12, seed=1), trainer.orchestrator,
-                        num_steps=3, accumulation_steps=accumulation)
+                        num_steps=3, accumulation_steps=accumulation, feed=trainer._feed)
     out = []
     with counted() as seen:
         for step in loader:
             for micro in step.micro:
-                b = loader.orchestrator.dispatch(micro, step.num_global_targets)
-                out.append([b.num_global_targets, *(x.numpy() for x in (
-                    b.token_ids, b.labels, *b.inputs.values(), b.position_ids))])
+                out.append([step.num_global_targets])
+                loader.orchestrator.dispatch(micro).moved(lambda x: out[-1].append(x.numpy()) or x)
     return out, seen[1]
 
 

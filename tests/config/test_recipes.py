@@ -31,7 +31,8 @@ def message_of(case: dict) -> str:
             else case["text"].encode() * case.get("repeat", 1))
     Path("r.yaml").write_bytes(data)
     with pytest.raises(RecipeError) as error:
-        load_recipe("r.yaml", ["model.config=m"] * (not case.get("bare")) + case.get("overrides", []))
+        load_recipe("r.yaml", [*["model.config=m"][: not case.get("bare")],
+                               *case.get("overrides", [])])
     return str(error.value)
 
 

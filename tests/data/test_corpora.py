@@ -19,7 +19,7 @@ from tests.lib.sources import same_example
 
 
 def of_model() -> list[str]:
-    return [f"model.config={with_processor()}", "data.tokenizer="]
+    return [f"model.config={with_processor()}"]
 
 
 @pytest.fixture(scope="module")

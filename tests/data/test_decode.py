@@ -62,6 +62,23 @@ def test_image_modes(tmp_path):
 # Audio
 
 
+@pytest.mark.parametrize("num_samples", [1, 159, 160, 161, 400, 4801, 40000])
+@pytest.mark.parametrize("num_mels", [80, 128])
+def test_frames_of_a_packed_clip_are_those_of_whisper(num_samples, num_mels):
+    """Which hears the silence after it."""
+    from transformers import WhisperFeatureExtractor
+
+    from orchmllm.composition.processing import ComposedProcessor
+
+    processor = object.__new__(ComposedProcessor)
+    processor.feature_extractor = WhisperFeatureExtractor(feature_size=num_mels)
+    samples = np.random.default_rng(0).uniform(-0.5, 0.5, num_samples).astype(np.float32)
+    [frames] = processor._of_clips([samples], {"sampling_rate": 16000})["input_features"]
+    padded = processor.feature_extractor(samples, sampling_rate=16000, return_tensors="np")
+    assert frames.shape == (num_mels, -(-num_samples // 160))
+    np.testing.assert_allclose(frames, padded.input_features[0][:, :frames.shape[1]], atol=1e-4)
+
+
 @pytest.mark.parametrize("num_samples", [641, 800, 801, 4801, 40000])
 def test_frames_of_a_clip_are_those_of_whisper(reader, num_samples):
     from transformers import WhisperFeatureExtractor

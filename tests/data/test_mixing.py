@@ -25,7 +25,7 @@ from orchmllm.runtime.build import build_dataset
 from orchmllm.tools.data.build_index import build_index
 from orchmllm.tools.data.command import main
 from orchmllm.tools.data.composition import global_batches
-from tests.lib.drawn import with_processor
+from tests.lib.drawn import drawn_model, with_processor
 from tests.lib.formats import QUESTIONS, llava_row, write_jsonl, write_media
 from tests.lib.gradients import BATCH, Case, all_gradients, reference_gradients, worst_difference
 from tests.lib.ranks import run_ranks

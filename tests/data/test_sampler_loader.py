@@ -54,15 +54,15 @@ def batches(world, prefetch: int, accumulation: int, dispatch: str) -> list:
     data = SyntheticDataset()
     trainer = Trainer(run, world, dataset=data)
     loader = StepLoader(data, GlobalSampler(range(24), 6, seed=1), trainer.orchestrator,
-                                num_steps=5, prefetch=prefetch, accumulation_steps=accumulation,
-                                flops_of=lambda layout: {"llm": float(layout.num_tokens.sum())})
+                        num_steps=5, prefetch=prefetch, accumulation_steps=accumulation,
+                        feed=trainer._feed,
+                        flops_of=lambda layout: {"llm": float(layout.num_tokens.sum())})
     out = []
     for step in loader:
         assert step.useful_flop == step.layout.num_tokens.sum()
         for micro in step.micro:
-            b = loader.orchestrator.dispatch(micro, step.num_global_targets)
-            out.append([b.token_ids.tolist(), b.labels.tolist(), b.num_global_targets,
-                        *(b.inputs[m].sum().item() for m in b.inputs)])
+            out.append([step.num_global_targets])
+            loader.orchestrator.dispatch(micro).moved(lambda x: out[-1].append(x.tolist()) or x)
     return out, [t.name for t in threading.enumerate() if t.name == "orchmllm-prefetch"]
 
 

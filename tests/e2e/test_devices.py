@@ -91,7 +91,7 @@ def step(device: torch.device, fsdp: FsdpConfig, dispatch: str, noted: list[Exce
                            group=group, device_group=group)
     with (Groups(device.type, noted) as watch,
           patch.object(attention, "is_compiling", lambda: fsdp.compile)):
-        row = planner.dispatch(micro, 10)
+        row = planner.dispatch(micro)
         loss = whole(row)
         (loss / 10).backward()
         clip_gradients(learning_parts(whole), 1.0, device)

@@ -35,8 +35,7 @@ BATCH, STEPS = 12, 8  # 96 draws of 56 examples: into the second epoch
 def root(tmp_path_factory):
     root = tmp_path_factory.mktemp("mix")
     write_paper_mix(root)
-    tokenizer = root / load_recipe(RECIPE).data.tokenizer
-    write_model(root / "model", tokenizer)
+    write_model(root / "model", root / "data" / "tokenizer" / "tokenizer.json")
     return root
 
 
@@ -45,7 +44,7 @@ def absolute(root: Path, streaming: bool, indexed: bool) -> DataConfig:
     data = load_recipe(RECIPE).data
     sources = tuple(replace(s, path=str(root / s.path), weight=w * streaming)
                     for s, w in zip(data.sources, (2.0, 1.0, 1.0), strict=True))
-    return replace(data, sources=sources, tokenizer="", prefetch=2,
+    return replace(data, sources=sources, prefetch=2,
                    streaming=streaming, num_shards=4,
                    index_dir=str(root / ("index" if indexed else "none")))
 
@@ -89,7 +88,7 @@ def test_trained_together_and_resumed_on_other_ranks(root, tmp_path, streaming, 
     if dispatch == "load":  # with an index on every rank
         monkeypatch.chdir(root)
         assert main(["index", str(RECIPE), "data.index_dir=index", "--workers", "1",
-                     "model.vision.max_side=112", "model.audio.num_mels=8"]) == 0
+                     "model.config=model"]) == 0
     data = absolute(root, streaming, indexed=dispatch == "load")
     data = replace(data, num_workers=num_workers)
     run = run_recipe(root, data, tmp_path / "two", dispatch)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import numpy as np
@@ -13,15 +13,18 @@ import pytest
 
 from orchmllm.config.model import ModelConfig
 from orchmllm.config.recipe import Recipe
+from orchmllm.plan.assign import PHASES
 from orchmllm.runtime.attempts import read_attempts
 from orchmllm.runtime.checkpoint import CheckpointError
+from orchmllm.runtime.initial import other_kind, unreadable
 from orchmllm.runtime.run_state import Progress
 from orchmllm.sharding.optimizer import make_optimizer
+from orchmllm.tools.export.checkpoints import model_of as model_of_checkpoint
 from orchmllm.train import main as train_command
 from orchmllm.trainer import Trainer
 from tests.lib import whole_models as models
 from tests.lib.drawn import model_of
-from tests.lib.ranks import RankFailure, run_ranks
+from tests.lib.ranks import run_ranks
 from tests.lib.recipes import frozen
 from tests.lib.resume import flip, run_recipe
 from tests.lib.synthetic import SHALLOW, SyntheticDataset
@@ -190,7 +193,7 @@ def whole(folder: Path, model: ModelConfig, start: Path | None = None) -> Recipe
 @pytest.mark.slow
 @pytest.mark.whole
 def test_stages_of_a_model_of_transformers(tmp_path):
-    """On other ranks; and a model of the other kind is refused."""
+    """On other ranks."""
     stock = models.build("qwen3_vl")
     stock.save_pretrained(tmp_path / "model")
     data = models.WholeDataset("qwen3_vl", stock, 24)
@@ -204,11 +207,19 @@ def test_stages_of_a_model_of_transformers(tmp_path):
             second.run, dir=str(tmp_path / f"second{ranks}_{shard_size}")))
         _, start, last, _ = run_ranks(trained, ranks, run, data)[0]
         assert equal(start, end) and not equal(start, last)
-    with pytest.raises(RankFailure, match="has a whole model of transformers, and this recipe"):
-        run_ranks(trained, 1, stage(tmp_path / "own", 1, start=tmp_path / "first"))
 
 
-def test_a_start_that_is_not_there_is_told_before_ranks_start(tmp_path, capsys):
+def test_a_model_of_the_parts_of_before_is_told_of():
+    saved = {**{part: {"num_layers": 2, "pretrained": "", "frozen": False} for part in PHASES},
+             "connectors": "", "pretrained": "", "config": ""}
+    told = "its model has parts that this project had before"
+    assert other_kind(Path("x"), saved, SHALLOW).startswith(f"run.init_from: x: {told}")
+    with pytest.raises(ValueError, match=f"^the checkpoint: {told}"):
+        model_of_checkpoint({"model": saved})
+    assert unreadable(asdict(SHALLOW)) == ""
+
+
+def test_a_start_that_is_not_there_is_told_before_ranks_start(tmp_path, demo_corpus, capsys):
     """Of a run folder, the checkpoint that is half written is named."""
     recipe = tmp_path / "recipe.yaml"
     half = tmp_path / "stage" / "checkpoints" / "step_00000002"
@@ -217,7 +228,8 @@ def test_a_start_that_is_not_there_is_told_before_ranks_start(tmp_path, capsys):
     (half.parent / "step_00000001" / "manifest.json").write_text('{"step": 1}')
     for start, named in (("exported", tmp_path / "exported"), ("stage", half)):
         recipe.write_text(f"run: {{dir: {tmp_path}/run, init_from: {tmp_path}/{start}}}\n"
-                          "data: {path: demo_data}\n")
+                          f"data: {{path: {demo_corpus}}}\n"
+                          f"model: {{config: {demo_corpus}/model}}\n")
         assert train_command([str(recipe), "--validate"]) == 2
         assert (f"error: run.init_from: {named} is no complete checkpoint: give a run "
                 "folder") in capsys.readouterr().err

@@ -126,7 +126,7 @@ def test_every_third_step_also_after_a_resume(tmp_path):
 
 def limits(world, run) -> list[tuple[float, int]]:
     """Of each step as sampled: predicted memory of a rank in GB, and its most positions."""
-    memory, found = MemoryModel.of(resolve(run, 2, 2), on_cpu=True), []
+    memory, found = MemoryModel.of(resolve(run, 2, 2)), []
 
     def note(step, row) -> None:
         if row["as_sampled"]:

@@ -1,9 +1,11 @@
 """What must fail fails before there are ranks: --validate and every start name each problem and end
-with exit code 2, without torch."""
+with exit code 2."""
 
 from __future__ import annotations
 
 import importlib.util
+import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -15,15 +17,12 @@ from orchmllm.train import main
 from tests.lib.commands import ROOT, TINY, demo_of
 
 DEMO = str(ROOT / "recipes" / "demo.yaml")
-# It would be a TypeError to import torch.
-NO_TORCH = ("import sys; sys.modules['torch'] = None; from orchmllm.train import main; "
-            "sys.exit(main(sys.argv[1:]))")
 PROBLEMS = {
     "data.path=FOLDER/nowhere": "nowhere: no such file or folder",
-    "data.tokenizer=FOLDER/none.json": "none.json: no such tokenizer file",
-    "model.llm.vocab_size=20": "model.llm.vocab_size is 20, but the tokenizer has ",
+    "model.config=FOLDER/nowhere": "nowhere has no config.json: give a local copy",
+    "model.config=FOLDER/few": "few/config.json: vocab_size is 20, but the tokenizer has ",
     "run.dir=FOLDER/file/run": "file/run cannot be written",
-    "model.llm.hidden_size=1048576 checkpoint.every_steps=1": "but 3 more checkpoints of ",
+    "model.config=FOLDER/wide checkpoint.every_steps=1": "but 3 more checkpoints of ",
     "data.path=FOLDER/shard-{0..2}.tar": "shard-0.tar is missing",
     "run.trackers=[tensorboard]": "run.trackers = ('tensorboard',): the package tensorboard is "
                                   "not installed: pip install tensorboard, or leave it out",
@@ -32,9 +31,16 @@ PROBLEMS = {
 
 
 @pytest.fixture
-def folder(tmp_path, monkeypatch) -> Path:
-    """A file where no folder can be made, and a package that is missing."""
+def folder(tmp_path, demo_corpus, monkeypatch) -> Path:
+    """A file where no folder can be made, a package that is missing, and models whose text model is
+    other than that of the demo."""
     (tmp_path / "file").write_text("")
+    for name, values in {"few": {"vocab_size": 20}, "wide": {"hidden_size": 1 << 20}}.items():
+        shutil.copytree(demo_corpus / "model", tmp_path / name)
+        path = tmp_path / name / "config.json"
+        config = json.loads(path.read_text())
+        config["text_config"] |= values
+        path.write_text(json.dumps(config))
     real = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *a: (
         None if name == "tensorboard" else real(name, *a)))
@@ -58,9 +64,10 @@ def test_every_source_is_checked(folder, demo_corpus, capsys):
     """Two of them may read the same file."""
     sources = f"data.sources=[{{path: {demo_corpus}, media_root: {folder}/gone}}, {{path: " \
               f"{demo_corpus}}}]"
-    assert main([*arguments(folder, "", sources)]) == 2
+    assert main([*arguments(folder, demo_corpus, "data.path=", sources)]) == 2
     assert "gone' is not a folder" in capsys.readouterr().err
-    assert dispatch(["doctor", DEMO, "data.path=", sources, f"run.dir={folder / 'run'}"]) == 1
+    assert dispatch(["doctor", DEMO, *demo_of(demo_corpus), "data.path=", sources,
+                     f"run.dir={folder / 'run'}"]) == 1
     assert "gone' is not a folder" in capsys.readouterr().out
 
 
@@ -70,14 +77,14 @@ def test_validate_is_silent_where_nothing_is(folder, demo_corpus, capsys):
 
 
 @pytest.mark.parametrize("under", ["nothing", "torchrun"])
-def test_a_start_is_refused_without_torch(folder, under):
-    """All problems at once; also by a rank of another launcher, which has no folder to lock."""
+def test_a_start_is_refused_with_all_problems(folder, demo_corpus, under):
+    """Also by a rank of another launcher, which has no folder to lock."""
     env = {} if under == "nothing" else {
         "RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2",
         "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
     out = subprocess.run(
-        [sys.executable, "-c", NO_TORCH, DEMO, f"run.dir={folder / 'file'}",
-         f"data.path={folder / 'nowhere'}"], capture_output=True, text=True, cwd=ROOT,
+        [sys.executable, "-m", "orchmllm.train", DEMO, *demo_of(demo_corpus),
+         f"run.dir={folder / 'file'}", f"data.path={folder / 'nowhere'}"], capture_output=True, text=True, cwd=ROOT,
         env={"PATH": "", "PYTHONPATH": str(ROOT), **env})
     assert out.returncode == 2, out.stderr
     assert "file cannot be written" in out.stderr and "nowhere: no such file" in out.stderr

@@ -170,9 +170,8 @@ def runs_with_another_tokenizer(world, folder: Path, data: Path) -> None:
     run = load_recipe("recipes/demo.yaml", [
         *TINY, *demo_of(folder / 'data'), f"run.dir={folder / 'run'}", "train.num_steps=1"])
     train(world, run)
-    template = folder / "data" / "chat_template.jinja"
-    template.write_text("{% for m in messages %}{{ m.role }}: {{ m.content }}<|im_end|>"
-                        "{% endfor %}")
+    template = folder / "data" / "model" / "chat_template.jinja"
+    template.write_text(template.read_text() + "{# another one #}")
     more = replace(run, train=replace(run.train, num_steps=2))
     with pytest.raises(ValueError, match="content.tokenizer is .* or its chat template"):
         train(world, more)

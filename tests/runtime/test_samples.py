@@ -10,8 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from orchmllm.batch import IGNORE_INDEX
 from orchmllm.config.recipe import load_recipe
-from orchmllm.models.generate import prompt_of
+from orchmllm.data.questions import Questions
+from orchmllm.plan.layout import TEXT
 from orchmllm.runtime.build import build_dataset
 from orchmllm.runtime.metrics import read_rows
 from orchmllm.trainer import Trainer
@@ -74,14 +76,18 @@ def test_training_is_bit_equal_with_and_without_samples(demo_corpus, tmp_path):
 def test_a_prompt_is_what_training_sees_before_the_first_answer(demo_corpus):
     recipe = load_recipe("recipes/demo.yaml", [*TINY, *demo_of(demo_corpus)])
     dataset = build_dataset(recipe)
+    questions, placeholders = Questions(dataset), [*dataset.reader.processor.token_ids.values()]
     rows = [json.loads(line) for line in
             Path(demo_corpus, "data.jsonl").read_text().splitlines()]
     for k, row in enumerate(rows):
-        example = dataset.load(k)
-        prompt, answer = prompt_of(example, dataset.layout(k))
-        text = dataset.tokenizer.decode([i for i in prompt.token_ids.tolist() if i])
+        prompt, layout = questions.load(k), questions.layout(k)
+        ids = prompt.input_ids.tolist()
+        text = dataset.tokenizer.decode([i for i in ids if i not in placeholders])
         assert text.endswith("<|im_start|>assistant\n") and text.count("assistant\n") == 1
-        assert dataset.tokenizer.decode(answer) == row["conversations"][1]["value"] + "<|im_end|>"
-        assert prompt.segments[:, 3].sum() == len(prompt.token_ids)
+        assert dataset.tokenizer.decode(questions.answer(k)) == (
+            row["conversations"][1]["value"] + "<|im_end|>")
+        assert prompt.labels.tolist() == [IGNORE_INDEX] * len(ids)
         marks = row["conversations"][0]["value"]
-        assert (prompt.segments[:, 0] > 0).sum() == marks.count("<image>") + marks.count("<audio>")
+        media = layout.modality != TEXT
+        assert media.sum() == marks.count("<image>") + marks.count("<audio>")
+        assert layout.num_tokens[media].sum() == sum(i in placeholders for i in ids)

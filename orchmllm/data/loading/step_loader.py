@@ -124,8 +124,8 @@ class StepLoader(Pipeline):
 
     dataset: see SegmentFeed. sampler: global batches.
     num_workers: processes that read and decode; 0: the prefetch thread does. pool: see SegmentFeed.
-    flops_of: useful FLOP of each phase of a layout, where a step's are to be counted. feed: makes an
-    orchmllm.data.loading.whole_examples.WholeFeed of the first arguments. Other arguments and
+    flops_of: useful FLOP of each phase of a layout, where a step's are to be counted. feed: makes
+    an orchmllm.data.loading.whole_examples.WholeFeed of the first arguments. Other arguments and
     errors: see Pipeline.
     """
 
