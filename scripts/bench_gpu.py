@@ -4,7 +4,7 @@ phase by phase on one GPU, as sampled and balanced.
     python scripts/bench_gpu.py [--device cuda] [--model 10b] [--ranks 8] [--batch-size 24]
         [--mix natural,omni] [--batches 2] [--repeat 2] [--seed 0] [--json FILE] [--out FILE]
 
-On a GPU the defaults are PFLOP_HERE PFLOP, SECONDS_HERE at 35% of an H100's peak.
+On a GPU the defaults are 11 PFLOP, half a minute at 35% of an H100's peak.
 
 Real: lengths (orchmllm/tools/predict/workload.py), plans, the composition's own code at full width,
 forward and backward (orchmllm/tools/predict/whole_runner.py): what is around the blocks, and one
@@ -304,8 +304,10 @@ def attention_of(args: argparse.Namespace, model: ModelConfig, dtype: torch.dtyp
                  ) -> dict:
     config = read_config(Path(model.folder))
     llm, vision = config.get_text_config(decoder=True), config.vision_config
-    heads, kv_heads, width = (llm.num_attention_heads, llm.num_key_value_heads, llm.hidden_size) if (
-        work.phase == "llm") else (vision.num_heads, vision.num_heads, vision.embed_dim)
+    heads, kv_heads, width = vision.num_heads, vision.num_heads, vision.embed_dim
+    if work.phase == "llm":
+        heads, kv_heads, width = (
+            llm.num_attention_heads, llm.num_key_value_heads, llm.hidden_size)
     return {"phase": work.phase, **compare_attention(
         heads, kv_heads, width // heads, work.phase == "llm", work.lengths.positions, args.device,
         dtype, args.repeat)}

@@ -192,7 +192,8 @@ def dispatch(rank: int, args: argparse.Namespace) -> dict:
 
 def media(rank: int, args: argparse.Namespace) -> dict:
     """Per way: milliseconds of a step's data, MB that this rank received in all, peak RSS in MB."""
-    recipe = load_recipe(ROOT / "recipes" / "demo.yaml", [f"data.path={args.folder}", f"model.config={args.folder}/model"])
+    recipe = load_recipe(ROOT / "recipes" / "demo.yaml", [
+        f"data.path={args.folder}", f"model.config={args.folder}/model"])
     dataset, ranks, out = build_dataset(recipe), range(args.ranks), {}
     sampler = GlobalSampler(range(len(dataset)), args.ranks * args.batch, seed=0)
     for name in ("load", "bytes", "tensors"):

@@ -70,7 +70,8 @@ def _sums(lengths: Sequence[np.ndarray]) -> np.ndarray:
 
 
 def fit(lengths: Sequence[np.ndarray], seconds: np.ndarray, terms: int = 3) -> TimeModel:
-    """The non-negative coefficients with the least squared relative error; those after the first
+    """The coefficients with the least squared relative error of which none is negative and alpha is
+    positive: where all items are about as long, any of the three would do. Those after the first
     `terms` are 0. lengths: (k,) arrays, seconds (k,); ValueError for fewer than 3 times, or one
     that is not positive."""
     if len(seconds) < 3 or not (seconds > 0).all():
@@ -78,7 +79,8 @@ def fit(lengths: Sequence[np.ndarray], seconds: np.ndarray, terms: int = 3) -> T
     design = _sums(lengths)[:, :terms] / seconds[:, None]
     scale = np.maximum(design.max(axis=0), 1e-300)
     best, least = np.zeros(3), np.inf
-    for active in (list(c) for k in range(terms, 0, -1) for c in combinations(range(terms), k)):
+    for active in (list(c) for k in range(terms, 0, -1) for c in combinations(range(terms), k)
+                   if 1 in c):
         x = np.zeros(3)
         x[active] = np.linalg.lstsq(design[:, active] / scale[active], np.ones(len(seconds)),
                                     rcond=None)[0] / scale[active]

@@ -78,6 +78,7 @@ def _llm(whole: WholeModel) -> PartCounts:
     stack, head = whole.blocks()["llm"], whole.hf.get_output_embeddings()
 
     def run(n: int) -> int:
+        whole.zero_grad(set_to_none=True)  # else gradients would be added to those of the last run
         ids = torch.zeros(n, dtype=torch.int64)
         row = whole.join([ProcessedExample(UNKNOWN, ids, ids, {}, NO_EXAMPLES)])
         whole.logits(row.inputs, row.kept).sum().backward()
@@ -106,6 +107,7 @@ def _encoder(whole: WholeModel, part: str) -> PartCounts:
     media, stack = PlannedEncoders(whole.hf).blank(part), whole.blocks()[part]
 
     def run(*grid: int) -> tuple[Counted, int, int]:
+        whole.zero_grad(set_to_none=True)
         with Counted(dict(enumerate(stack)), model=whole) as found:
             features, positions = media.run(*grid, whole.dtype)
             if features.requires_grad:

@@ -18,11 +18,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from orchmllm.config.recipe import load_recipe
+from orchmllm.models.whole_flops import part_counts
 from scripts.gpu import __main__ as kit
 from scripts.gpu import carry, gradients, lines, setup, trace
 from scripts.gpu.parts import GPU_TESTS, PARTS, Part, Place
 from tests.lib.commands import ROOT
+from tests.lib.recipes import read
 
 SETUP = {"python": "3", "torch": "2", "cuda": None, "transformers": "5", "gpus": 0,
          "device": "CPU", "memory_bytes": 0, "unpacked": [], "missing": ["soxr>=0.5"],
@@ -55,8 +56,9 @@ def test_every_part_has_figures_and_its_tests_and_files():
     marked = {p.relative_to(ROOT).as_posix() for p in (ROOT / "tests").rglob("test_*.py")
               if re.search(r"^@pytest\.mark\.gpu|^pytestmark.*gpu", p.read_text(), re.M)}
     assert marked == set(GPU_TESTS)
-    vocabulary = load_recipe(ROOT / "recipes" / "mllm_1gpu.yaml").model.llm.vocab_size
-    assert gradients.MODEL.llm.vocab_size == vocabulary  # the kernels of the loss that runs use
+    models = read("mllm_1gpu").model, gradients.model(tiny=False)
+    first, second = (part_counts(model)["llm"].outputs for model in models)
+    assert first == second  # the kernels of the loss that runs use
     needed = re.search(r"requires = \[(.*)\]", (ROOT / "pyproject.toml").read_text())[1]
     assert tuple(re.findall(r'"(.*?)"', needed)) == setup.TO_BUILD
 
@@ -122,7 +124,6 @@ def test_without_a_gpu_it_says_so_and_unknown_parts_are_refused(parts, capsys):
 
 KILLED = """
 import subprocess, sys
-from orchmllm.config.recipe import load_recipe
 from scripts.gpu import __main__ as kit
 from scripts.gpu.parts import PARTS, Part
 

@@ -3,9 +3,9 @@
     orchmllm export runs/x --out exported
     orchmllm export runs/x/checkpoints/step_00001000 --out exported
 
-exported has the model with its processor, and orchmllm.json, which says what it is of; of a run with
-model.lora it is an adapter folder for peft. Of a composed model exported/llm, exported/vision and
-exported/audio can be read alone. `orchmllm generate exported` asks it, and model.pretrained of
+exported has the model with its processor, and orchmllm.json, which says what it is of; of a run
+with model.lora it is an adapter folder for peft. Of a composed model exported/llm, exported/vision
+and exported/audio can be read alone. `orchmllm generate exported` asks it, and model.pretrained of
 another run starts from it: docs/weights.md.
 """
 

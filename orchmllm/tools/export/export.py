@@ -1,4 +1,4 @@
-"""Writes a checkpoint as the folder of a model of transformers (the command is orchmllm.tools.export.command).
+"""Writes a checkpoint as the folder of a model (the command is orchmllm.tools.export.command).
 
 Tensors are read from the checkpoint's shard files, those of one file at a time: neither ranks nor
 memory for the model are needed, and nothing is pickled.

@@ -19,7 +19,8 @@ from tests.lib.whole_folders import write_model, write_rows
 def data(demo_corpus, tmp_path) -> Path:
     """Rows and media without a tokenizer, in a folder of their own; a row cannot be used."""
     folder = tmp_path / "my data"
-    shutil.copytree(demo_corpus, folder, ignore=lambda *_: ["tokenizer.json", "README.txt", "model"])
+    shutil.copytree(demo_corpus, folder, ignore=lambda *_: [
+        "tokenizer.json", "README.txt", "model"])
     with (folder / "data.jsonl").open("a") as file:
         file.write('{"conversations": [{"from": "nobody", "value": "?"}]}\n')
     return folder / "data.jsonl"
@@ -84,7 +85,8 @@ def test_the_models_that_are_named_are_composed(data, tmp_path, capsys):
     other = [data, "--out", tmp_path / "x.yaml", "--model"]
     for models, text in (
             ((parts.llm, "--model", parts.llm), f"{parts.llm} is the second llm part"),
-            ((parts.llm, "--model", parts.audio, "--model", parts.audio), f"{parts.audio} is the second audio part"),
+            ((parts.llm, "--model", parts.audio, "--model", parts.audio),
+             f"{parts.audio} is the second audio part"),
             ((parts.vision,), "no --model is a causal LLM, which a composition needs: name one")):
         code, said = init(capsys, *other, *models)
         assert code == 2 and text in said and not list(tmp_path.glob("x.*"))
