@@ -16,7 +16,6 @@ from transformers import AutoProcessor
 from orchmllm.cli import dispatch
 from orchmllm.config.model import ModelConfig
 from orchmllm.config.recipe import DataConfig, Recipe, RunConfig, TrainConfig
-from orchmllm.data.stream import open_dataset
 from orchmllm.data.text.model_folder import load_processor
 from tests.lib.composed import write_composed
 from tests.lib.ranks import run_ranks
