@@ -9,13 +9,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from orchmllm.hf.whole_model import open_dataset
 from PIL import Image
 from transformers import AutoProcessor
 
 from orchmllm.cli import dispatch
 from orchmllm.config.model import ModelConfig
 from orchmllm.config.recipe import DataConfig, Recipe, RunConfig, TrainConfig
+from orchmllm.data.stream import open_dataset
 from orchmllm.data.text.model_folder import load_processor
 from tests.lib.composed import write_composed
 from tests.lib.ranks import run_ranks
