@@ -222,15 +222,21 @@ def meta_model(folder: str) -> WholeModel:
         return WholeModel(model_class(config)._from_config(config), torch.float32)
 
 
-def describe_attention(model: ModelConfig, device_type: str, dtype: torch.dtype) -> str:
-    """One line for the log: what computes attention, and why."""
+def attention_kernels(model: ModelConfig, device_type: str, dtype: torch.dtype) -> dict[str, str]:
+    """Part -> what computes its attention, and why: of the LLM where it is causal, of an encoder
+    where its media are packed."""
     whole = meta_model(model.folder)
     text = whole.hf.config.get_text_config(decoder=True)
     sizes = {part: size for part, stack in whole.blocks().items() if part != "llm" for size in [
         next((m.head_dim for m in stack[0].modules() if hasattr(m, "head_dim")), 0)] if size}
     sizes["llm"] = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    kernels = {part: attention_backend(device_type, dtype, size).description
-               for part, size in sizes.items()}
+    return {part: attention_backend(device_type, dtype, size).description
+            for part, size in sizes.items()}
+
+
+def describe_attention(model: ModelConfig, device_type: str, dtype: torch.dtype) -> str:
+    """One line for the log: what computes attention, and why."""
+    kernels = attention_kernels(model, device_type, dtype)
     return ("attention: llm, where it is causal: "
             f"{kernels.pop('llm')}, with windows or images: scaled_dot_product_attention per "
             "example" + "".join(f"; {part}, where its media are packed: {kernel}, else "

@@ -24,7 +24,8 @@ from tests.lib.shown_commands import (
 ELSEWHERE = {
     "orchmllm compose": "tests/e2e/test_composed.py",
     "orchmllm dry-run recipes/mllm84b.yaml": "tests/docs/test_shown.py",
-    "orchmllm init my/data.jsonl --model models/mine": "tests/e2e/test_composed.py",
+    "orchmllm init my/data.jsonl --model": "tests/tools/init/test_init.py",
+    "orchmllm init my/data --model": "tests/tools/init/test_init.py",
     "orchmllm generate models/": "tests/tools/generate/test_whole_models.py",
     "orchmllm papers reproduce compare": "tests/papers/test_made_tables.py",
     "orchmllm papers reproduce orchmllm|": "tests/papers/test_made_tables.py",

@@ -32,6 +32,7 @@ checkpoint: {every_steps: 2}
 STRANGER = """
 import json
 import orchmllm
+from transformers.models.whisper.modeling_whisper import WhisperEncoder
 import soundfile, torch
 from PIL import Image
 from transformers import AutoModelForCausalLM, AutoModelForMultimodalLM, AutoProcessor
@@ -54,6 +55,8 @@ for line in open("data.jsonl").readlines()[-4:]:
     print(json.dumps(processor.tokenizer.decode([i for i in out if i != end])))
 alone = AutoModelForCausalLM.from_pretrained("exported/llm")
 assert torch.equal(alone.model.norm.weight, model.model.language_model.norm.weight)
+hears = WhisperEncoder.from_pretrained("exported/audio")
+assert torch.equal(hears.layer_norm.weight, model.model.audio_tower.layer_norm.weight)
 """
 
 

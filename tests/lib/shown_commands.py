@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
 import subprocess
 import sys
 from contextlib import redirect_stdout, suppress
-from dataclasses import replace
 from io import StringIO
 from pathlib import Path
 from typing import NamedTuple
@@ -17,7 +15,6 @@ import yaml
 
 from orchmllm.cli import dispatch
 from tests.lib.commands import ROOT, TINY, make_demo_data
-from tests.lib.hf_models import HF_MODEL, write_models
 from tests.lib.whole_folders import write_model, write_rows
 
 # In a reader's order: the tasks make the runs that other pages name.
@@ -28,13 +25,12 @@ PROGRAMS = ("orchmllm", "python", "torchrun", "make", "sbatch", "diff", "pip", "
 INSTEAD = (
     (r"\b(RECIPE|R\.yaml|R)(?=\s|$)", "small.yaml"), (r"YOUR\.jsonl", "demo_data/data.jsonl"),
     (r"^(?!orchmllm data)(.*)recipes/demo\.yaml", r"\1small.yaml"),  # docs/data.md shows its data
-    (r"my/data\.jsonl", "demo_data/data.jsonl"), (r"my/data(?=\s)", "demo_data"),
-    (r"models/Qwen2-0\.5B", "models/llm"), (r"models/whisper-tiny", "models/audio"),
+    (r"my/data\.jsonl", "demo_data/data.jsonl"),
     (r"data\.path=\S+", "data.path=demo_data"), (r"stats DATA", "stats demo_data/data.jsonl"),
     (r"--nproc-per-node 8", "--nproc-per-node 2"), (r"num_steps=\d+", "num_steps=4"),
-    (r"recipes/pretrained_7b\.yaml", "tiny.yaml"), (r"\[--ranks 64\]", "--ranks 64"),
-    (r"runs/(pretrained_7b|x)/checkpoints/step_\d+", "runs/mine/checkpoints/step_00000002"),
-    (r"runs/(pretrained_7b|x)(?=\s|$)", "runs/mine"),
+    (r"\[--ranks 64\]", "--ranks 64"),
+    (r"runs/x/checkpoints/step_\d+", "runs/mine/checkpoints/step_00000002"),
+    (r"runs/x(?=\s|$)", "runs/mine"),
     (r"runs/default/checkpoints/step_\d+", "runs/mine/checkpoints/step_00000002"),
     (r"runs/plain", "runs/mine"), (r"train recipe\.yaml$", "train recipe.yaml train.num_steps=4"),
     (r"\w+\.jpg", "demo_data/images/000003.jpg"), (r"\w+\.wav", "demo_data/audio/000002.wav"),
@@ -94,8 +90,8 @@ def to_type(command: str) -> str:
 
 
 def make_folder(folder: Path) -> Path:
-    """The demo's corpus, a small recipe of it, a recipe of tiny Hugging Face folders, and what the
-    repository has."""
+    """The demo's corpus, a small recipe of it, a tiny model with rows of its own, and
+    what the repository has."""
     for name in ("recipes", "examples", "scripts"):
         (folder / name).symlink_to(ROOT / name)
     (folder / "docs").mkdir()
@@ -109,16 +105,6 @@ def make_folder(folder: Path) -> Path:
             section = section.setdefault(name, {})
         section[last] = yaml.safe_load(value)
     (folder / "small.yaml").write_text(yaml.safe_dump(small), encoding="utf-8")
-    write_models(folder / "models", replace(HF_MODEL, llm=replace(
-        HF_MODEL.llm, vocab_size=512, rope_theta=1e6)))
-    shutil.copy(folder / "demo_data/tokenizer.json", folder / "models/llm")
-    parts = {part: {"pretrained": f"models/{part}"} for part in ("vision", "audio", "llm")}
-    parts["vision"]["max_side"] = 112
-    parts["audio"] |= {key: getattr(HF_MODEL.audio, key) for key in (
-        "num_layers", "hidden_size", "intermediate_size", "num_heads", "num_mels")}
-    (folder / "tiny.yaml").write_text(yaml.safe_dump({
-        "run": {"dir": "runs/tiny"}, "data": {"path": "demo_data"}, "model": parts,
-        "train": {"num_steps": 2, "batch_size": 2}}), encoding="utf-8")
     write_model("llava", folder / "models/whole")
     write_rows(folder / "models/whole")
     (folder / "lora.yaml").write_text(yaml.safe_dump({

@@ -37,5 +37,5 @@ def test_data_that_need_an_extra_are_refused_before_ranks_start(plain, tmp_path,
 
 
 def test_a_picture_that_was_asked_for_is_refused_without_matplotlib(plain, tmp_path, capsys):
-    assert data(["stats", "--out", f"{tmp_path}/a.png"]) == 2
+    assert data(["stats", "--model", str(with_processor()), "--out", f"{tmp_path}/a.png"]) == 2
     assert "matplotlib is not installed: pip install '.[tools]'" in capsys.readouterr().err

@@ -6,6 +6,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 from dataclasses import replace
+from textwrap import wrap
 
 from orchmllm.config.model import ModelConfig
 from orchmllm.config.recipe import DataConfig, Recipe, TrainConfig
@@ -59,7 +60,7 @@ def show(recipe: Recipe, args: argparse.Namespace, sources: Sequence[DataSource]
     real = with_real_batch(recipe, ranks)
     step = own.draw(ranks, real.train.batch_size * real.train.least_microbatches, recipe.run.seed)
     _, _, caps = with_count(real, [step], plan_spec(job), memory, room.budget)
-    print("", *[caps] * bool(caps), *table(found, room, own.place),
+    print("", *wrap(caps, 79, subsequent_indent="  "), *table(found, room, own.place),
           *room.misfits(own.rows(), own.place), sep="\n")
     if not can_draw():
         print(f"no plot: {CANNOT_DRAW}")

@@ -135,14 +135,17 @@ def device(world: World | None, recipe: Recipe | None) -> Iterator[Check]:
     else:
         yield from _gpu(world)
     from orchmllm.models.attention import attention_backend
-    from orchmllm.sharding.fsdp import compute_dtype
 
     cuda = torch.cuda.is_available()
-    dtype = compute_dtype(recipe.fsdp) if recipe else torch.bfloat16 if cuda else torch.float32
-    sizes = sorted({c.hidden_size // c.num_heads for c in (
-        recipe.model.vision, recipe.model.audio, recipe.model.llm)}) if recipe else [TRIED_HEAD_DIM]
-    kinds = {attention_backend("cuda" if cuda else "cpu", dtype, size).description
-             for size in sizes}
+    where = "cuda" if cuda else "cpu"
+    if recipe:
+        from orchmllm.models.hf import attention_kernels
+        from orchmllm.sharding.fsdp import compute_dtype
+
+        kinds = {*attention_kernels(recipe.model, where, compute_dtype(recipe.fsdp)).values()}
+    else:
+        kinds = {attention_backend(where, torch.bfloat16 if cuda else torch.float32,
+                                   TRIED_HEAD_DIM).description}
     slow = cuda and any(kind.startswith("scaled_dot_product") for kind in kinds)
     yield Check("attention", not slow, "; ".join(sorted(kinds)), "use fsdp.compute_dtype=bfloat16 "
                 "and a torch of 2.10 or newer, or install flash-attn", alike=True)

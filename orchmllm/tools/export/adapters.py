@@ -19,15 +19,11 @@ WEIGHTS = "adapter_model.safetensors"  # as peft names it
 
 def write_model(
     model: ModelConfig, state: dict, saved: dict[str, FileTensor], *, dtype: str,
-    max_file_bytes: int, folder: Path, tokenizer: Path | None, merged: bool,
-    log: Callable[[str], None],
+    max_file_bytes: int, folder: Path, merged: bool, log: Callable[[str], None],
 ) -> dict:
-    """Writes a whole model, or its adapters, to `folder`; see
-    orchmllm.tools.export.export.write_parts. tokenizer: None, since it is in the processor. Raises
+    """Writes a model, or its adapters, to `folder`, and returns what orchmllm.json says of it.
+    state: state.json of the checkpoint; the rest as in orchmllm.tools.export.export. Raises
     ValueError."""
-    if tokenizer is not None:
-        raise ValueError(f"--tokenizer {tokenizer}: the tokenizer of a model is that of its "
-                         f"folder, {model.folder}: leave it out")
     if warning := other_tokenizer(Path(model.folder), state):
         log(warning)
     if merged:

@@ -1,13 +1,12 @@
-"""Writes a checkpoint as Hugging Face folders.
+"""Writes a checkpoint as the folder of a model that transformers reads.
 
     orchmllm export runs/x --out exported
     orchmllm export runs/x/checkpoints/step_00001000 --out exported
 
-exported/llm is a Qwen2 model, exported/tokenizer its tokenizer, exported/audio a Whisper encoder,
-exported/vision our own encoder; connectors.safetensors has the layers between, orchmllm.json says
-what is what. `orchmllm generate exported` answers with all of it, and a run starts from it:
-docs/weights.md. Of a run with model.pretrained or model.config, exported is the model and its
-processor, with model.lora an adapter folder for peft: docs/models.md.
+exported has the model with its processor, and orchmllm.json, which says what it is of; of a run
+with model.lora it is an adapter folder for peft. Of a composed model exported/llm, exported/vision
+and exported/audio can be read alone. `orchmllm generate exported` asks it, and model.pretrained of
+another run starts from it: docs/weights.md.
 """
 
 from __future__ import annotations
@@ -35,7 +34,6 @@ def main(argv: list[str]) -> int:
         ("--overwrite", False, "replace an earlier export"),
         ("--merged", False, "of a run with model.lora: the whole model, adapters merged into it"),
         ("--max-file-gb", 5.0, "larger models are split into files of at most so many 1e9 bytes"),
-        ("--tokenizer", Path, "tokenizer.json or its folder (default: that of the run)"),
         ("--no-verify", False, "do not compare the checkpoint's files with its manifest")))
     parser.add_argument("checkpoint", nargs="?", type=Path, metavar="FOLDER",
                         help="run.dir, whose newest checkpoint is taken, or one of its checkpoints")
@@ -49,7 +47,6 @@ def main(argv: list[str]) -> int:
     if not args.checkpoint:
         parser.error("FOLDER is missing: name the run.dir of a run, or a checkpoint")
     check_out(args.out, args.overwrite)
-    export(args.checkpoint, args.out, dtype=args.dtype, tokenizer=args.tokenizer,
-           max_file_bytes=int(args.max_file_gb * 1e9), verify=not args.no_verify,
-           merged=args.merged)
+    export(args.checkpoint, args.out, dtype=args.dtype, merged=args.merged,
+           max_file_bytes=int(args.max_file_gb * 1e9), verify=not args.no_verify)
     return 0

@@ -1,4 +1,4 @@
-"""Writes a checkpoint as Hugging Face folders (the command is orchmllm.tools.export.command).
+"""Writes a checkpoint as the folder of a model (the command is orchmllm.tools.export.command).
 
 Tensors are read from the checkpoint's shard files, those of one file at a time: neither ranks nor
 memory for the model are needed, and nothing is pickled.
@@ -21,12 +21,10 @@ NOTE = "orchmllm.json"
 
 
 def export(checkpoint: Path, out: Path, *, dtype: str = "", max_file_bytes: int = 5 * 10**9,
-           tokenizer: Path | None = None, verify: bool = True, merged: bool = False,
-           log: Callable[[str], None] = print) -> dict:
-    """Writes the folders and returns the contents of orchmllm.json. checkpoint: its folder, or that
-    of a run, whose newest one is taken. dtype: float32, bfloat16, ...; empty: as saved. tokenizer:
-    instead of the run's. merged: adapters become part of the weights. Raises ValueError or
-    OSError; `out` is then what it was."""
+           verify: bool = True, merged: bool = False, log: Callable[[str], None] = print) -> dict:
+    """Writes the folder and returns the contents of orchmllm.json. checkpoint: its folder, or that
+    of a run, whose newest one is taken. dtype: float32, bfloat16, ...; empty: as saved. merged:
+    adapters become part of the weights. Raises ValueError or OSError; `out` is then what it was."""
     from orchmllm.runtime.checkpoint import problem_of
 
     checkpoint = checkpoint_in(checkpoint)
@@ -48,7 +46,7 @@ def export(checkpoint: Path, out: Path, *, dtype: str = "", max_file_bytes: int 
         note = {"version": VERSION, "step": state["step"], "model": state["model"]}
         note |= write_model(
             model, state, saved, dtype=short, max_file_bytes=max_file_bytes, folder=staged,
-            tokenizer=tokenizer, merged=merged, log=log)
+            merged=merged, log=log)
         (staged / NOTE).write_text(json.dumps(note, indent=1), encoding="utf-8")
         _publish(staged, out, old)
     finally:

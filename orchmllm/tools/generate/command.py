@@ -7,8 +7,7 @@ of transformers that takes images and text. The answer goes to the standard outp
 
 FOLDER is the run.dir of a run, of which the newest checkpoint is taken, one of its checkpoints, an
 export, or a folder of transformers' save_pretrained, whose code is never run. Media come before the
-question, in their order; `<image>` and `<audio>` in the question put them elsewhere where the parts
-are our own. Clips and videos are for the models of transformers that are trained here.
+question, in their order. Clips and videos are for the models that can be trained here.
 """
 
 from __future__ import annotations
@@ -32,8 +31,7 @@ def main(argv: list[str]) -> int:
         ("--max-tokens", 256, "tokens of the answer at most"),
         ("--temperature", 0.0, "tokens are drawn; 0: the most likely one is taken"),
         ("--top-p", 1.0, "tokens are drawn from those of so much probability"),
-        ("--seed", 0, "of what is drawn"),
-        ("--tokenizer", Path, "tokenizer.json or its folder (default: that of the training)")))
+        ("--seed", 0, "of what is drawn")))
     parser.usage = "%(prog)s [options] FOLDER QUESTION"
     parser.add_argument("folder", type=Path, metavar="FOLDER")
     parser.add_argument("question", metavar="QUESTION")
@@ -55,10 +53,13 @@ def main(argv: list[str]) -> int:
 
 def _answer(args: Namespace, log: Callable[[str], None]) -> str:
     from orchmllm.tools.export.checkpoints import checkpoint_in
-    from orchmllm.tools.generate.whole import answer_run, answer_whole
+    from orchmllm.tools.generate.whole import ADAPTERS, answer_run, answer_whole
 
     if (args.folder / "state.json").is_file() or (args.folder / "checkpoints").is_dir():
         return answer_run(args, checkpoint_in(args.folder), log)
+    if not any((args.folder / name).is_file() for name in ("config.json", ADAPTERS)):
+        raise ValueError(f"{args.folder} is no run.dir with checkpoints, no checkpoint, no export "
+                         "and no folder of a model")
     return answer_whole(args, log)
 
 

@@ -90,7 +90,7 @@ def answer_run(args: argparse.Namespace, checkpoint: Path, log: Callable[[str], 
     if trained.lora.rank:
         raise ValueError(f"{checkpoint} has adapters: write them to a folder with orchmllm export, "
                          "and give the folder")
-    if warning := other_tokenizer(Path(args.tokenizer or trained.folder), state):
+    if warning := other_tokenizer(Path(trained.folder), state):
         log(warning)
     found = trained_model(Path(trained.folder), read_sharded(checkpoint),
                           DTYPES.get(args.dtype, ""))
@@ -109,7 +109,7 @@ def answer_run(args: argparse.Namespace, checkpoint: Path, log: Callable[[str], 
 def _read(args: argparse.Namespace, folder: str | Path) -> tuple[Any, dict[str, Tensor]]:
     """(The tokenizer; the question as training reads a row of data up to its answer). Raises
     ValueError for what cannot be read."""
-    reader = ProcessedReader(Processor(args.tokenizer or folder))
+    reader = ProcessedReader(Processor(folder))
     example = before_answer(*asked(reader, [Turn("user", (*args.media, args.question), False)]))
     return reader.tokenizer.tokenizer, {"input_ids": example.input_ids[None], **example.media}
 
@@ -119,14 +119,13 @@ def _reader(args: argparse.Namespace, folder: str | Path, takes_images: bool):
     one that cannot be used."""
     from transformers import AutoProcessor, AutoTokenizer
 
-    where = args.tokenizer or folder
     try:
-        reader = (AutoProcessor if takes_images else AutoTokenizer).from_pretrained(where, **LOCAL)
+        reader = (AutoProcessor if takes_images else AutoTokenizer).from_pretrained(folder, **LOCAL)
     except (ImportError, ValueError) as error:
         if not takes_images:
             raise ValueError(f"{args.folder}: {' '.join(str(error).split())}") from error
-        reader, _ = load_processor(Path(where))  # its part for videos would need torchvision
+        reader, _ = load_processor(Path(folder))  # its part for videos would need torchvision
     if not reader.chat_template:
-        raise ValueError(f"{args.tokenizer or args.folder}: its processor or tokenizer has no chat "
+        raise ValueError(f"{args.folder}: its processor or tokenizer has no chat "
                          "template: add the chat_template.jinja of the model")
     return reader

@@ -106,9 +106,9 @@ def _part_of(folder: Path) -> str:
         raise ValueError(f"--model {folder}: its config.json cannot be read: "
                          f"{' '.join(str(error).split())}") from error
     if type(config) not in AutoModelForMultimodalLM._model_mapping:
-        if type(config) in AutoModelForCausalLM._model_mapping:
-            return "llm"
-        return "audio" if hasattr(config, "num_mel_bins") else "vision"
+        if hasattr(config, "num_mel_bins"):  # first: Whisper's decoder counts as a causal LLM
+            return "audio"
+        return "llm" if type(config) in AutoModelForCausalLM._model_mapping else "vision"
     from orchmllm.config.model import ModelConfig
     from orchmllm.hf.sources import find_sources
 

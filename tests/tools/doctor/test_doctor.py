@@ -216,12 +216,12 @@ def test_the_memory_of_a_save_is_compared_with_the_hosts(capsys, monkeypatch, tm
     monkeypatch.setattr(host_memory, "LIMIT", limit)
     changes = [DEMO, "data.path=nowhere", f"run.dir={tmp_path}", f"model.config={with_processor()}"]
     found = {}
-    for most in ("max", "1000000"):
+    for most in ("max", "1000"):
         limit.write_text(f"{most}\n")
         found[most] = examined(capsys, *changes)[1]["host memory"]
-    assert found["max"]["ok"] and not found["1000000"]["ok"]
-    assert "0.0 GB that are free" in found["1000000"]["what"]
-    assert "checkpoint.asynchronous=false" in found["1000000"]["cure"]
+    assert found["max"]["ok"] and not found["1000"]["ok"]
+    assert "0.0 GB that are free" in found["1000"]["what"]
+    assert "checkpoint.asynchronous=false" in found["1000"]["cure"]
     never = examined(capsys, *changes, "checkpoint.every_steps=-1")[1]["host memory"]
     assert never["ok"] and never["what"].startswith("a save takes 0.0 GB")
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from orchmllm.models import mllm
+from orchmllm.encoders import planned
 from orchmllm.tools.doctor import self_test
 from tests.lib.commands import python
 from tests.lib.ranks import RankFailure, run_ranks
@@ -26,13 +26,13 @@ def test_it_passes_on_two_ranks():
 
 def broken(world) -> None:
     """Features come back in the wrong order where they are exchanged."""
-    right = mllm.exchange_rows
+    right = planned.exchange_rows
 
     def wrong(x, exchange, group):
         out = right(x, exchange, group)
         return out.flip(0) if exchange.moves else out
 
-    mllm.exchange_rows = wrong
+    planned.exchange_rows = wrong
     for _ in self_test.gradients(world):
         pass
 

@@ -141,8 +141,6 @@ def test_a_tokenizer_that_changed_since_is_warned_of(trip, tmp_path, capsys):
         (changed / "state.json").write_text(json.dumps(state))
         code, said, _ = run(capsys, *argv)
         assert code == 0 and ("warning: the tokenizer of" in said) == is_warned
-    code, _, error = run(capsys, *argv, "--tokenizer", trip.start)
-    assert code == 2 and f"the tokenizer of a model is that of its folder, {trip.start}" in error
 
 
 def test_what_is_said_about_checkpoints_that_cannot_be_exported(trip, tmp_path, capsys):

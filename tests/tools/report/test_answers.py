@@ -46,5 +46,5 @@ def test_answers_are_shown_beside_their_media(demo_corpus, tmp_path):
     assert sorted([image, clip]) == [  # as the log and samples.jsonl number them
         int(k) for k in re.findall(r"<tr><td>(\d+)</td>", table)]
     assert "step 8: &lt;i&gt; red ... (cut off)" in html and "step 2:" not in html
-    recipe.write_text("data: {path: gone.jsonl}\n")
+    recipe.write_text(f"data: {{path: gone.jsonl}}\nmodel: {{config: {demo_corpus}/model}}\n")
     assert "the data cannot be read: gone.jsonl" in shown(tmp_path)
