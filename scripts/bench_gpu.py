@@ -46,6 +46,7 @@ from orchmllm.models.families import read_config  # noqa: E402
 from orchmllm.models.flops import Lengths, peak_flops  # noqa: E402
 from orchmllm.models.gpus import kind_of  # noqa: E402
 from orchmllm.models.whole_flops import part_counts, phase_work, plan_spec  # noqa: E402
+from orchmllm.papers.mixes import MODELS
 from orchmllm.plan.assign import PHASES, PhasePolicy  # noqa: E402
 from orchmllm.plan.step import StepPlan, plan_step  # noqa: E402
 from orchmllm.tools.predict.whole_runner import Clock, WholeRunner  # noqa: E402
@@ -59,7 +60,6 @@ from scripts.gpu_parts import (  # noqa: E402
     fit,
     rank_work,
 )
-from scripts.models import MODELS  # noqa: E402
 from tests.lib.tokenizers import write_byte_tokenizer  # noqa: E402
 
 MIN_POSITIONS = 8192  # of a rank's packed batch, below which it does not count for MFU

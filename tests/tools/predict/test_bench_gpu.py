@@ -11,6 +11,7 @@ import pytest
 
 from orchmllm.config.recipe import FsdpConfig
 from orchmllm.models.whole_flops import part_counts, phase_work
+from orchmllm.papers.mixes import MODELS
 from orchmllm.plan.step import plan_step
 from orchmllm.sharding.memory import MemoryModel
 from orchmllm.tools.predict.hardware import cluster
@@ -18,7 +19,6 @@ from orchmllm.tools.predict.step_time import rank_seconds, work_of
 from orchmllm.tools.predict.workload import sample_layout
 from scripts import bench_gpu as script
 from scripts.gpu_parts import fit
-from scripts.models import MODELS
 from tests.lib.commands import ROOT
 from tests.lib.recipes import small_spec
 

@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 
 from orchmllm.config.job import default_world
+from orchmllm.papers.mixes import MODELS
 from orchmllm.plan.layout import ENCODERS
 from orchmllm.plan.step import build_plan
 from orchmllm.tools.predict.dry_run import exchange_report
 from orchmllm.tools.predict.dry_run_command import main
 from orchmllm.tools.predict.workload import sample_layout
-from scripts.models import MODELS
 from tests.lib.commands import python
 from tests.lib.drawn import with_processor
 from tests.lib.recipes import read, small_spec

@@ -16,6 +16,7 @@ from orchmllm.config.recipe import FsdpConfig, load_recipe
 from orchmllm.data.stream import open_dataset
 from orchmllm.models.families import read_config
 from orchmllm.models.whole_flops import plan_spec
+from orchmllm.papers.mixes import MODELS
 from orchmllm.plan.assign import PHASES
 from orchmllm.plan.cost import CostModel
 from orchmllm.plan.geometry import SegmentLengths, text_lengths
@@ -27,7 +28,6 @@ from orchmllm.tools.data.command import main as data_command
 from orchmllm.tools.predict.dry_run import NONE
 from orchmllm.tools.predict.dry_run_command import main as dry_run
 from orchmllm.tools.predict.workload import sample_layout
-from scripts.models import MODELS
 from tests.lib.drawn import with_processor
 from tests.lib.formats import write_jsonl
 from tests.lib.recipes import read

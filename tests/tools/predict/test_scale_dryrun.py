@@ -14,6 +14,7 @@ from orchmllm.config.model import ModelConfig
 from orchmllm.models.hf import meta_model
 from orchmllm.models.whole_flops import plan_spec
 from orchmllm.papers.ablations import ablate, ablation_text, padded, variants
+from orchmllm.papers.mixes import MODELS
 from orchmllm.plan.assign import PHASES, PhasePolicy
 from orchmllm.plan.layout import ENCODERS, BatchLayout
 from orchmllm.plan.step import imbalance, plan_step
@@ -34,7 +35,6 @@ from orchmllm.tools.predict.text import dry_run_text
 from orchmllm.tools.predict.transfers import moves_of
 from orchmllm.tools.predict.workload import sample_layout
 from orchmllm.train import main as train
-from scripts.models import MODELS
 from tests.lib import drawn
 from tests.lib.commands import python
 from tests.lib.recipes import RECIPES, read, small_spec

@@ -15,6 +15,7 @@ from orchmllm.config.model import ModelConfig
 from orchmllm.config.recipe import FsdpConfig
 from orchmllm.models.flops import item_rank, phase_lengths
 from orchmllm.models.whole_flops import phase_work
+from orchmllm.papers.mixes import MODELS
 from orchmllm.plan.assign import PHASES, PhasePolicy
 from orchmllm.plan.step import plan_step
 from orchmllm.sharding.choice import choose_checkpointing
@@ -22,7 +23,6 @@ from orchmllm.sharding.fits import decide, largest_fitting, scaled
 from orchmllm.sharding.memory import MemoryModel, loads_of
 from orchmllm.sharding.run_memory import RunMemory
 from orchmllm.tools.predict.workload import sample_layout
-from scripts.models import MODELS
 from tests.lib.memory import measured, wide
 from tests.lib.ranks import run_ranks
 from tests.lib.recipes import frozen, small_spec

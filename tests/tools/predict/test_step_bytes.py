@@ -17,6 +17,7 @@ from orchmllm.models import loss
 from orchmllm.models.counting_head import count_head
 from orchmllm.models.flops import phase_lengths
 from orchmllm.models.whole_flops import Attention, Lengths, moved_by, pairs
+from orchmllm.papers.mixes import MODELS
 from orchmllm.plan.assign import PHASES
 from orchmllm.plan.layout import BatchLayout
 from orchmllm.plan.step import plan_step
@@ -28,7 +29,6 @@ from scripts.gpu import attention, steps
 from scripts.gpu.drawn import COMPOSITIONS, layouts_of, predicted, sized, write_composition
 from scripts.gpu.parts import TOKENS
 from scripts.gpu.setup import ROOT
-from scripts.models import MODELS
 from tests.lib.drawn import model_of
 from tests.lib.recipes import small_spec
 from tests.lib.tokenizers import write_byte_tokenizer
