@@ -46,7 +46,7 @@ from orchmllm.models.families import read_config  # noqa: E402
 from orchmllm.models.flops import Lengths, peak_flops  # noqa: E402
 from orchmllm.models.gpus import kind_of  # noqa: E402
 from orchmllm.models.whole_flops import part_counts, phase_work, plan_spec  # noqa: E402
-from orchmllm.papers.mixes import MODELS
+from orchmllm.papers.mixes import MODELS  # noqa: E402
 from orchmllm.plan.assign import PHASES, PhasePolicy  # noqa: E402
 from orchmllm.plan.step import StepPlan, plan_step  # noqa: E402
 from orchmllm.tools.predict.whole_runner import Clock, WholeRunner  # noqa: E402
