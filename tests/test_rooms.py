@@ -25,7 +25,7 @@ from scripts.count_code import count_parts, count_rooms, read_all
 # mended (+150), and a loss that copies no gradient (+30). A limit of memory in bytes of all phases
 # together took +150. Counting any model by running it, and keeping what was counted, took +405
 # beside what it replaced of whole models and the loader, and models that are composed of towers and
-# an LLM of transformers +370: the formulas and the parts of this project's own go next.
+# an LLM of transformers +370.
 # The drop-in grew by what it had to be told: lengths by a Trainer's own collator and its encoders
 # (+100), wrappers of a loader (+25), positions that are fitted to what was seen, of the place where
 # a loop stands (+100), and the causes that check_equivalence names, for Trainers, too (+130).
