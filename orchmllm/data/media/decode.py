@@ -15,11 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from orchmllm.data.media.headers import (
-    audio_lengths,
-    open_clip,
-    open_image,
-)
+from orchmllm.data.media.headers import open_clip, open_image
 from orchmllm.data.media.medium import MediaError, Medium, reading
 from orchmllm.plan.geometry import AudioGeometry
 
@@ -67,7 +63,6 @@ def decode_samples(medium: Medium, geometry: AudioGeometry) -> np.ndarray:
     import soxr
 
     with open_clip(medium) as (num_samples, rate, read):
-        audio_lengths(medium, num_samples, rate, geometry)  # refuses one beyond the window
         resampler = soxr.ResampleStream(rate, geometry.sample_rate, 1, dtype="float32")
         mono = np.zeros(geometry.resampled(num_samples, rate), np.float32)
         done = at = 0
