@@ -176,6 +176,14 @@ def main(argv: list[str]) -> int:
         print(f"error: {e}", file=sys.stderr)
         return 2
     recipe = loaded.recipe
+    ranks = world.world_size if world else args.ranks or recipe.launch.nproc_per_node
+    starts = not (args.validate or args.print_config) and (
+        world is None or world.rank == 0 and not world.checked)
+    if starts:
+        launch.say(_announcement(recipe, ranks))
+        if not world and args.ranks and recipe.launch.nproc_per_node not in (0, args.ranks):
+            launch.say(f"--ranks {args.ranks} is what starts, not launch.nproc_per_node="
+                       f"{recipe.launch.nproc_per_node} of the recipe")
     problems = _start_problems(recipe, world, args.ranks, machine=not (
         args.print_config or (world is not None and world.checked)))
     if problems:
@@ -185,12 +193,7 @@ def main(argv: list[str]) -> int:
         print(explain(loaded) if args.print_config else f"recipe {args.recipe}: no problems\n",
               end="")
         return 0
-    ranks = world.world_size if world else args.ranks or recipe.launch.nproc_per_node
-    if world is None or world.rank == 0 and not world.checked:
-        launch.say(_announcement(recipe, ranks))
-        if not world and args.ranks and recipe.launch.nproc_per_node not in (0, args.ranks):
-            launch.say(f"--ranks {args.ranks} is what starts, not launch.nproc_per_node="
-                       f"{recipe.launch.nproc_per_node} of the recipe")
+    if starts:
         from orchmllm.data.loading.ray_workers import own_cluster
         from orchmllm.runtime.build import look_at_data
 
