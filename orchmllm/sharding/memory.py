@@ -196,8 +196,8 @@ class MemoryModel:
         return {p: size * n for p, (_, n) in shard_sizes(self.model, self.shards).items()}
 
     def _batch(self, loads: Loads) -> np.ndarray:
-        """Pixels and frames in float32, and as the forward pass casts them; all that were gathered, as
-        they travel."""
+        """Pixels and frames in float32, and as the forward pass casts them; all that were gathered,
+        as they travel."""
         out = loads.phases["llm"].tokens * 32.0
         for phase in self._counts.keys() & ENCODERS.keys():
             rows, own = loads.phases[phase].rows, self._counts[phase]
