@@ -184,18 +184,15 @@ class Microbatch:
     """One microbatch: as planned, then with what was loaded. plan, and rank_plan, this rank's part;
     positions (n,): of its examples in the step's batch.
 
-    inputs[m] (R_in, row_size) and content (T, 2) int32 [token id, label] on the CPU, in source
-    order for dispatch `tensors`, in slot order for `load` and `bytes` (of a model of transformers:
-    PackedExamples); ignored: positions (in the
-    microbatch's layout) of examples without labels. Of a loader of whole examples: content is
-    what collate_fn returned, num_targets its labels (see commit), geometry whether it is padded
+    content: the trainer's PackedExamples, on the CPU; ignored: positions (in the microbatch's
+    layout) of examples without labels. Of a loader of whole examples: content is what collate_fn
+    returned, num_targets its labels (see commit), geometry whether it is padded
     (PADDED, PACKED, or 0 where it does not show), seen: its longest example and the positions that
     this one has in it, labels_shape that of "labels".
     """
 
     plan: StepPlan
     rank_plan: RankPlan
-    inputs: dict[str, Any] = field(default_factory=dict)
     content: Any = None
     ignored: Sequence[int] = ()
     positions: np.ndarray | None = None
@@ -217,9 +214,9 @@ class Step:
     known: what a loader then knows of its batches.
     error: why it cannot be loaded. phases: figures of the plans (orchmllm.plan.step.phase_figures),
     of the trainer's steps. useful_flop: of the global batch, where the loader counts it
-    (models.flops.step_flops). geometry: of the batches of all ranks: PADDED if one of them is, else
-    PACKED if one is that, else 0; seen (ranks, 2): that of the batch with the longest example of
-    each.
+    (models.whole_flops.step_flops). geometry: of the batches of all ranks: PADDED if one of them
+    is, else PACKED if one is that, else 0; seen (ranks, 2): that of the batch with the longest
+    example of each.
     as_sampled: whether it is not balanced, to be compared with steps that are
     (balance.measure_every); kept_balanced: why it is balanced although it should not have been.
     loop: (index of an earlier step, microseconds that the slowest rank's loop took for it, or

@@ -27,7 +27,7 @@ from orchmllm.plan.assign import (
 from orchmllm.plan.cost import CostModel
 from orchmllm.plan.layout import ENCODERS, BatchLayout
 from orchmllm.plan.nodewise import assign_nodes
-from orchmllm.plan.rearrange import Exchange, Rearrangement, ranges, sums_of
+from orchmllm.plan.rearrange import Exchange, Rearrangement, sums_of
 
 
 def plan_step(
@@ -190,11 +190,8 @@ class StepPlan:
     def for_rank(self, rank: int) -> RankPlan:
         """`rank`'s part, as index arrays."""
         layout = self.layout
-        encode, feature, media, grid, scatter = {}, {}, {}, {}, {}
+        encode, feature, media, grid = {}, {}, {}, {}
         examples = self.llm.items_on(rank)
-        packed = ranges(layout.segment_start[examples], layout.segments_per_example[examples])
-        count = layout.num_tokens[packed]  # of each segment in the sequence of the rank's examples
-        start = np.cumsum(count) - count
         for phase, modality in self.spec.encoders.items():
             seg = layout.segments[modality]
             move = self.encode[phase]
@@ -202,26 +199,23 @@ class StepPlan:
             feature[phase] = self.feature[phase].exchange(layout.num_tokens[seg][move.order], rank)
             mine = seg[move.items_on(rank)]
             grid[phase], media[phase] = layout.grid[mine], layout.places(mine)
-            chosen = layout.modality[packed] == modality
-            scatter[phase] = ranges(start[chosen], count[chosen])
         return RankPlan(
             rank=rank, encode=encode, feature=feature, media=media, grid=grid, examples=examples,
-            example_ids=layout.example_id[examples], scatter=scatter,
+            example_ids=layout.example_id[examples],
             make_llm=partial(self.llm.exchange, layout.tokens_per_example, rank),
         )
 
 
 @dataclass(frozen=True)
 class RankPlan:
-    """One rank's part of a StepPlan. What has an entry per position of the text, llm and
-    position_ids, is computed when it is first read: a loader of whole examples never does.
+    """One rank's part of a StepPlan. llm, which has an entry per position of the text, is computed
+    when it is first read: training never does.
 
     encode[m], feature[m], llm: Exchange of input rows, feature rows, text positions.
     media[m] (n_m, 2): (example position in the global batch, segment within the example) of what
     this rank encodes, in slot order; grid[m] (n_m, 3). examples (n_r,): positions in the global
     batch of what its LLM processes; example_ids (n_r,) their dataset indices.
-    scatter[m] (R_f,): where feature rows go in the packed LLM input. position_ids (R_llm,) restart
-    per example. make_llm: computes llm.
+    make_llm: computes llm.
     """
 
     rank: int
@@ -231,17 +225,11 @@ class RankPlan:
     grid: Mapping[str, np.ndarray]
     examples: np.ndarray
     example_ids: np.ndarray
-    scatter: Mapping[str, np.ndarray]
     make_llm: Callable[[], Exchange]
 
     @cached_property
     def llm(self) -> Exchange:
         return self.make_llm()
-
-    @cached_property
-    def position_ids(self) -> np.ndarray:
-        tokens = self.llm.lengths
-        return ranges(np.zeros(len(tokens), np.int64), tokens)
 
 
 def phase_figures(

@@ -11,7 +11,8 @@ from itertools import product
 
 import numpy as np
 
-from orchmllm.config.fsdp import CHOICES, as_choice
+from orchmllm.config.fsdp import CHECKPOINTING, CHOICES, as_choice
+from orchmllm.config.recipe import Recipe
 from orchmllm.plan.assign import PHASES
 from orchmllm.sharding.activations import Counts, Stack
 from orchmllm.sharding.memory import Choice, Loads, MemoryModel
@@ -139,3 +140,12 @@ def _within(times: Sequence[np.ndarray], use: Sequence[np.ndarray], room: np.nda
             k = int(fits.argmax())
             best, found = float(time[k] + own), (*index[k].tolist(), i)
     return found
+
+
+def check_layers(recipe: Recipe) -> None:
+    """Raises ValueError if fsdp.*_checkpointing names more layers than the model has."""
+    memory = MemoryModel(recipe.model, recipe.fsdp, shards=1)
+    for phase in PHASES:
+        choice = recipe.fsdp.checkpointing(phase)
+        if choice not in CHECKPOINTING:  # of a word nothing has to be counted
+            memory.counts(phase, choice)

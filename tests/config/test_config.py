@@ -140,8 +140,10 @@ def test_reference_pages_are_up_to_date():
 
 
 def test_recipes_of_the_repository():
+    """Those of a corpus leave open which model is trained on it."""
     for path in (ROOT / "recipes").glob("*.yaml"):
-        load_recipe(path)
+        is_complete = "\nmodel:" in path.read_text(encoding="utf-8")
+        load_recipe(path, [] if is_complete else ["model.config=x"])
 
 
 @pytest.mark.parametrize("overrides, said", [

@@ -41,7 +41,7 @@ def root(tmp_path_factory):
 
 def absolute(root: Path, streaming: bool, indexed: bool) -> DataConfig:
     """The data section of the shipped recipe, below `root`."""
-    data = load_recipe(RECIPE).data
+    data = load_recipe(RECIPE, ["model.config=model"]).data
     sources = tuple(replace(s, path=str(root / s.path), weight=w * streaming)
                     for s, w in zip(data.sources, (2.0, 1.0, 1.0), strict=True))
     return replace(data, sources=sources, prefetch=2,
@@ -127,6 +127,6 @@ def test_worker_processes_can_take_the_dataset(root):
 
 
 def test_recipes_data_section_round_trips(root):
-    said = load_recipe(RECIPE)
+    said = load_recipe(RECIPE, ["model.config=model"])
     assert [s.name for s in said.data.sources] == ["llava", "librispeech", "air_bench"]
     assert json.dumps([asdict(s) for s in said.data.sources])

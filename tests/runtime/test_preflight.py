@@ -23,6 +23,7 @@ PROBLEMS = {
     "model.config=FOLDER/few": "few/config.json: vocab_size is 20, but the tokenizer has ",
     "run.dir=FOLDER/file/run": "file/run cannot be written",
     "model.config=FOLDER/wide checkpoint.every_steps=1": "but 3 more checkpoints of ",
+    "fsdp.llm_checkpointing=full:99": "fsdp.llm_checkpointing=full:99: names 99 layers, but there ",
     "data.path=FOLDER/shard-{0..2}.tar": "shard-0.tar is missing",
     "run.trackers=[tensorboard]": "run.trackers = ('tensorboard',): the package tensorboard is "
                                   "not installed: pip install tensorboard, or leave it out",

@@ -83,7 +83,7 @@ def test_it_does_not_fit_by_so_much(tmp_path, capfd):
 
 
 @pytest.mark.parametrize("name, ranks", [
-    ("demo", 4), ("mllm84b", 256), ("pretrained_7b", 8), ("librispeech", 8)])
+    ("demo", 4), ("mllm84b", 256), ("pretrained_7b", 8)])
 def test_ranks_of_a_recipe(name, ranks):
     assert default_world(read(name), 8)[0] == ranks
 

@@ -168,10 +168,10 @@ def imbalance_of(long: int, parts: int, ranks: int, batch: int) -> tuple[float, 
 
 
 @pytest.mark.parametrize("long, ranks, batch, off", [
-    (16_400, 64, 8, 0.03), (65_600, 4, 8, 0.70),
+    (16_400, 64, 8, 0.03), (65_600, 4, 8, 0.75),
     *(pytest.param(*case, marks=pytest.mark.slow) for case in (
         (65_600, 64, 8, 0.15), (65_600, 64, 30, 0.06), (16_400, 4, 8, 0.11),
-        (262_400, 64, 30, 0.56)))])
+        (262_400, 64, 30, 0.60)))])
 def test_rule_of_thumb_beside_plans(long, ranks, batch, off):
     """By costs the bound is met within 1%, whole and shared; the rule leaves attention of the mean
     out, and is `off` by so much: a factor of 1 + M/L*, M the mean length of a token's example."""

@@ -11,10 +11,11 @@ from tests.lib.recipes import RECIPES
 from tests.lib.report_pages import measured_row, report, write
 
 
-def test_predictions_are_scored_by_what_a_run_measured(tmp_path, capsys):
+def test_predictions_are_scored_by_what_a_run_measured(tmp_path, demo_corpus, capsys):
     rows = [measured_row(s, step_s=0.1 * s, tokens_per_s=50.0, mfu=0.4) for s in range(5)]
     folder = write(tmp_path / "run", rows)
-    (folder / "recipe.yaml").write_text(to_yaml(load_recipe(RECIPES / "demo.yaml")))
+    (folder / "recipe.yaml").write_text(to_yaml(load_recipe(
+        RECIPES / "demo.yaml", [f"model.config={demo_corpus}/model"])))
 
     def scored() -> dict[str, list[str]]:
         assert dispatch(["report", str(folder), "--score", "--mix", "natural"]) == 0
