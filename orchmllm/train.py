@@ -25,6 +25,7 @@ if __name__ == "__main__":
 from orchmllm.cli.options import recipe_parser
 from orchmllm.comm.errors import AgreedError
 from orchmllm.config.recipe import Recipe, RecipeError, explain, read_recipe
+from orchmllm.plan.assign import PHASES
 from orchmllm.runtime import preflight
 from orchmllm.runtime.local_ranks import run_local
 from orchmllm.runtime.run_lock import FolderInUse, check_folder, lock_folder
@@ -127,7 +128,7 @@ def _start_problems(
     wrong = preflight.problems([lambda: find_sources(recipe.model)])
     if wrong:
         return wrong  # the other checks read the folder, too
-    checks = [lambda: _check_ranks(recipe, world, expected)]
+    checks = [lambda: _check_ranks(recipe, world, expected), lambda: _check_layers(recipe)]
     if machine:
         checks += [check for _, check in preflight.checks(recipe, checkpoint_bytes(recipe))]
     if machine and world is None:
@@ -145,6 +146,18 @@ def _check_ranks(recipe: Recipe, world: launch.World | None, expected: int) -> N
                          f"flag changes that: make it start {expected}, or drop the flag")
     if ranks:
         check_world(resolve(recipe, ranks, world.local_world_size if world else 1))
+
+
+def _check_layers(recipe: Recipe) -> None:
+    """Raises ValueError if fsdp.*_checkpointing names more layers than the model has."""
+    from orchmllm.config.fsdp import CHECKPOINTING
+    from orchmllm.sharding.memory import MemoryModel
+
+    memory = MemoryModel(recipe.model, recipe.fsdp, shards=1)
+    for phase in PHASES:
+        choice = recipe.fsdp.checkpointing(phase)
+        if choice not in CHECKPOINTING:  # of a word nothing has to be counted
+            memory.counts(phase, choice)
 
 
 def _announcement(recipe: Recipe, num: int) -> str:

@@ -47,11 +47,6 @@ class VisionGeometry:
         """Values per patch: RGB pixels."""
         return 3 * self.patch_size**2
 
-    @property
-    def row_bytes(self) -> int:
-        """Pixels travel as uint8 and are normalised by the encoder."""
-        return self.row_size
-
     def resized(self, width: int, height: int) -> tuple[int, int]:
         """(width, height) in pixels to which the image is resized: multiples of
         patch_size * merge_size, at least one unit a side, the long side at most max_side."""
@@ -78,23 +73,12 @@ class AudioGeometry:
 
     sample_rate: Hz after resampling. hop_length: samples per frame. num_mels: values per frame.
     stack: the connector joins `stack` encoder positions into one token (the last group of a clip is
-    filled with zeros). window_frames: every clip is filled with silence to so many frames, and a
-    longer one is an error; 0: a clip keeps its length."""
+    filled with zeros)."""
 
     sample_rate: int = 16000
     hop_length: int = 160
     num_mels: int = 80
     stack: int = 2
-    window_frames: int = 0
-
-    @property
-    def row_size(self) -> int:
-        return self.num_mels
-
-    @property
-    def row_bytes(self) -> int:
-        """Frames travel as float32."""
-        return 4 * self.num_mels
 
     def resampled(self, num_samples: int, sample_rate: int) -> int:
         """Samples after resampling from `sample_rate` Hz to that of the geometry, rounded up."""
@@ -102,18 +86,11 @@ class AudioGeometry:
 
     def segment_lengths(self, num_samples: int, sample_rate: int) -> SegmentLengths:
         """Of a clip of num_samples a channel at sample_rate Hz. Raises ValueError for an empty
-        one, and one beyond the window."""
+        one."""
         if num_samples < 1 or sample_rate < 1:
             raise ValueError(
                 f"audio of {num_samples} samples at {sample_rate} Hz: both must be >= 1")
         frames = -(-self.resampled(num_samples, sample_rate) // self.hop_length)
-        if self.window_frames:
-            if frames > self.window_frames:
-                window_s = self.window_frames * self.hop_length / self.sample_rate
-                raise ValueError(
-                    f"audio of {num_samples / sample_rate:.6g} s is longer than the "
-                    f"window of {window_s:g} s: cut the clip, or use model.audio.mode=packed")
-            frames = self.window_frames
         positions = (frames + 1) // 2  # after Whisper's stride-2 convolution (kernel 3, padding 1)
         return SegmentLengths(frames, positions, -(-positions // self.stack), (1, 1, frames))
 

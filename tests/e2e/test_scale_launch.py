@@ -70,7 +70,8 @@ def test_trainjob_runs_torchrun_at_the_place_that_kubeflow_tells(tmp_path, demo_
     assert trainer["command"] == ["scripts/launch/torchrun.sh", *args]
     path = programs(tmp_path, torchrun='#!/bin/sh\necho "$@"\n')
     run = subprocess.run(
-        ["bash", trainer["command"][0], args[0], f"data.path={demo_corpus}"], cwd=ROOT,
+        ["bash", trainer["command"][0], args[0], f"data.path={demo_corpus}",
+         f"model.config={demo_corpus / 'model'}"], cwd=ROOT,
         capture_output=True, text=True, env=os.environ | {
             "PATH": path, "PYTHONPATH": str(ROOT), "PET_NNODES": "2", "PET_NPROC_PER_NODE": "4",
             "PET_NODE_RANK": "1", "PET_MASTER_ADDR": "localhost", "PET_MASTER_PORT": "7"})
@@ -144,7 +145,7 @@ def sbatch(folder: Path, data: Path, **env: str) -> subprocess.CompletedProcess:
     """What the job's first node runs, of a recipe that says how many ranks it starts by itself."""
     return subprocess.run(
         ["bash", FOLDER / "slurm.sh", "recipes/demo.yaml", f"data.path={data}",
-         f"run.dir={folder / 'run'}"], cwd=ROOT, capture_output=True, text=True,
+         f"model.config={data / 'model'}", f"run.dir={folder / 'run'}"], cwd=ROOT, capture_output=True, text=True,
         env=os.environ | {"PATH": programs(folder, scontrol=SCONTROL, srun=SRUN),
                           "PYTHONPATH": str(ROOT), "SLURM_JOB_ID": "7", "SLURM_NTASKS": "16",
                           "SLURM_JOB_NODELIST": "node-of-13-[00-01]", **env})
