@@ -145,7 +145,8 @@ def sbatch(folder: Path, data: Path, **env: str) -> subprocess.CompletedProcess:
     """What the job's first node runs, of a recipe that says how many ranks it starts by itself."""
     return subprocess.run(
         ["bash", FOLDER / "slurm.sh", "recipes/demo.yaml", f"data.path={data}",
-         f"model.config={data / 'model'}", f"run.dir={folder / 'run'}"], cwd=ROOT, capture_output=True, text=True,
+         f"model.config={data / 'model'}", f"run.dir={folder / 'run'}"], cwd=ROOT,
+        capture_output=True, text=True,
         env=os.environ | {"PATH": programs(folder, scontrol=SCONTROL, srun=SRUN),
                           "PYTHONPATH": str(ROOT), "SLURM_JOB_ID": "7", "SLURM_NTASKS": "16",
                           "SLURM_JOB_NODELIST": "node-of-13-[00-01]", **env})
