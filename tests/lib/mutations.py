@@ -120,7 +120,7 @@ MUTATIONS = [Mutation(*row) for row in (
      "    wanted.put(False)\n",
      "tests/data/test_sampler_loader.py",
      "Ranks that stop together have made unequally many agreements."),
-    ("failures by place in the microbatch", DATA + "loading/step_loader.py",
+    ("failures by place in the microbatch", DATA + "loading/whole_examples.py",
      "            position = int(self.micro.positions[example])\n",
      "            position = example\n", ABSENCE,
      "With microbatches another example than the broken one is left out."),

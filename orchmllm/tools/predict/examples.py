@@ -18,6 +18,7 @@ from orchmllm.data.formats.open import DataSource, check_source, sources_of
 from orchmllm.data.index import LengthIndex, joined_layouts, usable_rows
 from orchmllm.data.sampler import make_sampler
 from orchmllm.data.storage.remote import Storage
+from orchmllm.models.families import read_config
 from orchmllm.plan.layout import BatchLayout
 from orchmllm.tools.predict.whole import absent
 from orchmllm.tools.predict.workload import SAMPLE_RATE, Headers, batch_layout, sample_headers
@@ -68,6 +69,7 @@ def of_mix(recipe: Recipe, mix: str = "natural", why: str = "") -> Examples:
 
 def dataset_of(recipe: Recipe) -> ConversationDataset:
     """The map-style dataset of a recipe's sources. Raises ValueError naming what cannot be read."""
+    read_config(Path(recipe.model.folder))  # other versions of transformers lack what reads rows
     from orchmllm.data.stream import open_dataset  # with torch
 
     return open_dataset(replace(recipe.data, streaming=False), recipe.model.folder,

@@ -161,5 +161,9 @@ def test_more_memory_for_more_of_everything():
     memory, loads = one_case()
     choice = dict.fromkeys(PHASES, "full")
     assert memory.peak(scaled(loads, 2), choice) > memory.peak(loads, choice)
-    assert replace(memory, all_gather=8).peak(loads, choice) > memory.peak(loads, choice)
+    gathered = replace(memory, all_gather=8)
+    assert gathered.peak(loads, choice) > memory.peak(loads, choice)
+    travel = small_spec(memory.model).row_bytes  # those of others are not cast
+    assert gathered._batch(loads) - memory._batch(loads) == pytest.approx(
+        sum(8 * loads.phases[p].rows.max() * travel[p] for p in travel))
     assert replace(memory, shards=1).peak(loads, choice) > memory.peak(loads, choice)
