@@ -20,7 +20,6 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import soundfile
@@ -29,14 +28,13 @@ from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
 from orchmllm.config.recipe import SourceConfig
 from orchmllm.data.formats.open import open_source
-from orchmllm.data.lengths import LengthReader
 from orchmllm.data.media import av_process
 from orchmllm.data.media.headers import audio_header, image_header
 from orchmllm.data.media.kinds import VIDEO
 from orchmllm.data.media.medium import Medium, VideoSampling
 from orchmllm.data.media.video import expand, pictures
-from orchmllm.data.text.tokenizer import ChatTokenizer
-from orchmllm.plan.geometry import AudioGeometry, VisionGeometry
+from orchmllm.data.processed import ProcessedReader
+from orchmllm.data.text.processor import Processor
 from orchmllm.plan.layout import TEXT
 from orchmllm.tools.compose.drawn import shapes, write_drawn
 from orchmllm.tools.data.build_index import build_index
@@ -104,7 +102,7 @@ def cpu_seconds() -> float:
     return times.user + times.system + times.children_user + times.children_system
 
 
-def write_tokenizer(path: Path) -> ChatTokenizer:
+def write_tokenizer(path: Path) -> None:
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.train_from_iterator([" ".join(WORDS)], trainers.BpeTrainer(
@@ -112,7 +110,6 @@ def write_tokenizer(path: Path) -> ChatTokenizer:
         special_tokens=["<|endoftext|>", "<|im_start|>", "<|im_end|>"],
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet())))
     tokenizer.save(str(path))
-    return ChatTokenizer(path)
 
 
 def peak_mb(path: Path, folder: Path) -> float:
@@ -141,11 +138,11 @@ def video_ms(path: Path, rounds: int = 5) -> tuple[float, float]:
                 np.ascontiguousarray(wide[:, k: k + 1280].astype(np.uint8)), format="rgb24")
             out.mux(stream.encode(frame))
         out.mux(stream.encode())
-    medium, unchanged = Medium(VIDEO, path.name, path), SimpleNamespace(resized=lambda *size: size)
+    medium = Medium(VIDEO, path.name, path)
 
     def ours() -> list[float]:
         frames = expand(medium, VideoSampling(), {})
-        pictures(frames, unchanged)
+        pictures(frames)
         return [frame.frame.second for frame in frames]
 
     def theirs(seconds: list[float]) -> None:
@@ -175,7 +172,8 @@ def video_ms(path: Path, rounds: int = 5) -> tuple[float, float]:
 
 
 def waits(folder: Path, workers: int, steps: int, rng) -> tuple[float, float]:
-    """(mean seconds of a step, share of it in which it waits for data), without the first five."""
+    """(mean seconds of a step, share of it in which it waits for data), without the first five, of
+    the model in `folder`."""
     rows = []
     for k in range(64):
         small = Image.fromarray(rng.integers(0, 255, (64, 64, 3), dtype=np.uint8))
@@ -184,8 +182,6 @@ def waits(folder: Path, workers: int, steps: int, rng) -> tuple[float, float]:
             {"from": "human", "value": "<image>\nwhat is this"},
             {"from": "gpt", "value": " ".join(WORDS)}]})
     (folder / "large.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    write_drawn(shapes(LLM, TOWER, vocab_size=512), folder / "tokenizer.json", folder / "model",
-                MAX_SIDE)
     subprocess.run(
         [sys.executable, "-m", "orchmllm.train", "recipes/demo.yaml",
          f"data.path={folder}/large.jsonl", f"model.config={folder}/model",
@@ -222,13 +218,15 @@ def main() -> None:
         if not args.rows:
             return
         write_rows(folder / "data.jsonl", files, args.rows, rng)
-        planner = LengthReader(write_tokenizer(folder / "tokenizer.json"), VisionGeometry(),
-                          AudioGeometry())
+        write_tokenizer(folder / "tokenizer.json")
+        write_drawn(shapes(LLM, TOWER, TOWER, vocab_size=512), folder / "tokenizer.json",
+                    folder / "model", MAX_SIDE)
+        reader = ProcessedReader(Processor(folder / "model"))
         config = SourceConfig(path=str(folder / "data.jsonl"))
         for what in ("built", "refreshed"):
             started, cpu_s = time.perf_counter(), cpu_seconds()
             source = open_source(config, folder / "index")
-            index, num_read = build_index(source, planner, folder / "index",
+            index, num_read = build_index(source, reader, folder / "index",
                                           num_workers=args.workers)
             print(f"index of {len(index)} rows {what} in {time.perf_counter() - started:.1f} s, "
                   f"{cpu_seconds() - cpu_s:.1f} s of CPU ({num_read} rows read, {args.workers} "

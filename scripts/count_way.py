@@ -3,12 +3,12 @@ that run while a step is made of rows and trained on.
 
     python scripts/count_way.py [--base REVISION] [--list WAY]
 
-Five ways: the trainer with dispatch `tensors` and with `load`, the trainer with a whole model of
-transformers (a tiny Qwen2-VL), a loop with BalancedDataLoader, and images through balance_encoders.
-Each runs on one rank with a profile hook in every thread; recorded are steps after the first, so
-nothing of the set-up counts. `either` is what a reader meets who follows a row of both kinds of
-models, `load` and `whole`. --base: the same of another revision, checked out and built in a
-temporary folder. --list: the functions of one way, by file.
+Five ways: the trainer with a composition, by dispatch `tensors` and `load`, and with a tiny
+Qwen2-VL (`whole`); a loop with BalancedDataLoader; and images through balance_encoders. Each runs
+on one rank with a profile hook in every thread; recorded are steps after the first, so nothing of
+the set-up counts. `either` is what a reader meets who follows rows of `load` and of `whole`.
+--base: the same of another revision, checked out and built in a temporary folder. --list: the
+functions of one way, by file.
 
 A change of file is a call from a function of one file into one of another. Lambdas and
 comprehensions count as part of the function that holds them.

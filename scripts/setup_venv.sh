@@ -15,10 +15,10 @@ fail() {
 }
 
 command -v "$python" >/dev/null ||
-    fail "$python not found. Install Python 3.10 or newer (Debian, Ubuntu: apt install python3)," \
+    fail "$python not found. Install Python 3.11 or newer (Debian, Ubuntu: apt install python3)," \
          "or name one: make PYTHON=/path/to/python3"
-"$python" -c 'import sys; sys.exit(sys.version_info < (3, 10))' ||
-    fail "$("$python" -V 2>&1) is too old: Python 3.10 or newer is needed. Name one:" \
+"$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' ||
+    fail "$("$python" -V 2>&1) is too old: Python 3.11 or newer is needed. Name one:" \
          "make PYTHON=python3.11"
 "$python" -c 'import ensurepip, venv' 2>/dev/null ||
     fail "$python has no venv module. Debian, Ubuntu: apt install python3-venv"

@@ -2,9 +2,9 @@
 # The tests of what touches torch and transformers, and both launchers on two nodes, with other
 # versions than those of constraints.txt: test_versions.sh PYTHON oldest|newest [PYTEST OPTIONS]
 #
-# oldest: first the lower bounds of pyproject.toml, for the trainer and the loader; then those of
-# orchmllm/loader/versions.py, for transformers' Trainer and its models' encoders. newest: what pip
-# finds. Each has an environment of its own in build/versions. PIP_EXTRA_INDEX_URL may name
+# oldest: first the lower bounds of pyproject.toml, for the loader; then those of
+# orchmllm/loader/versions.py, for transformers' Trainer and its models' encoders; then the first
+# transformers of orchmllm/models/families.py, for the trainer. newest: what pip finds. Each has an environment of its own in build/versions. PIP_EXTRA_INDEX_URL may name
 # PyTorch's CPU index, whose torch is 5 GB smaller. The nodes are network namespaces, which need root.
 set -eu
 python=$1
@@ -19,6 +19,9 @@ bounds() {  # NAME>=VERSION of the dependencies in pyproject.toml, with OPERATOR
 floor() {  # of a package of versions.py
     sed -n 's/.*"'"$1"'": "\([0-9.]*\)".*/\1/p' orchmllm/loader/versions.py
 }
+first() {  # transformers that the trainer takes
+    sed -n 's/^FIRST, BEFORE = (\([0-9]*\), \([0-9]*\)).*/\1.\2/p' orchmllm/models/families.py
+}
 pip() {
     "$venv/bin/python" -m pip --disable-pip-version-check install -q "$@"
 }
@@ -29,18 +32,19 @@ said() {
     "$venv/bin/python" -c 'import torch, transformers
 print("== torch", torch.__version__, "transformers", transformers.__version__, flush=True)'
 }
+loader() {
+    run tests/loader/test_dropin.py tests/loader/test_loss.py "$@"
+}
 trainer() {
     run tests/models tests/sharding tests/comm --ignore tests/comm/test_programs.py \
-        tests/loader/test_dropin.py tests/loader/test_loss.py tests/e2e/test_trainer.py \
-        tests/e2e/test_missing_modality.py tests/e2e/test_whole_model.py \
-        tests/runtime/test_resume.py "$@"
+        tests/e2e/test_trainer.py tests/e2e/test_missing_modality.py tests/e2e/test_whole_model.py \
+        tests/runtime/test_resume.py tests/tools/export "$@"
     run -m slow tests/e2e/test_two_nodes.py
 }
 clients() {  # without what needs TRL or torchvision, or reads a class that is newer than 5.17
-    run tests/encoders tests/loader/test_trainer_losses.py tests/tools/export "$@" \
+    run tests/encoders tests/loader/test_trainer_losses.py "$@" \
         --deselect tests/encoders/test_encoder_families.py::test_a_field_left_out_fails_loudly \
-        --deselect tests/loader/test_trainer_losses.py::test_losses_that_balancing_changes_are_refused_with_the_cure \
-        --deselect tests/tools/export/test_export.py::test_uint8_images_are_normalised_as_by_the_image_processor
+        --deselect tests/loader/test_trainer_losses.py::test_losses_that_balancing_changes_are_refused_with_the_cure
 }
 
 test -d "$venv" || "$python" -m venv "$venv"
@@ -49,15 +53,19 @@ oldest)
     pip $tools $(bounds ==)
     pip --no-deps --no-build-isolation -e .
     said
-    trainer "$@"
+    loader "$@"
     pip "transformers==$(floor transformers).*" "accelerate==$(floor accelerate).*"
     said
     clients "$@"
+    pip "transformers==$(first).*"
+    said
+    trainer "$@"
     ;;
 newest)
     pip --upgrade $tools $(bounds '>=') accelerate
     pip --no-deps --no-build-isolation -e .
     said
+    loader "$@"
     trainer "$@"
     clients "$@"
     ;;

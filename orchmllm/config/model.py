@@ -12,7 +12,7 @@ from orchmllm.config.schema import Conflict, key, section
 
 @dataclass(frozen=True)
 class PartConfig:
-    """The vision tower, the audio tower or the LLM."""
+    """A tower of the model, or its LLM."""
 
     GONE: ClassVar[dict[str, str]] = {
         **dict.fromkeys(
@@ -25,8 +25,8 @@ class PartConfig:
                       "model.pretrained",
         "mode": "`orchmllm compose` decides how a model computes clips (--audio-packed)",
     }
-    frozen: bool = key(False, "It does not learn: of the LLM its head and embeddings neither; of a "
-                       "tower its connector does, unless model.connectors_frozen is true.")
+    frozen: bool = key(False, "This part does not learn. The LLM's embeddings and head belong to "
+                       "it; a tower's connector does not (model.connectors_frozen).")
 
 
 @dataclass(frozen=True)
@@ -103,8 +103,8 @@ class ModelConfig:
             yield Conflict(("connectors_frozen", *(f"{part}.frozen" for part in parts)),
                            "leaves nothing that would learn: set one of them to false")
         if self.lora.rank and not self.pretrained:
-            yield Conflict(("lora.rank", "pretrained"), "adapters are for the weights of a whole "
-                           "model of transformers: name it in model.pretrained (docs/models.md)")
+            yield Conflict(("lora.rank", "pretrained"), "adapters are for weights that were "
+                           "trained: name their folder in model.pretrained (docs/models.md)")
         if self.lora.rank and self.llm.frozen:
             yield Conflict(("llm.frozen", "lora.rank"), "the LLM learns by adapters alone where "
                            "model.lora has a rank: leave it out")

@@ -196,12 +196,14 @@ class MemoryModel:
         return {p: size * n for p, (_, n) in shard_sizes(self.model, self.shards).items()}
 
     def _batch(self, loads: Loads) -> np.ndarray:
-        """Pixels and frames in float32, and as the forward pass casts them."""
+        """Pixels and frames in float32, and as the forward pass casts them; all that were gathered,
+        as they travel."""
         out = loads.phases["llm"].tokens * 32.0
         for phase in self._counts.keys() & ENCODERS.keys():
-            rows = loads.phases[phase].rows
-            rows = self.all_gather * float(rows.max()) if self.all_gather else rows
-            out = out + rows * float(self._counts[phase].row_values * (4 + self.element))
+            rows, own = loads.phases[phase].rows, self._counts[phase]
+            out = out + rows * float(own.row_values * (4 + self.element))
+            if self.all_gather:
+                out = out + self.all_gather * float(rows.max()) * own.row_bytes
         return out
 
     def _features(self, phase: str, loads: Loads) -> np.ndarray | float:

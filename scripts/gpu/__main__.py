@@ -23,7 +23,7 @@ import subprocess
 import sys
 import time
 from contextlib import suppress
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from pathlib import Path
 
 from scripts.gpu import lines, setup
@@ -112,7 +112,7 @@ def figures_of(name: str, part: Part, place: Place, output: str) -> tuple[dict, 
 
 def run_part(name: str, place: Place, limit_s: float, device: str | None) -> dict:
     """Runs a part and returns its line."""
-    part, started = PARTS[name], datetime.now(timezone.utc).isoformat(timespec="seconds")
+    part, started = PARTS[name], datetime.now(UTC).isoformat(timespec="seconds")
     place.result(name).unlink(missing_ok=True)
     shutil.rmtree(place.work / name, ignore_errors=True)  # an earlier run of the part
     command = part.command(place, name)

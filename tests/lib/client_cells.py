@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-
 from tests.lib.clients import EPOCHS, FEATURES, IN_SHARDS, Cell, run_cells
 from tests.lib.ranks import run_ranks
 
@@ -15,8 +13,6 @@ FAST = {"fsdp1": 0b000111, "fsdp2": 0b110010, "ddp": 0b011001, "stateful": 0b100
 TRAINERS = ("trainer", "trainer_fsdp2", "sft", "sft_fsdp2", "sft_packed", "lightning",
             "lightning_fsdp2")
 LOOPS = tuple(sorted(set(FAST) - set(TRAINERS)))
-# TRL's releases need Python 3.11.
-NOT_HERE = ("sft", "sft_fsdp2", "sft_packed") if sys.version_info < (3, 11) else ()
 PARTS = 4  # of the cells of a client
 
 
@@ -35,8 +31,7 @@ def cells_of_part(client: str, part: int) -> list[Cell]:
 
 def check(cells: list[Cell]) -> None:
     """Each ends with the weights of one process, and every epoch has every example."""
-    cells = [cell for cell in cells if cell.client not in NOT_HERE
-             and not (cell.resumed and cell.client in IN_SHARDS)]
+    cells = [cell for cell in cells if not (cell.resumed and cell.client in IN_SHARDS)]
     for cell, (error, steps) in zip(cells, run_ranks(run_cells, 2, cells)[0], strict=True):
         assert error <= 1e-12, (cell, error)
         if cell.client != "sft_packed":  # whose rows hold several examples

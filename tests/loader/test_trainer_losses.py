@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import copy
 import random
-import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,6 @@ from tests.lib.clients import Examples, as_torchrun, forget_accelerate, tiny
 from tests.lib.ranks import run_ranks
 
 pytestmark = pytest.mark.dist
-NEW_PYTHON = pytest.mark.skipif(sys.version_info < (3, 11), reason="TRL's releases need it")
 FAMILIES_OF_MEDIA = ("qwen2_vl", "qwen3_vl", "gemma3", "internvl", "qwen2_audio",
                      "qwen2_5_vl pairs")
 LENGTHS = Examples(24, few_long=True).lengths
@@ -210,7 +208,6 @@ def of_pairs(world, kind: str, folder: str, steps: int) -> list[float]:
     return after
 
 
-@NEW_PYTHON
 @pytest.mark.slow
 @pytest.mark.parametrize("steps", [1, 2])
 @pytest.mark.parametrize("kind", ["DPO", "Reward"])
@@ -452,7 +449,6 @@ def encoders_of(model: nn.Module) -> list[str]:
             for name in getattr(getattr(hook, "__self__", None), "last", ())]
 
 
-@NEW_PYTHON
 @pytest.mark.parametrize("families, num_ranks", [
     (("qwen2_5_vl",), 2), *(pytest.param(FAMILIES_OF_MEDIA, d, marks=pytest.mark.slow)
                             for d in (2, 3))])

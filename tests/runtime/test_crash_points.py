@@ -5,13 +5,11 @@ from __future__ import annotations
 
 import io
 import os
-import pathlib
 import shutil
 import signal
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
@@ -82,23 +80,18 @@ class Killer:
         self.did: dict[str, int] = {}  # operation -> how often it was begun
         self._original = {n: getattr(os, n) for n in self.NAMES}
         self._open = io.open
-        # Python 3.10's pathlib has names of its own for them.
-        self._pathlib = getattr(pathlib, "_normal_accessor", SimpleNamespace())
         self._unsynced: set[int] = set()  # inodes
         self._renamed: list[tuple[str, str]] = []
 
     def __enter__(self) -> Killer:
         for name in self.NAMES:
             setattr(os, name, self._counted(name))
-            if hasattr(self._pathlib, name):
-                setattr(self._pathlib, name, getattr(os, name))
-        io.open = self._pathlib.open = self._opened
+        io.open = self._opened
         return self
 
     def __exit__(self, *_) -> None:
         for name, original in self._original.items():
             setattr(os, name, original)
-        vars(self._pathlib).clear()
         io.open = self._open
 
     def _begin(self, name: str, half: Callable[[], object] = lambda: None) -> None:

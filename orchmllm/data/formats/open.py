@@ -29,7 +29,6 @@ from orchmllm.data.media.parts import KEYS, part_of, refuse_unread
 from orchmllm.data.media.root import MediaRoot
 from orchmllm.data.storage.clients import StorageError, without_query
 from orchmllm.data.storage.remote import NOWHERE, Storage, is_url
-from orchmllm.data.text.tokenizer import ChatTokenizer
 from orchmllm.plan.layout import AUDIO
 
 NUM_PEEKED = 20  # first rows that detection looks at: some of them may be broken
@@ -156,27 +155,9 @@ def index_path(index_dir: str | os.PathLike | None) -> Path:
     return Path(index_dir or DEFAULT_INDEX_DIR).expanduser()
 
 
-def beside(path: str) -> Path:
-    """The tokenizer.json that lies with the data. Raises ValueError if there is none."""
-    if is_url(path):
-        raise ValueError(f"{path}: give data.tokenizer; none is looked for beside remote data")
-    folder = Path(path) if Path(path).is_dir() else Path(path).parent
-    if not (folder / "tokenizer.json").is_file():
-        missing = "" if os.path.exists(path) else f"{path}: no such file or folder, and "
-        raise ValueError(f"{missing}{folder / 'tokenizer.json'}: no such file; give "
-                         "data.tokenizer, or a model.llm.pretrained that holds one")
-    return folder / "tokenizer.json"
-
-
 def sources_of(data: DataConfig) -> Sequence[SourceConfig]:
     """The sources of a recipe."""
     return data.sources or (SourceConfig(path=data.path),)
-
-
-def open_tokenizer(data: DataConfig) -> ChatTokenizer:
-    """The tokenizer of a recipe: the one that it names, or the one beside its (first) data. Raises
-    ValueError."""
-    return ChatTokenizer(data.tokenizer or beside(sources_of(data)[0].path))
 
 
 def open_source(config: SourceConfig, cache_dir: Path, storage: Storage = NOWHERE, *,

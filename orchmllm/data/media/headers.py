@@ -1,6 +1,6 @@
 """Media headers: what planning needs, without decoding (about 35 times cheaper) and without torch.
 
-A header fixes every length: decoding produces exactly the rows that `segment_lengths` promised.
+A header fixes every length: decoding gives exactly the pixels and samples that it promises.
 Limits on pixels, samples and expansion are checked here, so that nothing large is ever decoded.
 """
 
@@ -26,7 +26,6 @@ from orchmllm.data.media.medium import (
     ends_in_zeros,
     reading,
 )
-from orchmllm.plan.geometry import AudioGeometry, SegmentLengths
 
 MAX_IMAGE_PIXELS = 64_000_000  # 192 MB as RGB; below Pillow's own warning (89 MP)
 MAX_ASPECT = 200  # of the sides; beyond it resizing to whole patches is no picture any more
@@ -213,13 +212,3 @@ def _check_clip(name: str, frames: int, rate: int, channels: int, num_bytes: int
     if decoded > EXPANSION_FROM_BYTES and decoded > MAX_EXPANSION * num_bytes:
         raise MediaError(name, size + f"a file of {num_bytes} bytes expands more than "
                                f"{MAX_EXPANSION} times")
-
-
-def audio_lengths(
-    medium: Medium, num_samples: int, sample_rate: int, geometry: AudioGeometry
-) -> SegmentLengths:
-    """Lengths of a clip. Raises MediaError for one that is longer than the encoder's window."""
-    try:
-        return geometry.segment_lengths(num_samples, sample_rate)
-    except ValueError as error:
-        raise MediaError(medium.name, str(error)) from error

@@ -14,7 +14,7 @@ import numpy as np
 from orchmllm.config.job import resolve
 from orchmllm.config.recipe import DataConfig, Recipe, SourceConfig, load_recipe
 from orchmllm.data.formats.conversation import media_of
-from orchmllm.data.formats.open import DataSource, beside, index_path, open_source
+from orchmllm.data.formats.open import DataSource, index_path, open_source
 from orchmllm.data.lengths import LengthReader
 from orchmllm.data.processed import ProcessedReader
 from orchmllm.data.survey import survey
@@ -162,13 +162,13 @@ def _model(source: DataSource, some: Sequence[int], models: Mapping[str, Path], 
 def _tokenizer(source: DataSource, texts: Sequence[str], path: Path
                ) -> tuple[ChatTokenizer, str]:
     """The one beside the data, else one that is trained on texts; and where it is from."""
-    try:
-        file = beside(source.config.path)
-    except ValueError:  # none lies there
-        size = train_tokenizer(texts, path, VOCAB_SIZE)
-        return ChatTokenizer(path), (f"no tokenizer lies beside the data: {path} was trained on "
-                                     f"their texts ({size} tokens)")
-    return ChatTokenizer(file), f"tokenizer {file}"
+    data = Path(source.config.path)
+    file = (data if data.is_dir() else data.parent) / "tokenizer.json"
+    if file.is_file():
+        return ChatTokenizer(file), f"tokenizer {file}"
+    size = train_tokenizer(texts, path, VOCAB_SIZE)
+    return ChatTokenizer(path), (f"no tokenizer lies beside the data: {path} was trained on "
+                                 f"their texts ({size} tokens)")
 
 
 def _layouts(source: DataSource, some: Sequence[int], reader: LengthReader) -> list[BatchLayout]:
