@@ -113,7 +113,7 @@ def test_the_loss_of_a_whole_model_by_chunks_takes_a_tenth_of_the_memory(tmp_pat
 
 
 AUTO = ("none", "kept", "LLM kept", "hybrid, 2,560 ranks", "float32", "large loss", "accumulated",
-        "three ahead", "7B, pretrained", "padded audio")
+        "three ahead")
 
 
 @pytest.mark.slow
