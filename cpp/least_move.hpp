@@ -65,9 +65,9 @@ class LocalSearch {
     }
     if (num_items_ <= kFew && greedy_load() <= cap) offer(greedy_);
     if (high_ > cap) match_greedy();
-    // Of few items a rank, load is worth more than what moves.
-    const bool exact = p_.cap < caps[0], tightest = exact || num_items_ < 12 * p_.num_ranks;
-    if (high_ > p_.cap && tightest) tighten(std::max(exact ? p_.cap : bound, crowding_));
+    // By the same steps for every tolerance that is missed, so that a looser one ends them sooner.
+    const i64 lowest = p_.cap < caps[0] ? p_.cap : bound;
+    if (high_ > p_.cap) tighten(std::max(lowest, crowding_));
     if (high_ > p_.cap) match_greedy();
     return spent_;
   }
@@ -247,12 +247,12 @@ class LocalSearch {
     return left;
   }
 
-  // Goes on under caps halfway between what is reached and what is not, and when they are near,
-  // under the cap itself.
+  // Until no load is above what is accepted: goes on under caps halfway between what is reached and
+  // what is not, and when they are near, under `cap` itself.
   void tighten(i64 cap) {
     i64 operations = operations_;
     const i64 fine = 1 + cap / 65536;  // nearer is not worth an attempt
-    for (i64 low = cap; high_ > cap && operations > 0;) {
+    for (i64 low = cap; high_ > std::max(cap, p_.cap) && operations > 0;) {
       const bool near = high_ - low <= fine;
       if (near && low > cap) return;
       const i64 next = near ? cap : low + (high_ - low) / 2;

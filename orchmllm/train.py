@@ -25,6 +25,7 @@ if __name__ == "__main__":
 from orchmllm.cli.options import recipe_parser
 from orchmllm.comm.errors import AgreedError
 from orchmllm.config.recipe import Recipe, RecipeError, explain, read_recipe
+from orchmllm.plan.assign import PHASES
 from orchmllm.runtime import preflight
 from orchmllm.runtime.local_ranks import run_local
 from orchmllm.runtime.run_lock import FolderInUse, check_folder, lock_folder
@@ -127,7 +128,7 @@ def _start_problems(
     wrong = preflight.problems([lambda: find_sources(recipe.model)])
     if wrong:
         return wrong  # the other checks read the folder, too
-    checks = [lambda: _check_ranks(recipe, world, expected)]
+    checks = [lambda: _check_ranks(recipe, world, expected), lambda: _check_layers(recipe)]
     if machine:
         checks += [check for _, check in preflight.checks(recipe, checkpoint_bytes(recipe))]
     if machine and world is None:
@@ -147,6 +148,18 @@ def _check_ranks(recipe: Recipe, world: launch.World | None, expected: int) -> N
         check_world(resolve(recipe, ranks, world.local_world_size if world else 1))
 
 
+def _check_layers(recipe: Recipe) -> None:
+    """Raises ValueError if fsdp.*_checkpointing names more layers than the model has."""
+    from orchmllm.config.fsdp import CHECKPOINTING
+    from orchmllm.sharding.memory import MemoryModel
+
+    memory = MemoryModel(recipe.model, recipe.fsdp, shards=1)
+    for phase in PHASES:
+        choice = recipe.fsdp.checkpointing(phase)
+        if choice not in CHECKPOINTING:  # of a word nothing has to be counted
+            memory.counts(phase, choice)
+
+
 def _announcement(recipe: Recipe, num: int) -> str:
     """The first line of a run, before torch is imported. num: of ranks, 0 for one per GPU."""
     ranks = f"{num} rank{'s' if num > 1 else ''}" if num else "one rank per GPU"
@@ -163,6 +176,14 @@ def main(argv: list[str]) -> int:
         print(f"error: {e}", file=sys.stderr)
         return 2
     recipe = loaded.recipe
+    ranks = world.world_size if world else args.ranks or recipe.launch.nproc_per_node
+    starts = not (args.validate or args.print_config) and (
+        world is None or world.rank == 0 and not world.checked)
+    if starts:
+        launch.say(_announcement(recipe, ranks))
+        if not world and args.ranks and recipe.launch.nproc_per_node not in (0, args.ranks):
+            launch.say(f"--ranks {args.ranks} is what starts, not launch.nproc_per_node="
+                       f"{recipe.launch.nproc_per_node} of the recipe")
     problems = _start_problems(recipe, world, args.ranks, machine=not (
         args.print_config or (world is not None and world.checked)))
     if problems:
@@ -172,12 +193,7 @@ def main(argv: list[str]) -> int:
         print(explain(loaded) if args.print_config else f"recipe {args.recipe}: no problems\n",
               end="")
         return 0
-    ranks = world.world_size if world else args.ranks or recipe.launch.nproc_per_node
-    if world is None or world.rank == 0 and not world.checked:
-        launch.say(_announcement(recipe, ranks))
-        if not world and args.ranks and recipe.launch.nproc_per_node not in (0, args.ranks):
-            launch.say(f"--ranks {args.ranks} is what starts, not launch.nproc_per_node="
-                       f"{recipe.launch.nproc_per_node} of the recipe")
+    if starts:
         from orchmllm.data.loading.ray_workers import own_cluster
         from orchmllm.runtime.build import look_at_data
 

@@ -20,7 +20,6 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import soundfile
@@ -139,11 +138,11 @@ def video_ms(path: Path, rounds: int = 5) -> tuple[float, float]:
                 np.ascontiguousarray(wide[:, k: k + 1280].astype(np.uint8)), format="rgb24")
             out.mux(stream.encode(frame))
         out.mux(stream.encode())
-    medium, unchanged = Medium(VIDEO, path.name, path), SimpleNamespace(resized=lambda *size: size)
+    medium = Medium(VIDEO, path.name, path)
 
     def ours() -> list[float]:
         frames = expand(medium, VideoSampling(), {})
-        pictures(frames, unchanged)
+        pictures(frames)
         return [frame.frame.second for frame in frames]
 
     def theirs(seconds: list[float]) -> None:

@@ -21,6 +21,7 @@ from pathlib import Path
 import numpy as np
 from peer_methods import METHODS
 
+from orchmllm.papers.mixes import MODELS
 from orchmllm.plan.balance import core
 from orchmllm.tools.predict.workload import sample_layout
 
@@ -51,7 +52,7 @@ def main() -> None:
     results, hopeless = [], set()
     print(f"{'ranks':>6s} {'method':31s} {'ms':>10s} {'max/bound - 1':>14s} {'between nodes':>14s}")
     for ranks in map(int, args.ranks.split(",")):
-        layout = sample_layout("84b", num_ranks=ranks, batch_size=args.batch_size, seed=0)
+        layout = sample_layout(MODELS["84b"], num_ranks=ranks, batch_size=args.batch_size, seed=0)
         weight, home = layout.tokens_per_example, layout.rank_of_example
         for name, method in METHODS.items():
             if name in hopeless or "CVXPY" in name and not args.solvers:

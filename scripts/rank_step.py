@@ -11,13 +11,15 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 
 import numpy as np
 import torch
 
 from orchmllm.batch import UNCOUNTED, Microbatch, Step
 from orchmllm.config.model import ModelConfig
-from orchmllm.data.loading.step_loader import SegmentFeed, StepLoader
+from orchmllm.data.loading.step_loader import StepLoader
+from orchmllm.data.loading.whole_examples import WholeFeed
 from orchmllm.models.phase_clock import PhaseClock
 from orchmllm.models.whole_flops import step_flops
 from orchmllm.orchestrator import Orchestrator
@@ -70,7 +72,9 @@ class Rank:
         rows = layout_rows(layout, spec)
         layouts, outcomes = AnsweringGather(len(rows), rows), AnsweringGather(len(rows))
         self.orchestrator = Orchestrator(spec, layouts, commit_gather=outcomes, group=layouts)
-        self.loader = StepLoader(None, None, self.orchestrator, num_steps=1, feed=SegmentFeed,
+        encodes = SimpleNamespace(encoders=SimpleNamespace(raw=()))  # nothing is read for it
+        self.loader = StepLoader(None, None, self.orchestrator, num_steps=1,
+                                 feed=partial(WholeFeed, model=encodes),
                                  flops_of=partial(step_flops, model))
         self.loader.feed.load = lambda step: UNCOUNTED  # reading and decoding are not counted
         self.clock = PhaseClock()

@@ -22,8 +22,8 @@ def load_linked(folder: str | PathLike | None, options: dict[str, Any]) -> bool:
     if folder is None or not (Path(folder) / PARTS).is_file():
         return False
     files: dict[Path, Any] = {}
-    options["state_dict"] = {name: _slice(stored, files) for name, stored in open_folder(
-        Path(folder)).tensors.items()}
+    options["state_dict"] = {
+        name: _slice(stored, files) for name, stored in open_folder(Path(folder)).items()}
     if not isinstance(options.get("config"), ComposedConfig):
         options["config"] = ComposedConfig.from_pretrained(folder)
     if (Path(folder) / GENERATION_CONFIG_NAME).is_file():

@@ -103,8 +103,8 @@ class ModelConfig:
             yield Conflict(("connectors_frozen", *(f"{part}.frozen" for part in parts)),
                            "leaves nothing that would learn: set one of them to false")
         if self.lora.rank and not self.pretrained:
-            yield Conflict(("lora.rank", "pretrained"), "adapters are for the weights of a whole "
-                           "model of transformers: name it in model.pretrained (docs/models.md)")
+            yield Conflict(("lora.rank", "pretrained"), "adapters are for weights that were "
+                           "trained: name their folder in model.pretrained (docs/models.md)")
         if self.lora.rank and self.llm.frozen:
             yield Conflict(("llm.frozen", "lora.rank"), "the LLM learns by adapters alone where "
                            "model.lora has a rank: leave it out")

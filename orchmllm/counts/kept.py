@@ -38,6 +38,7 @@ def kept_each(key: Any, items: Sequence[str], count: Callable[[Sequence[str]], S
     known = _known(FOLDER, about)
     if missing := list(dict.fromkeys(item for item in items if item not in known)):
         known |= zip(missing, count(missing), strict=True)
+        known |= dict(*_read(about))  # what other processes have added meanwhile
         _write(about, known)
     return [known[item] for item in items]
 

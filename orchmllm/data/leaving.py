@@ -28,7 +28,7 @@ def row_of_medium(row: MeasuredExample, segment: int, processor: Processor, on_e
     mine = media[first: first + len(items[at])]
     data: list[bytes | None] = [None] * len(media)
     try:
-        shown = pictures(mine, processor)
+        shown = pictures(mine)
         data[first: first + len(mine)] = [
             stored_bytes(medium, shown.get(medium)).numpy().tobytes() for medium in mine]
     except MediaError as error:

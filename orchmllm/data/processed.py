@@ -200,7 +200,7 @@ class ProcessedReader(LengthReader):
                  on_error: OnError) -> tuple[dict[int, list[Content]], bool]:
         """(The pictures, or the clip, of each segment, blank where they cannot be decoded; whether
         there are such). items: of segments."""
-        shown = pictures([medium for item in items.values() for medium in item], self.processor)
+        shown = pictures([medium for item in items.values() for medium in item])
         out, failed = {}, False
         for segment, item in items.items():
             try:

@@ -17,7 +17,7 @@ from orchmllm.plan.layout import BatchLayout
 
 class Questions:
     """Examples of `rows`, those of a processor of transformers, each of which ends before its first
-    answer: what comes after it, media too, is not there. It has what SegmentFeed needs."""
+    answer: what comes after it, media too, is not there. It has what WholeFeed needs."""
 
     def __init__(self, rows: ConversationDataset) -> None:
         self._rows, self.reader = rows, rows.reader

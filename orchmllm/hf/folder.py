@@ -1,4 +1,4 @@
-"""A Hugging Face folder on disk: its config.json and where each tensor lies. Only headers are read,
+"""A Hugging Face folder on disk: where each tensor lies. Only headers are read,
 nothing is unpickled or downloaded, and torch is not needed."""
 
 from __future__ import annotations
@@ -6,7 +6,6 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
@@ -33,23 +32,13 @@ class Stored(NamedTuple):
         return math.prod(self.shape) * ELEMENT_BYTES[self.dtype]
 
 
-@dataclass(frozen=True)
-class Folder:
-    """config: config.json. tensors: key -> where it lies."""
-
-    path: Path
-    config: dict
-    tensors: dict[str, Stored]
-
-
-def open_folder(path: Path) -> Folder:
-    """Raises ValueError with the cure if it is not a folder of safetensors."""
+def open_folder(path: Path) -> dict[str, Stored]:
+    """key -> where the tensor lies. Raises ValueError with the cure if it is not a folder of
+    safetensors with a config.json."""
     if not path.is_dir():
         raise ValueError("no such folder: give a local copy of the model (nothing is downloaded)")
-    config = read_json(path / "config.json")
-    if (path / PARTS).is_file():
-        return Folder(path, config, _of_parts(path))
-    return Folder(path, config, read_headers(_files(path)))
+    read_json(path / "config.json")
+    return _of_parts(path) if (path / PARTS).is_file() else read_headers(_files(path))
 
 
 def _of_parts(path: Path) -> dict[str, Stored]:

@@ -57,7 +57,7 @@ def find_sources(model: ModelConfig) -> list[WeightSource]:
 
             check_adapters(model)
         return [WeightSource(path, {  # buffers may be integers, which nobody reads
-            name: stored for name, stored in open_folder(path).tensors.items()
+            name: stored for name, stored in open_folder(path).items()
             if stored.dtype in ELEMENT_BYTES and stored.shape})]
     except ValueError as e:
         key = "model.pretrained" if model.pretrained else "model.config"

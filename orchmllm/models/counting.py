@@ -78,10 +78,9 @@ def _llm(whole: WholeModel) -> PartCounts:
     stack, head = whole.blocks()["llm"], whole.hf.get_output_embeddings()
 
     def run(n: int) -> int:
-        whole.zero_grad(set_to_none=True)  # else gradients would be added to those of the last run
         ids = torch.zeros(n, dtype=torch.int64)
         row = whole.join([ProcessedExample(UNKNOWN, ids, ids, {}, NO_EXAMPLES)])
-        whole.logits(row.inputs, row.kept).sum().backward()
+        _backward(whole.logits(row.inputs, row.kept))
         return len(row.kept)
 
     reaches, runs, rows = masks.reaches_of(stack[0], run), [], []
@@ -107,11 +106,10 @@ def _encoder(whole: WholeModel, part: str) -> PartCounts:
     media, stack = PlannedEncoders(whole.hf).blank(part), whole.blocks()[part]
 
     def run(*grid: int) -> tuple[Counted, int, int]:
-        whole.zero_grad(set_to_none=True)
         with Counted(dict(enumerate(stack)), model=whole) as found:
             features, positions = media.run(*grid, whole.dtype)
             if features.requires_grad:
-                features.sum().backward()
+                _backward(features)
         return found, positions, features.shape[1]
 
     def windows(*grid: int) -> set[int]:
@@ -144,6 +142,11 @@ def _encoder(whole: WholeModel, part: str) -> PartCounts:
     return PartCounts(item, row, position, attention, moved, _blocks(positions, runs, len(stack)),
                       kept, _saved(positions, runs, around), runs[0].stages[0].width, widths[0],
                       media.row_bytes, media.row_values)
+
+
+def _backward(out: torch.Tensor) -> None:
+    """From a gradient that is there: a sum would read what is made, which the loss does."""
+    out.backward(torch.empty_like(out))
 
 
 def _grids(part: str, media: BlankMedia, windows: Callable[..., set[int]]

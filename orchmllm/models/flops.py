@@ -74,5 +74,3 @@ def mfu(flops: float, seconds: float, num_ranks: int, peak: float | None) -> flo
     """Share of the ranks' peak that was useful; None where the peak is not known. flops: of all
     ranks (step_flops, summed)."""
     return flops / (seconds * num_ranks * peak) if peak else None
-
-

@@ -55,10 +55,10 @@ class PartCounts:
     FLOP, (3,) float64 each: of the forward pass, of the backward pass, and what activation
     checkpointing repeats. item, row, position: of products, of an item beside those of its rows
     (frames of sound, or the LLM's targets) and of its positions. attention: of a pair of positions.
-    Bytes: moved, (2, 3), see moved_by; blocks, in their order; kept_row,
-    kept_position: what is kept around them; row_bytes: of a patch or a frame that moves. Numbers:
-    width, in a position of the blocks; outputs, in a token
-    for the LLM or in a row of its logits; row_values, in a patch or frame for the encoder."""
+    Bytes: moved, (2, 3), see moved_by; blocks, in their order; kept_row, kept_position: what is
+    kept around them; row_bytes: of a patch or a frame that moves. Numbers: width, in a position of
+    the blocks; outputs, in a token for the LLM or in a row of its logits; row_values, in a patch or
+    frame for the encoder."""
 
     item: np.ndarray
     row: np.ndarray

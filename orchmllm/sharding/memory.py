@@ -12,7 +12,7 @@ for them.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -23,7 +23,13 @@ from orchmllm.config.model import ModelConfig
 from orchmllm.config.recipe import CheckpointConfig, FsdpConfig
 from orchmllm.config.train import OPTIMIZER_STATE
 from orchmllm.models.flops import Lengths, item_rank, phase_lengths
-from orchmllm.models.whole_flops import PartCounts, feature_width, part_counts, phase_work
+from orchmllm.models.whole_flops import (
+    BlockCounts,
+    PartCounts,
+    feature_width,
+    part_counts,
+    phase_work,
+)
 from orchmllm.plan.assign import PHASES
 from orchmllm.plan.layout import ENCODERS
 from orchmllm.plan.step import StepPlan
@@ -33,6 +39,7 @@ from orchmllm.sharding.units import Unit, by_role, shard_sizes, units
 
 # What an H100 computes in bfloat16 while it moves a byte: 77% of 989 TFLOP/s, 60% of 3.35 TB/s.
 FLOP_PER_BYTE = 380
+NOTHING = BlockCounts(*[0.0] * 6)  # of a part that a model has not
 Choice = Mapping[str, str]  # phase -> one of CHOICES, or numbers of layers
 
 
@@ -79,8 +86,8 @@ class MemoryModel:
     everybody receives, if rows travel by all-gather instead of all-to-all (OrchMLLM section 8.3),
     else 0; what a rank keeps of the gathered rows is a view, so all of them stay: inputs for the
     step, features for the forward pass. ranks_per_node: for what fsdp.*_reshard keeps over a
-    node's ranks. microbatches: of a step, with `auto` as if it had
-    several; from the second on the gradients are there from the start."""
+    node's ranks. microbatches: of a step, with `auto` as if it had several; from the second on the
+    gradients are there from the start."""
 
     model: ModelConfig
     fsdp: FsdpConfig
@@ -189,12 +196,14 @@ class MemoryModel:
         return {p: size * n for p, (_, n) in shard_sizes(self.model, self.shards).items()}
 
     def _batch(self, loads: Loads) -> np.ndarray:
-        """Pixels and frames in float32, and as the forward pass casts them."""
+        """Pixels and frames in float32, and as the forward pass casts them; all that were gathered,
+        as they travel."""
         out = loads.phases["llm"].tokens * 32.0
         for phase in self._counts.keys() & ENCODERS.keys():
-            rows = loads.phases[phase].rows
-            rows = self.all_gather * float(rows.max()) if self.all_gather else rows
-            out = out + rows * float(self._counts[phase].row_values * (4 + self.element))
+            rows, own = loads.phases[phase].rows, self._counts[phase]
+            out = out + rows * float(own.row_values * (4 + self.element))
+            if self.all_gather:
+                out = out + self.all_gather * float(rows.max()) * own.row_bytes
         return out
 
     def _features(self, phase: str, loads: Loads) -> np.ndarray | float:
@@ -203,15 +212,8 @@ class MemoryModel:
                 else loads.received[phase])
         return rows * float(self.element * feature_width(self.model))
 
-    def _blocks(self, phase: str) -> list[activations.BlockBytes]:
-        """The gradients of the largest tensor and of what it was made of are there at the same
-        time; without a backward pass nothing is, but for a moment."""
-        if phase not in self._counts:
-            return [activations.NOTHING]
-        return [activations.BlockBytes(
-            {"none": block.none, "selective": block.selective, "full": block.full},
-            block.none, 2 * block.largest, block.moved, block.repeated)
-            for block in self._counts[phase].blocks]
+    def _blocks(self, phase: str) -> Sequence[BlockCounts]:
+        return self._counts[phase].blocks if phase in self._counts else [NOTHING]
 
     def _around(self, phase: str, loads: Loads) -> np.ndarray:
         """What is kept around the blocks."""
@@ -253,8 +255,7 @@ class MemoryModel:
         moment = max((f + rounded) * chunk * llm.outputs,
                      e * chunk * llm.outputs + rounded * COPIED_ROWS * learnt,
                      rounded * learnt * llm.outputs)
-        chunked = (e * llm.width * (tokens + chunk) + f * learnt * llm.outputs
-                   + moment)
+        chunked = e * llm.width * (tokens + chunk) + f * learnt * llm.outputs + moment
         return np.where(tokens > chunk, chunked, plain)
 
     def _units(self, phase: str) -> dict[str, Unit]:

@@ -66,7 +66,7 @@ def test_a_wrong_command_line_names_the_cure(argv, text, capsys):
 
 def test_the_recipe_may_be_the_value_of_an_option(tmp_path, capsys):
     recipe = tmp_path / "r.yaml"
-    recipe.write_text("data: {path: none}\n", encoding="utf-8")
+    recipe.write_text("data: {path: none}\nmodel: {config: none}\n", encoding="utf-8")
     plain, *others = (said_by(["train", *words, "train.lr=0.5", "--print-config"], capsys)
                       for words in ([str(recipe)], ["--recipe", str(recipe)],
                                     ["run.seed=0", f"--recipe={recipe}"]))

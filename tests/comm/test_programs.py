@@ -128,7 +128,7 @@ def test_a_solver_that_ignores_its_limit_is_ended(monkeypatch):
 
 def test_a_recipe_names_what_is_missing(tmp_path, monkeypatch):
     path = tmp_path / "r.yaml"
-    path.write_text("data: {path: x}\nbalance: {nodewise_solver: highs, "
+    path.write_text("data: {path: x}\nmodel: {config: x}\nbalance: {nodewise_solver: highs, "
                     "llm: {policy: greedy, nodewise: true}}\n")
     assert load_recipe(path).balance.num_programs == 1
     monkeypatch.setattr(section.importlib.util, "find_spec", lambda name: None)

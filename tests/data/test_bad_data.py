@@ -144,8 +144,8 @@ def third(tmp_path_factory) -> Path:
 def labels_of_a_run(world, run) -> list[tuple]:
     """Of each step (labels of this rank, denominator, examples, positions of those that failed)."""
     trainer = Trainer(run, world)
-    return [([label for micro in step.micro for label in trainer.orchestrator.dispatch(
-                  micro, step.num_global_targets).targets.tolist()],
+    return [([label for micro in step.micro
+              for label in trainer.orchestrator.dispatch(micro).targets.tolist()],
              step.num_global_targets, step.example_ids.tolist(),
              sorted({f.example for f in step.failed})) for step in trainer.loader()]
 

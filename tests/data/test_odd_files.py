@@ -23,7 +23,6 @@ from orchmllm.data.media.headers import audio_header, image_header
 from orchmllm.data.media.kinds import KINDS, MODALITY_OF, VIDEO
 from orchmllm.data.media.medium import ZEROS, MediaError, Medium, RowError, VideoSampling
 from orchmllm.data.media.video import expand, pictures
-from orchmllm.data.text.processor import Processor
 from orchmllm.plan.layout import AUDIO, VISION
 from tests.lib.sources import SOUND, samples_of
 from tests.lib.videos import CLIPS, LATER, write_clip, write_video
@@ -70,7 +69,7 @@ def length(medium: Medium) -> tuple:
     modality = medium.modality
     if modality == VIDEO:
         frames = expand(medium, VideoSampling(frames=4), {})
-        for picture in pictures(frames, Processor).values():
+        for picture in pictures(frames).values():
             if isinstance(picture, MediaError):
                 raise picture
         return tuple(frames[0].frame.video)

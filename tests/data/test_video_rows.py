@@ -85,8 +85,8 @@ def test_a_part_of_a_video_is_read(videos):
             assert [frame.frame.second for frame in frames] == seconds
             assert clip.part == tuple(keys.values())[:2]
             for s, medium in enumerate(frames, 1):
-                part = dataset.load(0, segments=[s], raw=["pixel_values"]).parts[s]
-                shade = part["pixel_values"][0].float().mean()
+                found = dataset.load(0, segments=[s], raw=["pixel_values"]).parts[s]
+                shade = found["pixel_values"][0].float().mean()
                 assert abs(shade - picture(int(8 * medium.frame.second)).max()) < 6
     alone = opened(videos, {"video": "plain.mp4", "caption": "x", "start": 1})
     assert "a start alone does not say whether" in str(alone.problem(0))

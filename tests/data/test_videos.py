@@ -22,7 +22,6 @@ from orchmllm.data.media.medium import (
     VideoSampling,
 )
 from orchmllm.data.media.video import chosen, expand, pictures
-from orchmllm.data.text.processor import Processor
 from orchmllm.plan.layout import AUDIO, VISION
 from tests.data.test_media_kinds import variants
 from tests.lib.sources import SOUND, medium_at, samples_of
@@ -45,7 +44,7 @@ def test_lengths_are_those_of_decoding(videos, name):
     for source in variants(videos / name, VISION):
         frames = expand(source, ALL, {})
         assert len(frames) == len(want)
-        got = pictures(frames, Processor)
+        got = pictures(frames)
         for medium in frames:
             assert got[medium].shape == (*medium.frame.video[1::-1], 3)
     if name not in ("turned.mp4", "over.mp4", "left.mp4") and "times" not in VIDEOS[name]:
@@ -58,9 +57,9 @@ def test_lengths_are_those_of_decoding(videos, name):
 def test_one_frame_is_the_same_as_among_all(videos, name):
     """Only the groups of frames that are needed are decoded."""
     frames = expand(medium_at(videos / name), ALL, {})
-    together = pictures(frames, Processor)
+    together = pictures(frames)
     for k in range(0, len(frames), 7):
-        np.testing.assert_array_equal(pictures([frames[k]], Processor)[frames[k]],
+        np.testing.assert_array_equal(pictures([frames[k]])[frames[k]],
                                       together[frames[k]])
 
 
@@ -71,7 +70,7 @@ def test_uneven_frames_are_chosen_by_their_times(videos):
     want = decoded_by_pyav(videos / "uneven.mkv")
     for medium, second in zip(frames, at, strict=True):
         k = int(np.searchsorted(times - times[0], second, side="right")) - 1
-        np.testing.assert_array_equal(pictures([medium], Processor)[medium], want[k])
+        np.testing.assert_array_equal(pictures([medium])[medium], want[k])
 
 
 @pytest.mark.parametrize("name, size, bright", [
@@ -81,7 +80,7 @@ def test_a_turned_video_is_upright(videos, name, size, bright):
     """bright: (bottom, right) quarter that the top left one of the file becomes."""
     [medium] = expand(medium_at(videos / name), VideoSampling(frames=1), {})
     assert medium.frame.video[:2] == size
-    pixels = pictures([medium], Processor)[medium].mean(axis=2)
+    pixels = pictures([medium])[medium].mean(axis=2)
     h, w = pixels.shape
     quarters = pixels.reshape(2, h // 2, 2, w // 2).mean(axis=(1, 3))
     assert np.unravel_index(quarters.argmax(), (2, 2)) == bright
@@ -190,7 +189,7 @@ def test_what_cannot_be_read_is_refused_by_its_header(videos, what):
 
 def test_frames_of_another_size_are_refused(videos):
     frames = expand(Medium(VISION, "two", data=resized(videos)), ALL, {})
-    got = pictures(frames, Processor)
+    got = pictures(frames)
     assert "a frame has 56x56 pixels, and the first one has 112x56" in got[frames[0]].reason
 
 
@@ -199,7 +198,7 @@ def test_a_header_that_decoding_contradicts_is_refused(videos):
     [medium] = expand(medium_at(videos / "plain.mp4"), VideoSampling(frames=1), {})
     header = medium.frame.video._replace(num_frames=25)
     wrong = medium._replace(frame=medium.frame._replace(video=header))
-    [error] = pictures([wrong], Processor).values()
+    [error] = pictures([wrong]).values()
     assert "its header says 25 frames, and it holds 24" in error.reason
 
 
@@ -216,10 +215,10 @@ def test_damage_between_header_and_end_is_found(videos, how):
     data[at.pos + third: at.pos + 2 * third] = how(third)[:third]
     frames = expand(Medium(VISION, "x", data=bytes(data)), ALL, {})
     assert len(frames) == 60
-    got = list(pictures(frames, Processor).values())
+    got = list(pictures(frames).values())
     assert got[0].reason.startswith("damaged: the frame at ")
     assert all(p.shape == (56, 112, 3) and not p.any() for p in got[1:])  # one file, one failure
-    assert isinstance(pictures(frames[50:51], Processor)[frames[50]], np.ndarray)
+    assert isinstance(pictures(frames[50:51])[frames[50]], np.ndarray)
 
 
 def test_frames_that_are_never_shown_do_not_count(videos):
@@ -237,7 +236,7 @@ def test_frames_that_are_never_shown_do_not_count(videos):
     assert len(expand(medium_at(videos / "h.webm"), ALL, {})) == len(want) == 48
     shown = [k / 8 + 0.01 for k in range(60) if k % 5 != 3]
     frames = expand(medium_at(videos / "h.webm"), VideoSampling(), {"timestamps": shown})
-    got = pictures(frames, Processor)
+    got = pictures(frames)
     for medium, pixels in zip(frames, want, strict=True):
         np.testing.assert_array_equal(got[medium], pixels)
 
@@ -284,4 +283,4 @@ def test_too_much_cpu_time_costs_one_file(videos, monkeypatch):
         patch.setattr(av_process, "CPU_S", 0)  # and what is left of a second
         with pytest.raises(MediaError, match="more than 0 s of CPU time; the file is damaged"):
             av_process.frames(medium, "mov", [0.0] * 3_000_000, frame.frame.video, SIZE)
-    assert isinstance(pictures([frame], Processor)[frame], np.ndarray)
+    assert isinstance(pictures([frame])[frame], np.ndarray)

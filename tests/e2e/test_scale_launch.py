@@ -70,7 +70,8 @@ def test_trainjob_runs_torchrun_at_the_place_that_kubeflow_tells(tmp_path, demo_
     assert trainer["command"] == ["scripts/launch/torchrun.sh", *args]
     path = programs(tmp_path, torchrun='#!/bin/sh\necho "$@"\n')
     run = subprocess.run(
-        ["bash", trainer["command"][0], args[0], f"data.path={demo_corpus}"], cwd=ROOT,
+        ["bash", trainer["command"][0], args[0], f"data.path={demo_corpus}",
+         f"model.config={demo_corpus / 'model'}"], cwd=ROOT,
         capture_output=True, text=True, env=os.environ | {
             "PATH": path, "PYTHONPATH": str(ROOT), "PET_NNODES": "2", "PET_NPROC_PER_NODE": "4",
             "PET_NODE_RANK": "1", "PET_MASTER_ADDR": "localhost", "PET_MASTER_PORT": "7"})
@@ -140,18 +141,19 @@ def programs(folder: Path, **scripts: str) -> str:
     return f"{folder}:{Path(sys.executable).parent}:{os.environ['PATH']}"
 
 
-def sbatch(folder: Path, data: Path, **env: str) -> subprocess.CompletedProcess:
+def sbatch(folder: Path, data: Path, model: Path, **env: str) -> subprocess.CompletedProcess:
     """What the job's first node runs, of a recipe that says how many ranks it starts by itself."""
     return subprocess.run(
         ["bash", FOLDER / "slurm.sh", "recipes/demo.yaml", f"data.path={data}",
-         f"run.dir={folder / 'run'}"], cwd=ROOT, capture_output=True, text=True,
+         f"model.config={model}", f"run.dir={folder / 'run'}"],
+        cwd=ROOT, capture_output=True, text=True,
         env=os.environ | {"PATH": programs(folder, scontrol=SCONTROL, srun=SRUN),
                           "PYTHONPATH": str(ROOT), "SLURM_JOB_ID": "7", "SLURM_NTASKS": "16",
                           "SLURM_JOB_NODELIST": "node-of-13-[00-01]", **env})
 
 
 def test_slurm_takes_the_first_of_many_hosts(tmp_path, demo_corpus):
-    run = sbatch(tmp_path, demo_corpus)
+    run = sbatch(tmp_path, demo_corpus, demo_corpus / "model")
     assert run.returncode == 0 and "end\n" in run.stderr, run.stderr
     assert ("MASTER_ADDR=node-of-13-00\nscripts/launch/on_gpu_cores.sh python -m orchmllm.train "
             in run.stdout)
@@ -159,12 +161,12 @@ def test_slurm_takes_the_first_of_many_hosts(tmp_path, demo_corpus):
 
 @pytest.mark.parametrize("code", [1, 143])
 def test_slurm_queues_what_was_stopped_again(tmp_path, demo_corpus, code):
-    run = sbatch(tmp_path, demo_corpus, SRUN_EXIT=str(code))
+    run = sbatch(tmp_path, demo_corpus, demo_corpus / "model", SRUN_EXIT=str(code))
     assert run.returncode == code and ("requeued 7" in run.stdout) == (code == 143)
 
 
-def test_what_is_refused_is_not_started(tmp_path):
-    run = sbatch(tmp_path, tmp_path / "nowhere")
+def test_what_is_refused_is_not_started(tmp_path, demo_corpus):
+    run = sbatch(tmp_path, tmp_path / "nowhere", demo_corpus / "model")
     assert run.returncode == 2 and "nowhere: no such file" in run.stderr
     assert "MASTER_ADDR" not in run.stdout
 

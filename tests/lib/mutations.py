@@ -139,7 +139,7 @@ MUTATIONS = [Mutation(*row) for row in (
     ("filling empties another rank", "orchmllm/plan/assign.py", "counts[out[item]] > least",
      "counts[out[item]] >= least", "tests/loader/test_fill.py",
      "A rank is filled with the only example of another."),
-    ("the next clip is heard", "orchmllm/composition/whisper.py", "(frame < length)",
+    ("the next clip is heard", "orchmllm/composition/clips.py", "(frame < length)",
      "(frame < len(x))", "tests/models/test_whisper.py",
      "The convolutions read one frame beyond the end of a clip."),
     ("every logit is learnt", "orchmllm/models/loss.py",

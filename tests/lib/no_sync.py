@@ -71,6 +71,14 @@ class NoSync(TorchDispatchMode):
         if any(issubclass(t, Mirrored) for t in types):
             return NotImplemented  # it calls what it needs of the device
         kwargs, name = kwargs or {}, func.__name__
+        if name.startswith("to."):
+            # Below autograd, as where Mirrored is called, it is no copy yet, which is what is
+            # watched; and FakeTensorMode would compute it of what is no fake tensor.
+            super().__enter__()
+            try:
+                return func.decompose(*args, **kwargs)
+            finally:
+                super().__exit__(None, None, None)
         if not name.startswith((*COPIES, *BOTH_SIDES)):
             devices = {x.device.type for x in tree_leaves((args, kwargs))
                        if isinstance(x, torch.Tensor) and (x.dim() or x.device.type != "cpu")}

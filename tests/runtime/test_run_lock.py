@@ -43,10 +43,10 @@ def named(text: str, process: subprocess.Popen) -> bool:
     return f"(process {process.pid} on host {socket.gethostname()})" in text
 
 
-def test_the_second_run_fails_before_anything_starts(tmp_path, holder, capsys):
+def test_the_second_run_fails_before_anything_starts(tmp_path, holder, demo_corpus, capsys):
     run = tmp_path / "run"
     arguments = [str(ROOT / "recipes" / "demo.yaml"), "data.path=nowhere",
-                 f"run.dir={run}"]
+                 f"model.config={demo_corpus}/model", f"run.dir={run}"]
     assert main(arguments) == 2
     error = capsys.readouterr().err
     assert error.startswith("error: run.dir: ") and named(error, holder), error

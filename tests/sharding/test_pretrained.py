@@ -1,25 +1,32 @@
-"""Weights from folders: nothing in them is executed, and nodes whose copies differ are told."""
+"""Weights from folders: what is said of those that cannot be used, nothing in them is executed,
+nodes whose copies differ are told, and no rank holds more than its share while it reads them."""
 
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from pathlib import Path
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 
 from orchmllm.config.model import ModelConfig
 from orchmllm.config.recipe import FsdpConfig
+from orchmllm.hf.sources import PretrainedError, find_sources
 from orchmllm.plan.assign import PHASES
 from orchmllm.sharding.hf import load_whole
 from orchmllm.trainer import Trainer
+from tests.lib import whole_models as models
 from tests.lib.composed import write_composed
+from tests.lib.process import memory_kb
 from tests.lib.ranks import RankFailure, run_ranks
 from tests.lib.synthetic import SyntheticDataset, recipe
 
 pytestmark = [pytest.mark.whole, pytest.mark.dist]
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
 @pytest.fixture(scope="module")
@@ -27,6 +34,39 @@ def folder(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("composed") / "model"
     write_composed("whisper_qwen3", folder)
     return folder
+
+
+def indexed(folder: Path, file: str) -> None:
+    (folder / INDEX).write_text(json.dumps({"weight_map": {"lm_head.weight": file}}))
+
+
+BROKEN = {  # name -> (what is done to a folder, what is said)
+    "gone": (shutil.rmtree, "gone has no config.json: give a local copy of the model (nothing is "
+             "downloaded)"),
+    "no object": (lambda f: (f / "config.json").write_text("[]"), "config.json cannot be read: "),
+    "pickles": (lambda f: (f / SINGLE).rename(f / "pytorch_model.bin"),
+                "the weights are pickles (pytorch_model.bin), which can execute code and are never "
+                "read: convert to safetensors"),
+    "no weights": (lambda f: (f / SINGLE).unlink(),
+                   f"neither {SINGLE} nor {INDEX} is in it: give a folder with weights"),
+    "truncated": (lambda f: os.truncate(f / SINGLE, (f / SINGLE).stat().st_size - 100),
+                  f"truncated/{SINGLE}: truncated, or not a safetensors file: copy it again"),
+    "outside": (lambda f: indexed(f, "../model.safetensors"),
+                f"{INDEX}: '../model.safetensors' is not a file name"),
+    "a file lacks": (lambda f: indexed(f, "model-2.safetensors"),
+                     f"{INDEX}: model-2.safetensors is missing: copy the folder completely"),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_what_is_said_of_a_folder_that_cannot_be_used(name, folder, tmp_path):
+    """By headers alone, before ranks start."""
+    spoil, told = BROKEN[name]
+    shutil.copytree(folder, tmp_path / name)
+    spoil(tmp_path / name)
+    with pytest.raises(PretrainedError) as error:
+        find_sources(ModelConfig(pretrained=str(tmp_path / name)))
+    assert str(error.value).startswith("model.pretrained: ") and told in str(error.value)
 
 
 def _load(world, folder: Path) -> None:
@@ -66,3 +106,38 @@ def test_nodes_with_different_copies_are_told(folder, tmp_path):
         ("AgreedError", "pretrained weights: rank 2 reads other weights than the rest: give every "
          "node the same copy of the folders")}
     assert len(error.value.errors) == 3
+
+
+def write_large(folder: Path) -> list[int]:
+    """A model with a large text model, in files of at most 100 MB; their sizes."""
+    config = models.build("qwen2_5_vl").config
+    for key, value in {"vocab_size": 32_000, "num_hidden_layers": 18, "hidden_size": 1024,
+                       "intermediate_size": 3072, "num_attention_heads": 16,
+                       "num_key_value_heads": 8}.items():
+        setattr(config.text_config, key, value)
+    config.text_config.rope_parameters["mrope_section"] = [8, 12, 12]
+    config.vision_config.out_hidden_size = 1024
+    torch.manual_seed(0)
+    transformers.Qwen2_5_VLForConditionalGeneration(config).save_pretrained(
+        folder, max_shard_size="100MB")
+    return [file.stat().st_size for file in folder.glob("*.safetensors")]
+
+
+def _rise(world, warm_up: Path, folder: Path) -> float:
+    """Bytes by which this process's resident memory rises at most while a model is loaded."""
+    _load(world, warm_up)  # imports
+    Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
+    before = memory_kb("VmRSS")
+    _load(world, folder)
+    return 1024 * (memory_kb("VmHWM") - before)
+
+
+@pytest.mark.slow
+def test_memory_of_loading_a_gigabyte(folder, tmp_path):
+    """On 4 ranks: each rank's memory rises by at most 1.2 times its share plus one file."""
+    sizes = write_large(tmp_path)
+    rises = run_ranks(_rise, 4, folder, tmp_path)
+    limit = 1.2 * sum(sizes) / 4 + max(sizes)
+    print(f"{sum(sizes) / 1e6:.0f} MB in {len(sizes)} files of at most {max(sizes) / 1e6:.0f} MB; "
+          f"rise {max(rises) / 1e6:.0f} MB; limit {limit / 1e6:.0f} MB")
+    assert sum(sizes) > 1e9 and max(rises) <= limit

@@ -336,7 +336,7 @@ class Search:
             self.offer(self.greedy)
         if self.high > cap:
             self.match_greedy()
-        if self.high > self.cap and (self.cap < caps[0] or self.n < 12 * self.num_ranks):
+        if self.high > self.cap:
             self.tighten(max(self.cap if self.cap < caps[0] else bound, self.crowding))
         if self.high > self.cap:
             self.match_greedy()
@@ -466,7 +466,7 @@ class Search:
 
     def tighten(self, cap: int) -> None:
         low, fine, operations = cap, 1 + cap // 65536, self.operations
-        while self.high > cap and operations > 0:
+        while self.high > max(cap, self.cap) and operations > 0:
             near = self.high - low <= fine
             if near and low > cap:
                 return

@@ -10,7 +10,8 @@ hold them, joined to one packed row and the media that its encoders take. By dis
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache, partial
 from typing import Any
@@ -24,9 +25,12 @@ from orchmllm.comm.exchange_bytes import Postponed, exchange_bytes
 from orchmllm.comm.pieces import Media, Piece
 from orchmllm.data.lengths import MeasuredExample
 from orchmllm.data.loading.rank_messages import packed, unpacked
-from orchmllm.data.loading.step_loader import Request, SegmentFeed
+from orchmllm.data.loading.ray_workers import RayWorkers
+from orchmllm.data.loading.workers import Workers
+from orchmllm.data.sampler import GlobalSampler
+from orchmllm.orchestrator import Orchestrator
 from orchmllm.plan.assign import PlanSpec
-from orchmllm.plan.layout import ENCODERS
+from orchmllm.plan.layout import ENCODERS, BatchLayout
 from orchmllm.plan.rearrange import Rearrangement
 
 # Of a microbatch and a rank: media by phase (tensors by argument, for `tensors` a Piece, for
@@ -34,17 +38,97 @@ from orchmllm.plan.rearrange import Rearrangement
 Content = tuple[dict[str, list], list[ProcessedExample]]
 
 
-class WholeFeed(SegmentFeed):
-    """model: an orchmllm.models.hf.WholeModel with encoders. A rank for which a step has too few
-    examples gets a row of one token, of which it learns nothing: the model needs a row; one that
-    encodes nothing where others do encodes a blank medium. Other arguments: see SegmentFeed, whose
-    dataset's reader is an orchmllm.data.processed.ProcessedReader."""
+class Request:
+    """What this rank reads of a microbatch, one call for each example: for `load` what it
+    processes, in slot order, else what it sampled, in source order. media[phase]: (example,
+    segment); texts: examples. options: further keywords of each call."""
 
-    def __init__(self, *args: Any, model: Any, **keys: Any) -> None:
-        super().__init__(*args, **keys)
-        self._model, self.options = model, {"raw": model.encoders.raw}
+    def __init__(self, micro: Microbatch, rank: int, dispatch: str, dataset: Any,
+                 workers: Workers | RayWorkers, options: Mapping[str, Any], step: int) -> None:
+        plan, layout, mine = micro.plan, micro.plan.layout, micro.rank_plan
+        self.micro, self.media = micro, {}
+        sampled = np.arange(layout.num_examples)[plan.llm.items_of(rank)]
+        self.texts = (mine.examples if dispatch == "load" else sampled).tolist()
+        wanted: dict[int, dict] = {
+            e: {"text": True, "segments": [], **options} for e in self.texts}
+        for phase, code in ENCODERS.items():
+            self.media[phase] = here = list(map(tuple, mine.media[phase].tolist()))
+            if dispatch != "load":
+                at = layout.places(layout.segments[code][plan.encode[phase].items_of(rank)])
+                self.media[phase] = list(map(tuple, at.tolist()))
+            leaving = set(self.media[phase]).difference(here) if dispatch == "bytes" else ()
+            for example, segment in self.media[phase]:
+                keys = wanted.setdefault(
+                    example, {"text": False, "segments": [], **options})
+                keys["segments"].append(segment)
+                if (example, segment) in leaving:
+                    keys.setdefault("encoded", []).append(segment)
+        kept = getattr(dataset, "kept", None) if workers.num_workers else None
+        calls = []
+        for example, keys in wanted.items():
+            index = int(layout.example_id[example])
+            if kept is not None:  # a worker would have to read the row again
+                keys["row"] = kept(index)
+            calls.append(((index,), keys))
+        self._examples, self._results = list(wanted), workers.request("load", calls, step)
+
+    def loaded(self, step: Step) -> dict[int, Any]:
+        """Waits. What the dataset loaded of each example; what could not be decoded is added to
+        step.failed."""
+        out = {}
+        for example, (value, failures) in zip(self._examples, self._results(), strict=True):
+            out[example] = value
+            position = int(self.micro.positions[example])
+            step.failed += [FailedSegment(position, *failure) for failure in failures]
+        return out
+
+
+class WholeFeed:
+    """Examples of a dataset that knows lengths before it decodes, and decodes single segments. With
+    worker processes the next step is planned before one is taken, so that they have work meanwhile.
+    An example is one call of the dataset on each rank that needs something of it. A rank for which
+    a step has too few examples gets a row of one token, of which it learns nothing: the model needs
+    a row; one that encodes nothing where others do encodes a blank medium.
+
+    dataset: has reader (an orchmllm.data.processed.ProcessedReader), layout, load and describe of
+    orchmllm.data.dataset.ConversationDataset. If it has them, kept, layouts and prepare_loads are
+    used, too: to give a worker what planning read, and to read several examples at once. pool: of a
+    Ray cluster, reads and decodes instead (orchmllm.data.loading.ray_workers). model: an
+    orchmllm.models.hf.WholeModel with encoders."""
+
+    num_dropped = 0
+
+    def __init__(self, dataset: Any, sampler: GlobalSampler, orchestrator: Orchestrator,
+                 num_steps: int, num_workers: int = 0, pool: Any = None, *, model: Any) -> None:
+        self.dataset, self.sampler, self.orchestrator = dataset, sampler, orchestrator
+        self.num_steps = num_steps
+        self.lookahead = self.config_digest = int(num_workers > 0)
+        self.dispatch = orchestrator.spec.balance.dispatch
+        self.knows_all = self.dispatch == "load"  # every rank can probe every example
+        self._workers = (Workers(dataset, num_workers) if pool is None else
+                         RayWorkers(dataset, pool, num_workers, orchestrator.rank))
+        self._requested: deque[list[Request]] = deque()
+        self._model, self.options = model, {"raw": model.encoders.raw}  # of every load
         self._blank = cache(lambda phase: model.encoders.described(
             phase, self.dataset.reader.blank(ENCODERS[phase])))
+
+    def draw(self, index: int) -> BatchLayout | None:
+        if index >= self.num_steps:
+            return None
+        self._workers.start()  # before this process has threads that fetch
+        sampled, rank = self.sampler.batch(index), self.orchestrator.rank
+        shares = self.sampler.shares(index, self.orchestrator.world_size)
+        probed = sampled if self.knows_all else sampled[shares[rank]]
+        sizes = [s.stop - s.start for s in shares] if self.knows_all else [len(probed)]
+        if hasattr(self.dataset, "layouts"):
+            return self.dataset.layouts(probed, sizes)
+        return BatchLayout.concat([self.dataset.layout(int(i)) for i in probed], sizes)
+
+    def announce(self, step: Step) -> None:
+        self._requested.append([
+            Request(micro, self.orchestrator.rank, self.dispatch, self.dataset, self._workers,
+                    self.options, step.index)
+            for micro in step.micro])
 
     def load(self, step: Step) -> tuple[int, int]:
         requests, postponed = self._requested.popleft(), Postponed()
@@ -61,9 +145,15 @@ class WholeFeed(SegmentFeed):
             there = {phase: self._media(phase, media[phase], own[phase], micro)
                      for phase in ENCODERS if len(micro.plan.encode[phase].order)}
             micro.content = self._model.join(examples, there, micro)
-            if self.orchestrator.device.type == "cuda":  # see SegmentFeed
+            if self.orchestrator.device.type == "cuda":
+                # The copy into pinned memory is paid here, in the prefetch thread; that to the
+                # device is then one that the training thread does not wait for.
                 micro.content = micro.content.moved(Tensor.pin_memory)
         return UNCOUNTED  # the lengths tell it
+
+    def close(self) -> None:
+        self._requested.clear()
+        self._workers.close()
 
     def _read(self, request: Request, step: Step) -> Content:
         """What this rank reads of a microbatch."""

@@ -1,6 +1,6 @@
-"""Media -> rows (what the encoders read): patches of images, log-mel frames of clips.
+"""Media -> what a processor reads: pixels of images, samples of clips.
 
-Decoding produces exactly the rows that `segment_lengths` promised from the header. Everything that
+Decoding gives exactly as many of them as the header promised. Everything that
 can be wrong with a medium is raised as MediaError, so that one bad file can be quarantined by its
 caller.
 """
@@ -19,7 +19,6 @@ from orchmllm.data.media.headers import open_clip, open_image
 from orchmllm.data.media.medium import MediaError, Medium, reading
 from orchmllm.plan.geometry import AudioGeometry
 
-MEL_FRAMES = 4096
 OnError = Callable[[int, MediaError], None] | None
 
 
@@ -82,8 +81,8 @@ def decode_samples(medium: Medium, geometry: AudioGeometry) -> np.ndarray:
 
 
 def stored_bytes(medium: Medium, picture: np.ndarray | MediaError | None) -> Tensor:
-    """Of the file; of a frame of a video (H, W, 3) as a PPM file, as it is cut into patches; of a
-    part of a clip as a WAV file. Raises MediaError."""
+    """Of the file; of a frame of a video (H, W, 3) as a PPM file; of a part of a clip as a WAV
+    file. Raises MediaError."""
     import soundfile
 
     if isinstance(picture, MediaError):

@@ -1,6 +1,6 @@
 """Media headers: what planning needs, without decoding (about 35 times cheaper) and without torch.
 
-A header fixes every length: decoding produces exactly the rows that `segment_lengths` promised.
+A header fixes every length: decoding gives exactly the pixels and samples that it promises.
 Limits on pixels, samples and expansion are checked here, so that nothing large is ever decoded.
 """
 

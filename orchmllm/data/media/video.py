@@ -24,7 +24,6 @@ from orchmllm.data.media.medium import (
     reading,
 )
 from orchmllm.data.media.parts import cut, seconds_in
-from orchmllm.plan.geometry import VisionGeometry
 from orchmllm.plan.layout import AUDIO, VISION
 
 
@@ -111,11 +110,9 @@ def chosen(header: VideoHeader, sampling: VideoSampling, options: Mapping,
     return [(k + 0.5) * length_s / count for k in range(count)]
 
 
-def pictures(media: Collection[Medium], geometry: VisionGeometry
-             ) -> dict[Medium, np.ndarray | MediaError]:
-    """The frames among `media`, (H, W, 3) uint8 in the size that they are cut into patches in. Of
-    a video that cannot be decoded the first one is the reason, and the others are black: it is one
-    file that failed."""
+def pictures(media: Collection[Medium]) -> dict[Medium, np.ndarray | MediaError]:
+    """The frames among `media`, (H, W, 3) uint8 in the video's own size. Of a video that cannot be
+    decoded the first one is the reason, and the others are black: it is one file that failed."""
     out: dict[Medium, np.ndarray | MediaError] = {}
     videos: dict[Medium, list[Medium]] = {}
     for medium in media:
@@ -123,7 +120,7 @@ def pictures(media: Collection[Medium], geometry: VisionGeometry
             videos.setdefault(medium._replace(frame=None, sampled=None), []).append(medium)
     for video, wanted in videos.items():
         header, seconds = wanted[0].frame.video, [m.frame.second for m in wanted]
-        width, height = size = geometry.resized(header.width, header.height)
+        width, height = size = header.width, header.height
         try:
             out |= zip(wanted, av_process.frames(video, wanted[0].frame.demuxer, seconds, header,
                                                  size), strict=True)

@@ -150,11 +150,6 @@ class Processor:
         self.videos.check(self.tokenizer.writes(VIDEO))
         return self.tokenizer.spans(with_videos(turns))
 
-    @staticmethod
-    def resized(width: int, height: int) -> tuple[int, int]:
-        """Size in which frames of videos are read: their own, as the processor resizes them."""
-        return width, height
-
     def tokens(self, spans: Sequence[Span], sizes: Sequence[Size], limit: int = 0) -> Tokens:
         """The sequence of a rendered conversation with media of these sizes. limit: ids after
         which it ends (0: none); a medium that would cross it is left out whole. Raises RowError."""

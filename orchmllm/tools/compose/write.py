@@ -270,7 +270,7 @@ def _links(model: ComposedForConditionalGeneration, parts: Parts, out: Path
     if not model.config.tie_word_embeddings:
         head = "lm_head."
         places[head], begins[head] = parts.llm, head
-        if f"{head}weight" not in open_folder(parts.llm).tensors:
+        if f"{head}weight" not in open_folder(parts.llm):
             raise ValueError(f"{parts.llm} lacks {head}weight: give the folder of a causal LLM")
     return {name: (os.path.relpath(folder, out), begins[name]) for name, folder in places.items()}
 
@@ -279,7 +279,7 @@ def _begin(model: ComposedForConditionalGeneration, name: str, folder: Path) -> 
     """How the names of the weights begin in `folder` that are those of the model which begin with
     `name`, as from_pretrained converts them. Raises ValueError where some are not there."""
     wanted = {key: value for key, value in model.state_dict().items() if key.startswith(name)}
-    tensors = open_folder(folder).tensors
+    tensors = open_folder(folder)
     conversions = get_model_conversion_mapping(model)
     convert = [c for c in conversions if isinstance(c, WeightConverter)]
     rename = [c for c in conversions if not isinstance(c, WeightConverter)]

@@ -108,7 +108,7 @@ def _buffers(model: PreTrainedModel, source: Path) -> dict[str, Tensor]:
     if not found or not (any(source.glob("*.safetensors")) or (source / PARTS).is_file()):
         return {}
     out = {}
-    for name, stored in open_folder(source).tensors.items():
+    for name, stored in open_folder(source).items():
         if name in found:
             with safe_open(stored.file, framework="pt") as file:
                 out[name] = file.get_tensor(stored.key)
