@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Sequence
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -14,7 +15,7 @@ import numpy as np
 from orchmllm.data.formats.conversation import Turn, media_of
 from orchmllm.data.media.medium import Medium, RowError
 from orchmllm.data.text.spans import Placeholder, Span, Text
-from orchmllm.data.text.traced import BLOCK, CALL, SOURCE, TURN, codes_of
+from orchmllm.data.text.traced import BLOCK, CALL, SOURCE, TURN, runs_of
 
 CHANGED = ("the chat template changes the texts of turns or leaves out turns, so what is learnt "
            "cannot be told from the rest; write one that puts them in as they are")
@@ -34,15 +35,25 @@ class Source(NamedTuple):
 class Page:
     """text: what was written. Of each of its characters (n,): source: its number in `sources` from
     1, 0 for the template's; said: the turn whose text it is of, or -1; turn: that which a loop was
-    at, or -1; in_call, in_block: see orchmllm.data.text.traced."""
+    at, or -1; in_call, in_block: see orchmllm.data.text.traced; in_name: of a tool."""
 
     def __init__(self, written: str, sources: Sequence[Source]) -> None:
-        codes = codes_of(written)
         self.text, self.sources = "".join([written]), sources
-        self.source = codes & SOURCE
-        self.said = np.array([-1, *(source.turn for source in sources)])[self.source]
-        self.turn = (codes & CALL - 1) // TURN - 1
-        self.in_call, self.in_block = codes & CALL > 0, codes & BLOCK > 0
+        runs = [run for run in runs_of(written) if run[0]]
+        counts, codes = np.array(runs, np.int64).reshape(-1, 2).T
+        source = codes & SOURCE
+        said = np.array([-1, *(source.turn for source in sources)])[source]
+        turn = (codes & CALL - 1) // TURN - 1
+        names = np.array([False, *(source.kind == NAME for source in sources)])[source]
+        self.source, self.said, self.turn, self.in_call, self.in_block, self.in_name = (
+            each.repeat(counts) for each in (
+                source, said, turn, codes & CALL > 0, codes & BLOCK > 0, names))
+        self._ends = counts.cumsum().tolist()
+        self._runs = list(zip(source.tolist(), said.tolist(), turn.tolist(), strict=True))
+        self._extents: dict[int, tuple[int, int]] = {}  # of the characters of a turn
+        for start, end, (_, *turns) in zip([0, *self._ends], self._ends, self._runs, strict=False):
+            for number in turns:
+                self._extents[number] = (self._extents.get(number, (start,))[0], end)
 
     def check(self, special: re.Pattern) -> None:
         """Raises RowError where turns or calls are left out, or turns are repeated or moved; where
@@ -75,17 +86,19 @@ class Page:
         writes between them, before them for reasoning and calls, and the special tokens that end
         it. opening: what comes before every answer, if it is known; ending: a run of special
         tokens; following: the first of them after an answer whose turn has none."""
-        mine, text = self.turn == turn, self.text
-        looped, called = mine.any(), self._calls(turn)
-        names = np.array([False, *(source.kind == NAME for source in self.sources)])[self.source]
+        text, (low, high) = self.text, self._extents.get(turn, 2 * (len(self.text),))
+        mine, said = self.turn[low:high] == turn, self.said[low:high] == turn
+        looped, called = mine.any(), mine & self.in_call[low:high]
+        if called.any():
+            called = _calls(called, said)
         # The name of a tool may be written again before its answer.
-        own = np.flatnonzero((self.said == turn) & (mine if looped else True)
-                             & (called | ~names | ~called.any()))
-        first = _first(mine) if looped else _first(self.said == turn)
-        last = max([first - 1, *own[-1:], *np.flatnonzero(called)[-1:]]) + 1
-        others = self.said[last:] > turn
-        data = last + _first(others)
-        end = last + _first(others | (self.turn[last:] >= 0) & ~mine[last:]) if looped else last
+        own = low + np.flatnonzero(said & (mine if looped else True) & (
+            called | ~self.in_name[low:high] | ~called.any()))
+        first = low + _first(mine if looped else said)
+        last = max([first - 1, *own[-1:], *low + np.flatnonzero(called)[-1:]]) + 1
+        data = self._next(last, lambda _, said, at: said > turn)
+        end = self._next(last, lambda _, said, at: said > turn or 0 <= at != turn
+                         ) if looped else last
         begin = _after(opening, text[first: own[0] if len(own) else end], ending) if looped else -1
         if not len(own):
             found = ending.search(text, first + begin, end) if begin >= 0 else None
@@ -97,19 +110,19 @@ class Page:
             found = following.match(text, close, data)
         return start, found.end() if found else close
 
-    def _calls(self, turn: int) -> np.ndarray:
-        """(n,) bool: what is written at the calls of a turn, up to its last stretch with a text of
-        them: results of tools may be written in another loop over the calls."""
-        called = (self.turn == turn) & self.in_call
-        stretch = np.cumsum(np.diff(called, prepend=False)) * called
-        own = stretch[called & (self.said == turn)]
-        return called & (stretch <= own.max(initial=0)) if len(own) else called
+    def _next(self, start: int, found: Callable[[int, int, int], bool]) -> int:
+        """The first character from `start` on whose source, said and turn are found; the end of the
+        text where there is none."""
+        for k in range(bisect_right(self._ends, start), len(self._ends)):
+            if found(*self._runs[k]):
+                return max(start, self._ends[k - 1] if k else 0)
+        return len(self.text)
 
     def _is_start(self, at: int) -> bool:
         """Whether an answer begins as its content does: nothing of it has been put before it."""
-        rest = np.flatnonzero(self.source[at:] != self.source[at])
-        written = self.text[at: at + rest[0] if len(rest) else None]
-        _, kind, value = self.sources[self.source[at] - 1]
+        number = self.source[at]
+        written = self.text[at: self._next(at, lambda source, said, turn: source != number)]
+        _, kind, value = self.sources[number - 1]
         return kind == CONTENT and value.lstrip().startswith(written.lstrip())
 
     def media(self, turns: Sequence[Turn], placeholders: dict[int, Placeholder]
@@ -152,6 +165,15 @@ class Page:
             else:
                 out.append(Text(self.text[start:end], is_learnt, bool(of_data[start])))
         return out
+
+
+def _calls(called: np.ndarray, said: np.ndarray) -> np.ndarray:
+    """(n,) bool: what is written at the calls of a turn, up to its last stretch with a text of
+    them: results of tools may be written in another loop over the calls. called: at its calls;
+    said: its texts."""
+    stretch = np.cumsum(np.diff(called, prepend=False)) * called
+    own = stretch[called & said]
+    return called & (stretch <= own.max(initial=0)) if len(own) else called
 
 
 def _first(where: np.ndarray) -> int:

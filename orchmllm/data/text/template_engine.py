@@ -6,7 +6,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from datetime import datetime
 
-import numpy as np
 from jinja2 import TemplateError, meta, nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -21,8 +20,8 @@ from orchmllm.data.text.traced import (
     Traced,
     as_json,
     between,
-    codes_of,
     joined,
+    recoded,
 )
 
 # What strftime_now writes: lengths and resumed runs must not depend on the day, so it is one day,
@@ -51,7 +50,7 @@ class _Generation(Extension):
 
     def _around(self, caller: Callable[[], str]) -> str:
         text = caller()
-        return Traced(text, codes_of(text) | BLOCK)
+        return recoded(text, lambda code: code | BLOCK)
 
 
 def _refuse(message: str):
@@ -96,8 +95,7 @@ def _written_at(text: str, value: object) -> str:
     """What a loop wrote when it was at `value`. Loops inside it have said so before."""
     if not isinstance(value, Message):
         return text
-    codes = codes_of(text)
-    return Traced(text, np.where(codes & ~BLOCK > SOURCE, codes, codes | value._code))
+    return recoded(text, lambda code: code if code & ~BLOCK > SOURCE else code | value._code)
 
 
 class _Instrumented(NodeTransformer):

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
-
-import numpy as np
+from collections.abc import Callable, Iterable, Mapping
 
 # Of the code of a character: its text of the data, from 1 (0: the template wrote it); the turn that
 # a loop was at, from 1 (0: none); whether that was at a call of a tool, and whether
@@ -14,19 +12,31 @@ SOURCE, TURN, CALL, BLOCK = (1 << 28) - 1, 1 << 28, 1 << 60, 1 << 61
 
 
 class Traced(str):
-    """A text with the code (n,) int64 of each character. What other methods than those below make
-    of it (format, upper) is a plain string, which reads as the template's."""
+    """A text with the codes of its characters: runs of (characters, their code). What other methods
+    than those below make of it (format, upper) is a plain string, which reads as the template's."""
 
-    def __new__(cls, text: str, codes: np.ndarray) -> Traced:
+    def __new__(cls, text: str, runs: list[tuple[int, int]]) -> Traced:
         made = super().__new__(cls, text)
-        made.codes = codes
+        made.runs = runs
         return made
 
     def __str__(self) -> Traced:
         return self
 
     def __getitem__(self, key: int | slice) -> Traced:
-        return Traced(super().__getitem__(key), np.atleast_1d(self.codes[key]))
+        part = super().__getitem__(key)
+        if not isinstance(key, slice):
+            key = slice(key, key + 1 or None)
+        start, stop, step = key.indices(len(self))
+        if step != 1:
+            each = [(1, code) for count, code in self.runs for _ in range(count)]
+            return Traced(part, each[key])
+        runs, end = [], 0
+        for count, code in self.runs:
+            begin, end = end, end + count
+            if (there := min(end, stop) - max(begin, start)) > 0:
+                runs.append((there, code))
+        return Traced(part, runs)
 
     def __add__(self, other: str) -> str:
         return joined((self, other))
@@ -58,11 +68,16 @@ for _name in ("strip", "lstrip", "rstrip", "removeprefix", "removesuffix", "spli
 
 
 def traced(text: str, code: int) -> Traced:
-    return Traced(text, np.full(len(text), code, np.int64))
+    return Traced(text, [(len(text), code)])
 
 
-def codes_of(text: str) -> np.ndarray:
-    return text.codes if isinstance(text, Traced) else np.zeros(len(text), np.int64)
+def runs_of(text: str) -> list[tuple[int, int]]:
+    return text.runs if isinstance(text, Traced) else [(len(text), 0)]
+
+
+def recoded(text: str, change: Callable[[int], int]) -> Traced:
+    """The text with other codes."""
+    return Traced(text, [(count, change(code)) for count, code in runs_of(text)])
 
 
 def joined(texts: Iterable[str]) -> str:
@@ -70,7 +85,7 @@ def joined(texts: Iterable[str]) -> str:
     texts = list(texts)
     if not any(isinstance(text, Traced) for text in texts):
         return "".join(texts)
-    return Traced("".join(texts), np.concatenate([codes_of(text) for text in texts]))
+    return Traced("".join(texts), [run for text in texts for run in runs_of(text)])
 
 
 def between(sep: str, texts: Iterable[str]) -> list[str]:
@@ -87,7 +102,7 @@ def as_json(value: object, ensure_ascii: bool = False, indent: int | None = None
     while found:
         first = found.pop(0)
         if isinstance(first, Traced) and first:
-            return traced(text, first.codes[0])
+            return traced(text, first.runs[0][1])
         if isinstance(first, Mapping):
             found[:0] = [*first.keys(), *first.values()]
         elif isinstance(first, list | tuple):
