@@ -141,7 +141,7 @@ def _distributed_by(cls: type, distribute: Callable[[nn.Module], None],
         return model
 
     cls.maybe_distribute_model = classmethod(handed)
-    cls.prepare_distribute_model = classmethod(lambda cls, config, device_map: (
+    cls.prepare_distribute_model = classmethod(lambda cls, config, device_map, **_: (
         config, device, None))
     try:
         yield

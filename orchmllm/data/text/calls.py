@@ -95,6 +95,7 @@ class Calls:
         """The options of each part, by the processor's own rules."""
         audio = {"sampling_rate": self.clips.geometry.sample_rate} if self.clips else {}
         return self._shapes._merge_kwargs(
+            self._shapes.valid_processor_kwargs,
             tokenizer_init_kwargs=self.stock.tokenizer.init_kwargs, images_kwargs=self.options,
             audio_kwargs=audio, return_tensors=tensors, **videos)
 
