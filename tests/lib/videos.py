@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from fractions import Fraction
 from pathlib import Path
@@ -43,6 +44,8 @@ def write_video(path: Path, codec: str = "libx264", count: int = 24, rate: int =
         out.mux(stream.encode(None))
         if audio is not None:
             _encode_sound(out, audio, 48000, 3 * 48000, 2)
+    if codec == "libsvtav1":  # as root it makes this thread a real-time one, and what that starts
+        os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))
     if turned:
         turn(path, turned)
     return path
