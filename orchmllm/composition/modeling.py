@@ -36,7 +36,6 @@ from transformers.modeling_outputs import (
 
 from orchmllm.composition.configuration import ComposedConfig, audio_rows
 from orchmllm.composition.weights import load_linked
-from orchmllm.composition.whisper import PackedWhisperEncoder
 from orchmllm.models.audio import windows
 from orchmllm.models.parts import Connector
 
@@ -191,7 +190,10 @@ class ComposedModel(ComposedPreTrainedModel):
             self.vision_projector = Connector(
                 width_of(vision), config.spatial_merge_size**2, width)
         if audio := getattr(config, "audio_config", None):
-            tower = PackedWhisperEncoder if config.audio_packed else tower_class(audio)
+            if config.audio_packed:  # transformers may be importing what it is made of until then
+                from orchmllm.composition.whisper import PackedWhisperEncoder as tower
+            else:
+                tower = tower_class(audio)
             self.audio_tower = tower._from_config(audio)
             self.audio_projector = Connector(width_of(audio), config.audio_stack, width)
         if any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in self.modules()):

@@ -20,6 +20,7 @@ from orchmllm.models.flops import Lengths, phase_work
 from orchmllm.tools.compose.command import main
 from orchmllm.tools.compose.write import compose
 from tests.lib import composed
+from tests.lib.commands import python
 
 pytestmark = pytest.mark.whole
 TALK = [{"role": "user", "content": [{"type": "text", "text": "What is"}]},
@@ -72,6 +73,17 @@ def features(model, given: dict) -> dict[int, list[torch.Tensor]]:
                 inner.audio_projector(states[k: k + 2].reshape(1, -1))
                 for k in range(0, positions, 2)]
     return found
+
+
+@pytest.mark.parametrize("first", [
+    "transformers import Qwen2ForCausalLM", "transformers.models.whisper.modeling_whisper import "
+    "WhisperEncoder"])
+def test_a_model_of_transformers_is_imported_after_orchmllm(first):
+    """Its layers import the tables of classes, with ours, before they are there themselves."""
+    done = python("-c", f"import orchmllm; from {first}; from transformers import "
+                  "AutoModelForMultimodalLM; print([config.model_type for config in "
+                  "AutoModelForMultimodalLM._model_mapping if 'orchmllm' in config.model_type])")
+    assert done.stdout == "['orchmllm_composed']\n", done.stderr
 
 
 @pytest.mark.parametrize("name", [
