@@ -128,9 +128,11 @@ def _rotating(cls: type) -> type:
              and (rotated := rotation_like(known[name])) is not None}
     if not found:
         return cls
-    copied = FunctionType(forward.__code__, known | found, forward.__name__, forward.__defaults__,
+    names = known | found
+    del names["__name__"]  # by which torch.compile would look into the module for what is replaced
+    copied = FunctionType(forward.__code__, names, forward.__name__, forward.__defaults__,
                           forward.__closure__)
-    copied.__kwdefaults__ = forward.__kwdefaults__
+    copied.__kwdefaults__, copied.__module__ = forward.__kwdefaults__, forward.__module__
     return _with_forward(cls, copied)
 
 
