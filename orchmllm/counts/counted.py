@@ -75,6 +75,8 @@ class Counted(TorchDispatchMode):
                  ) -> None:
         super().__init__()
         weights = [] if model is None else [*model.parameters(), *model.buffers()]
+        for weight in weights:
+            weight.grad = None  # else that of an earlier count would be read, and added to
         self._apart = {_storage(t) for t in weights}
         self._hooks = torch.autograd.graph.saved_tensors_hooks(self._save, lambda t: t)
         self.moved = self._flop = 0

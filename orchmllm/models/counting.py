@@ -80,7 +80,7 @@ def _llm(whole: WholeModel) -> PartCounts:
     def run(n: int) -> int:
         ids = torch.zeros(n, dtype=torch.int64)
         row = whole.join([ProcessedExample(UNKNOWN, ids, ids, {}, NO_EXAMPLES)])
-        whole.logits(row.inputs, row.kept).sum().backward()
+        _backward(whole.logits(row.inputs, row.kept))
         return len(row.kept)
 
     reaches, runs, rows = masks.reaches_of(stack[0], run), [], []
@@ -109,7 +109,7 @@ def _encoder(whole: WholeModel, part: str) -> PartCounts:
         with Counted(dict(enumerate(stack)), model=whole) as found:
             features, positions = media.run(*grid, whole.dtype)
             if features.requires_grad:
-                features.sum().backward()
+                _backward(features)
         return found, positions, features.shape[1]
 
     def windows(*grid: int) -> set[int]:
@@ -142,6 +142,11 @@ def _encoder(whole: WholeModel, part: str) -> PartCounts:
     return PartCounts(item, row, position, attention, moved, _blocks(positions, runs, len(stack)),
                       kept, _saved(positions, runs, around), runs[0].stages[0].width, widths[0],
                       media.row_bytes, media.row_values)
+
+
+def _backward(out: torch.Tensor) -> None:
+    """From a gradient that is there: a sum would read what is made, which the loss does."""
+    out.backward(torch.empty_like(out))
 
 
 def _grids(part: str, media: BlankMedia, windows: Callable[..., set[int]]

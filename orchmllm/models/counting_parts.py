@@ -66,7 +66,6 @@ def _bytes(module: torch.nn.Module, inside: dict, run: Callable[[], Tensor], cop
            ) -> np.ndarray:
     """(2,) of the forward and of the backward pass. inside: the block of which there are so many
     copies."""
-    module.zero_grad(set_to_none=True)
     with fused(), Counted(inside, model=module) as counted:
         out = run()
         if out.requires_grad:

@@ -149,6 +149,20 @@ def test_windows_are_found_beside_blocks_that_see_all(side, tmp_path):
     assert counts.attention.keys() == {Attention("square", side), Attention("frame")}
 
 
+def test_bytes_that_are_moved_are_those_of_one_pass(tmp_path):
+    """No gradient of a pass that was counted before is read or added to: one position does not move
+    less than nothing, and how much more two move does not depend on the size of the table."""
+    found = []
+    for size in (1000, 3000):
+        config = models.build("qwen2_5_vl").config
+        config.get_text_config().vocab_size = size
+        config.save_pretrained(tmp_path / f"{size}")
+        found.append(part_counts(ModelConfig(config=str(tmp_path / f"{size}"))))
+    for part, counts in found[0].items():
+        assert (counts.moved.sum(axis=1) >= 0).all(), part
+        assert np.array_equal(counts.moved[:, 1:], found[1][part].moved[:, 1:]), part
+
+
 def test_what_is_balanced_costs_what_its_windows_do(tmp_path):
     """A line in the length: of images that are cut into whole windows exactly, of text at one and
     at four times as many positions as a window has."""
