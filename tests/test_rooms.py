@@ -48,7 +48,8 @@ from scripts.count_code import count_parts, count_rooms, read_all
 # replace. Norms and rotations of whole models took +110; the proof of a model before its run, which
 # has to shrink any configuration, make examples by its processor and compare, +450, with the lists
 # of families and text models gone (-60). Packed clips of compositions took +75. The tools grew with
-# answers of a run of a whole model (+45).
+# answers of a run of a whole model (+45). Pages of chat templates that keep runs took +29, bytes
+# that are counted of one pass alone +6.
 # Then the models, names, weights, formulas and answers of this project's own parts went: base
 # -1,690, tools -230. The papers have formulas of models that they tell by their shapes: +45.
 MOST = {"base": 23_020, "tools": 5_280, "papers": 1_750, "cpp": 2_220}

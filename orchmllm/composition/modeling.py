@@ -65,13 +65,6 @@ def tower_class(config: PreTrainedConfig) -> type[PreTrainedModel]:
     return kind
 
 
-def _packed_tower() -> type[PreTrainedModel]:
-    # Not at the head of this module, which transformers may import before it has layers.
-    from orchmllm.composition.whisper import PackedWhisperEncoder
-
-    return PackedWhisperEncoder
-
-
 def takes_grids(config: PreTrainedConfig) -> bool:
     """Whether a vision tower takes the patches of images of any size."""
     return "grid_thw" in inspect.signature(tower_class(config).forward).parameters
@@ -202,7 +195,10 @@ class ComposedModel(ComposedPreTrainedModel):
             self.vision_projector = Connector(
                 width_of(vision), config.spatial_merge_size**2, width)
         if audio := getattr(config, "audio_config", None):
-            tower = _packed_tower() if config.audio_packed else tower_class(audio)
+            if config.audio_packed:  # transformers may be importing what it is made of until then
+                from orchmllm.composition.whisper import PackedWhisperEncoder as tower
+            else:
+                tower = tower_class(audio)
             self.audio_tower = tower._from_config(audio)
             self.audio_projector = Connector(width_of(audio), config.audio_stack, width)
         if any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in self.modules()):

@@ -14,6 +14,7 @@ from orchmllm.data.formats.conversation import Turn, chat, media_of
 from orchmllm.data.media.medium import Medium, RowError
 from orchmllm.data.media.root import MediaRoot
 from orchmllm.data.text.template_engine import TODAY
+from orchmllm.data.text.templates import ChatTemplate
 from orchmllm.data.text.tokenizer import ChatTokenizer
 from orchmllm.plan.layout import AUDIO, TEXT, VISION
 from orchmllm.tools.data.command import main
@@ -116,6 +117,14 @@ def both(tmp_path, monkeypatch):
 
 def messages(turns: list[Turn]) -> list[dict]:
     return [{"role": t.role, "content": "".join(t.parts)} for t in turns]
+
+
+def test_what_a_template_puts_before_a_content_may_be_empty():
+    """The JSON of both is from where the content is from."""
+    template = ChatTemplate("{% for m in messages %}{{ m.role }}: {{ ('' + m.content) | tojson }}"
+                            "</s>\n{% endfor %}", {"eos_token": "</s>"}, ["</s>"], [], "here")
+    spans = template.spans(talk("Who?", "I am."))
+    assert [span.text for span in spans if span.learnt] == ['"I am."', "</s>"]
 
 
 @pytest.mark.parametrize("name", TEMPLATES)

@@ -76,9 +76,12 @@ def features(model, given: dict) -> dict[int, list[torch.Tensor]]:
     return found
 
 
-def test_a_model_of_transformers_is_imported_after_orchmllm():
+@pytest.mark.parametrize("first", [
+    "transformers import Qwen2ForCausalLM", "transformers.models.whisper.modeling_whisper import "
+    "WhisperEncoder"])
+def test_a_model_of_transformers_is_imported_after_orchmllm(first):
     """Its layers import the tables of classes, with ours, before they are there themselves."""
-    done = python("-c", "import orchmllm; from transformers import Qwen2ForCausalLM, "
+    done = python("-c", f"import orchmllm; from {first}; from transformers import "
                   "AutoModelForMultimodalLM; print([config.model_type for config in "
                   "AutoModelForMultimodalLM._model_mapping if 'orchmllm' in config.model_type])")
     assert done.stdout == "['orchmllm_composed']\n", done.stderr

@@ -39,8 +39,7 @@ class Page:
 
     def __init__(self, written: str, sources: Sequence[Source]) -> None:
         self.text, self.sources = "".join([written]), sources
-        runs = [run for run in runs_of(written) if run[0]]
-        counts, codes = np.array(runs, np.int64).reshape(-1, 2).T
+        counts, codes = np.array(runs_of(written), np.int64).reshape(-1, 2).T
         source = codes & SOURCE
         said = np.array([-1, *(source.turn for source in sources)])[source]
         turn = (codes & CALL - 1) // TURN - 1
@@ -111,8 +110,8 @@ class Page:
         return start, found.end() if found else close
 
     def _next(self, start: int, found: Callable[[int, int, int], bool]) -> int:
-        """The first character from `start` on whose source, said and turn are found; the end of the
-        text where there is none."""
+        """The first character from `start` on for whose source, said and turn `found` is true; the
+        end of the text where there is none."""
         for k in range(bisect_right(self._ends, start), len(self._ends)):
             if found(*self._runs[k]):
                 return max(start, self._ends[k - 1] if k else 0)

@@ -12,8 +12,9 @@ SOURCE, TURN, CALL, BLOCK = (1 << 28) - 1, 1 << 28, 1 << 60, 1 << 61
 
 
 class Traced(str):
-    """A text with the codes of its characters: runs of (characters, their code). What other methods
-    than those below make of it (format, upper) is a plain string, which reads as the template's."""
+    """A text with the codes of its characters: runs of (number of characters, their code), none of
+    them empty. What other methods than those below make of it (format, upper) is a plain string,
+    which reads as the template's."""
 
     def __new__(cls, text: str, runs: list[tuple[int, int]]) -> Traced:
         made = super().__new__(cls, text)
@@ -68,11 +69,12 @@ for _name in ("strip", "lstrip", "rstrip", "removeprefix", "removesuffix", "spli
 
 
 def traced(text: str, code: int) -> Traced:
-    return Traced(text, [(len(text), code)])
+    return Traced(text, [(len(text), code)] if text else [])
 
 
 def runs_of(text: str) -> list[tuple[int, int]]:
-    return text.runs if isinstance(text, Traced) else [(len(text), 0)]
+    """Those of a Traced text; a plain one is the template's."""
+    return text.runs if isinstance(text, Traced) else traced(text, 0).runs
 
 
 def recoded(text: str, change: Callable[[int], int]) -> Traced:
