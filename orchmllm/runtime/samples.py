@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from orchmllm.batch import FailedSegment
 from orchmllm.comm.exchange import RowGather, gather_texts
 from orchmllm.config.recipe import Recipe
 from orchmllm.data.dataset import ConversationDataset
@@ -67,7 +68,7 @@ class Asked:
     def __init__(self, recipe: Recipe, dataset: ConversationDataset, asked: Sequence[int],
                  spec: PlanSpec, device: torch.device, group: dist.ProcessGroup | None,
                  gather: RowGather) -> None:
-        self._asked, self._gather = asked, gather
+        self._asked, self._dataset, self._gather = asked, dataset, gather
         self._max_tokens, self._tokenizer = recipe.train.sample_tokens, dataset.tokenizer
         self._end_id = dataset.tokenizer.end_id
         self._questions = Questions(dataset)
@@ -84,14 +85,18 @@ class Asked:
                 "max_new_tokens": self._max_tokens, "do_sample": False,
                 "eos_token_id": self._end_id, "pad_token_id": self._end_id,
                 "synced_gpus": self._gather.world_size > 1})
-            errors = {failed.example: failed.reason for failed in step.failed}
+            failures = {failed.example: failed for failed in step.failed}
             for position, example in zip(micro.rank_plan.examples.tolist(),
                                          micro.rank_plan.example_ids.tolist(), strict=True):
                 told.append({"example": example, **(
-                    {"error": errors[position]} if position in errors else
+                    {"error": self._reason(example, failures[position])}
+                    if position in failures else
                     {"expected": self._text(self._questions.answer(example)),
                      **self._answered(ids)})})
         return told
+
+    def _reason(self, example: int, failed: FailedSegment) -> str:
+        return f"{self._dataset.describe(example, failed.segment)['file']}: {failed.reason}"
 
     def _answered(self, ids: list[int]) -> dict:
         return {"answer": self._text(ids), "ended": ids[-1] == self._end_id}

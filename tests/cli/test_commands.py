@@ -12,6 +12,7 @@ import pytest
 from orchmllm.cli import COMMANDS, dispatch
 from orchmllm.cli.options import in_one_line
 from orchmllm.data.storage.clients import StorageError
+from orchmllm.tools.doctor.synthetic import MODEL
 
 
 def orchmllm(*argv: str) -> subprocess.CompletedProcess:
@@ -66,7 +67,8 @@ def test_a_wrong_command_line_names_the_cure(argv, text, capsys):
 
 def test_the_recipe_may_be_the_value_of_an_option(tmp_path, capsys):
     recipe = tmp_path / "r.yaml"
-    recipe.write_text("data: {path: none}\nmodel: {config: none}\n", encoding="utf-8")
+    recipe.write_text(f"data: {{path: none}}\nmodel: {{config: {MODEL.config}}}\n",
+                      encoding="utf-8")
     plain, *others = (said_by(["train", *words, "train.lr=0.5", "--print-config"], capsys)
                       for words in ([str(recipe)], ["--recipe", str(recipe)],
                                     ["run.seed=0", f"--recipe={recipe}"]))

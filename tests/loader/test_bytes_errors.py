@@ -56,42 +56,32 @@ def test_the_drop_in_tells_all_ranks():
 
 
 class Broken(SyntheticDataset):
-    """One method fails on one rank, with what is not an unreadable medium."""
+    """One rank fails with what is not an unreadable medium: while it reads what it sends, loads
+    what it keeps, or decodes what came."""
 
-    def __init__(self, method: str, rank: int) -> None:
+    def __init__(self, stage: str, rank: int) -> None:
         super().__init__()
-        self.method, self.rank = method, rank
+        self.stage, self.rank = stage, rank
 
-    def _fail(self, method: str) -> None:
-        if self.rank == BAD and self.method == method:
-            raise KeyError(f"of {method}")
-
-    def read(self, *args, **how):
-        self._fail("read")
-        return super().read(*args, **how)
-
-    def decode(self, *args, **how):
-        self._fail("decode")
-        return super().decode(*args, **how)
-
-    def load(self, i, **how):
-        if "on_error" in how:  # not for its layout
-            self._fail("load")
-        return super().load(i, **how)
+    def load(self, i, **wanted):
+        stage = "decode" if wanted.get("row") else "read" if wanted.get("encoded") else "load"
+        if self.rank == BAD and self.stage == stage:
+            raise KeyError(f"of {stage}")
+        return super().load(i, **wanted)
 
 
-def broken(world, method: str) -> tuple:
+def broken(world, stage: str) -> tuple:
     run = recipe(model=SHALLOW, balance=BalanceConfig(dispatch="bytes", ranks_per_node=2),
                  train=TrainConfig(num_steps=4, batch_size=6, accumulation_steps=2))
-    trainer = Trainer(run, world, dataset=Broken(method, world.rank))
+    trainer = Trainer(run, world, dataset=Broken(stage, world.rank))
     return outcome(trainer.loader())
 
 
-@pytest.mark.parametrize("method", ["read", "load", "decode"])
-def test_the_trainers_loader_tells_all_ranks(method):
-    ranks = run_ranks(broken, 3, method)
+@pytest.mark.parametrize("stage", ["read", "load", "decode"])
+def test_the_trainers_loader_tells_all_ranks(stage):
+    ranks = run_ranks(broken, 3, stage)
     assert {r[0] for r in ranks} == {"RemoteError"}, ranks
-    assert len({r[1] for r in ranks}) == 1 and f"KeyError: 'of {method}'" in ranks[0][1], ranks
+    assert len({r[1] for r in ranks}) == 1 and f"KeyError: 'of {stage}'" in ranks[0][1], ranks
 
 
 def failing_dataset(world, dispatch: str, where: str) -> tuple:

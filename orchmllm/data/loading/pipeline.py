@@ -153,7 +153,10 @@ class Pipeline:
         return step
 
     def _load(self, step: Step) -> Step:
-        """Load and COMMIT."""
+        """Load and COMMIT. Ranks that send each other what they drew agree on the plan before: one
+        that has an error, or another plan, would keep the others waiting for its data."""
+        if not self.feed.knows_all:
+            self.orchestrator.commit(step.index, step.plans, error=step.error)
         num_targets = UNCOUNTED
         if step.error is None:
             try:
