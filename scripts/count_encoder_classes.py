@@ -43,18 +43,17 @@ DOCS = ROOT / "docs/encoders.md"
 EXACT, REFUSED = "exact", "refused"
 # Of a gradient's largest difference.
 BOUNDS = {torch.float64: 1e-9, torch.float32: 1e-6}
+ROUNDING = 1e-12  # differences that the table does not name
 HEAD = "| result | classes | what moved, or why | model types |"
 _ORDER = (EXACT, REFUSED, "not tried", "not built", "wrong", "no effect", "fails")
 _REASONS = (
-    ("takes no media that a method", "at the call: no get_*_features method takes media that "
-     "forward is given"),
-    ("and what this says of each item", "at the call: the method needs an argument that is not "
-     "understood"),
-    ("itself applies", "at the call: the forward applies a module to the features itself"),
-    ("BatchNorm", "at the call: batch normalisation in the encoder"),
-    ("give `rows`", "in the first forward: how many rows of features a clip has is not known"),
-    ("has no output", "in the first forward: the result has none of the fields that are known"),
-    ("ran outside of", "in the first forward: the outer model calls the encoder itself"),
+    ("takes no media that a method", "no get_*_features method takes media that forward is given"),
+    ("and what this says of each item", "the method needs an argument that is not understood"),
+    ("itself applies", "the forward applies a module to the features itself"),
+    ("BatchNorm", "batch normalisation in the encoder"),
+    ("give `rows`", "how many rows of features a clip has is not known"),
+    ("has no output", "the result has none of the fields that are known"),
+    ("ran outside of", "the outer model calls the encoder itself"),
     ("TimmWrapper", "needs timm, which is not installed"))
 AT_ONCE = 4  # classes in one world of ranks
 
@@ -196,8 +195,9 @@ def table(results: dict[str, dict[str, str]]) -> list[str]:
     for name, seen in sorted(results.items()):
         why = seen["why"]
         if seen["state"] == EXACT:
-            difference, what = why.split("; ", 1)
-            name, why = f"{name} {difference}", what
+            difference, why = why.split("; ", 1)
+            if float(difference) > ROUNDING:
+                name = f"{name} {difference}"
         if seen["state"] == "not built" and "timm" not in why:
             why = "the script's small sizes do not suit the configuration"
         groups.setdefault((seen["state"], reason(why)), []).append(name)

@@ -13,13 +13,14 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections.abc import Mapping
 from dataclasses import MISSING
 from pathlib import Path
 
 from orchmllm.config import strict_yaml
 from orchmllm.config.recipe import Recipe
 from orchmllm.config.schema import Key, Leaf, leaves, sections
-from orchmllm.data.formats.row_formats import FORMATS
+from orchmllm.data.formats.row_formats import FORMATS, RowFormat
 from orchmllm.data.media.containers import AUDIO_NAMES, VIDEO_NAMES
 from orchmllm.data.media.frames import MAX_VIDEO_FRAMES, MAX_VIDEO_PIXELS, MAX_VIDEO_S
 from orchmllm.data.media.headers import (
@@ -28,9 +29,9 @@ from orchmllm.data.media.headers import (
     MAX_IMAGE_PIXELS,
     MIN_AUDIO_HZ,
 )
-from orchmllm.data.media.kinds import CONTAINERS, KINDS, REFUSED, VIDEO
+from orchmllm.data.media.kinds import CONTAINERS, KINDS, REFUSED, VIDEO, Kind
 from orchmllm.data.media.medium import MAX_MEMBER_BYTES
-from orchmllm.data.media.parts import KEYS
+from orchmllm.data.media.parts import KEYS, Meaning
 from orchmllm.plan.balance import POLICIES
 from orchmllm.plan.layout import AUDIO, VISION
 from orchmllm.runtime.log_schema import ROW_SCHEMA, SCHEMA_VERSION
@@ -128,36 +129,44 @@ def _type(value: dict) -> str:
 
 
 def formats_page() -> str:
-    parts = [MADE, FORMATS_HEAD, ROWS_HEAD,
-             "| `row_format` | of | columns | found by `auto` |", "|---|---|---|---|"]
+    parts = [MADE, FORMATS_HEAD, ROWS_HEAD, "| `row_format` | of | columns |", "|---|---|---|"]
     for name, known in FORMATS.items():
-        columns = "<br>".join(f"{field}: `{spec.text}`".replace("|", "\\|")
-                              for field, spec in known.columns.specs.items())
-        if known.media:
-            columns += "<br>(one medium at least)"
-        parts.append(f"| `{name}` | {known.of} | {columns} | {'yes' if known.auto else 'no'} |")
+        parts.append(f"| `{name}` | {known.of}{'' if known.auto else ' (not by `auto`)'} | "
+                     f"{_columns(known)}{'<br>(one medium at least)' * known.media} |")
     parts += ["", KEYS_HEAD, "| keys | of | what is done |", "|---|---|---|"]
-    parts += [f"| {', '.join(f'`{key}`' for key in meaning.keys)} | {_escaped(meaning.of)} | "
-              f"{'the row is refused: ' * bool(meaning.refused)}{_escaped(meaning.done)} |"
-              for meaning in KEYS.values()]
+    parts += [f"| {_names(meaning)} | {meaning.of} | {meaning.done} |"
+              for meaning in KEYS.values() if not meaning.refused]
+    parts += ["", REFUSED_HEAD]
+    parts += [f"- {_names(meaning)} of {meaning.of.replace('<', '&lt;')}"
+              f"{REFUSED_WHERE.get(meaning.refused, '')}"
+              for meaning in KEYS.values() if meaning.refused]
     parts.append("")
-    for title, modality in (("Images", VISION), ("Clips", AUDIO)):
-        parts += [f"## {title}\n", "| format | suffixes | notes |", "|---|---|---|"]
-        parts += [f"| {name} | {_suffixes(kind.suffixes)} | {kind.note} |"
-                  for name, kind in KINDS.items() if kind.modality == modality]
-        parts.append("")
-    parts += ["## Videos, and clips in containers\n", CONTAINERS_HEAD,
-              "| format | read as | suffixes | notes |", "|---|---|---|---|"]
-    parts += [f"| {name} | {'frames' if kind.modality == VIDEO else 'a clip'} | "
-              f"{_suffixes(kind.suffixes)} | {kind.note} |" for name, kind in CONTAINERS.items()]
-    parts += ["", "## Not read\n", "| format | suffixes | what helps |", "|---|---|---|"]
-    parts += [f"| {name} | {_suffixes(suffixes)} | {cure} |"
-              for name, _, _, _, suffixes, cure in REFUSED]
+    for title, modality in (("Images", VISION), ("Clips", AUDIO), ("Videos", VIDEO)):
+        parts += [f"## {title}\n", *_kinds(KINDS, modality, ""), *_kinds(
+            CONTAINERS, modality, "with PyAV"), ""]
+    parts += [CONTAINERS_HEAD, "## Not read\n",
+              f"{', '.join(name for name, *_ in REFUSED)}. The error says what helps."]
     return "\n".join(parts).rstrip() + "\n"
 
 
-def _escaped(text: str) -> str:
-    return text.replace("<", "&lt;").replace("|", "\\|")
+def _columns(known: RowFormat) -> str:
+    """Its fields with their columns, of which USUAL and those called as the field are left out."""
+    specs = {field: spec.text for field, spec in known.columns.specs.items()}
+    usual = [field for field, text in specs.items() if USUAL.get(field, field) == text]
+    cells = [f"{field}: `{text}`".replace("|", "\\|") for field, text in specs.items()
+             if field not in usual]
+    return "<br>".join([*cells, *filter(None, [", ".join(usual)])])
+
+
+def _kinds(kinds: Mapping[str, Kind], modality: int, how: str) -> list[str]:
+    """A line for each kind of a modality. how: it is read."""
+    return [f"- {name} ({_suffixes(kind.suffixes)})"
+            f"{': ' * bool(how or kind.note)}{'; '.join(filter(None, (how, kind.note)))}"
+            for name, kind in kinds.items() if kind.modality == modality]
+
+
+def _names(meaning: Meaning) -> str:
+    return ", ".join(f"`{key}`" for key in meaning.keys)
 
 
 def _suffixes(suffixes: tuple[str, ...]) -> str:
@@ -187,23 +196,26 @@ def pages() -> dict[str, str]:
             "metrics.schema.json": json.dumps(ROW_SCHEMA, indent=1) + "\n"}
 
 
+USUAL = {field: spec.text for field, spec in FORMATS["openai"].columns.specs.items()
+         if field != "messages"}
+REFUSED_WHERE = {"false": ", if it is false", "unsaid": ", unless a text has its value"}
 FORMATS_HEAD = f"""# Rows, images, clips and videos that are read
 
 The content of a file decides, and not its name; in a tar the suffix of a member tells whether it is
-an image or a clip. A header fixes every length: what decoding then yields has exactly that length,
-or the file is refused. A file that is refused is named in quarantine.jsonl with the reason, and
-`orchmllm data lint RECIPE --decode` finds it before a run does.
+an image or a clip. What decoding yields has the length that the header says, or the file is
+refused ([bad data](data.md#bad-data)).
 
 Limits: images of {MAX_IMAGE_PIXELS:,} pixels, sides that differ by {MAX_ASPECT} times; clips of
 {MAX_AUDIO_S} s, from {MIN_AUDIO_HZ} Hz on; videos of {MAX_VIDEO_PIXELS:,} pixels a frame,
 {MAX_VIDEO_S} s and {MAX_VIDEO_FRAMES:,} frames; {MAX_MEMBER_BYTES >> 20} MiB a file.
 """
-ROWS_HEAD = """\
+ROWS_HEAD = f"""\
 ## Rows
 
-A row has the first of these formats that it fits, and a source has the one that most of its first
-rows have, unless `row_format` names another. `columns` of a source puts other columns in the place
-of those of the format, or stands alone ([data.md](data.md#columns)).
+A row has the first of these formats that it fits ([data.md](data.md#formats)), and `columns` of a
+source names other columns. Where only the name of a field stands, its column is
+{", ".join(f"`{text}` ({field})" for field, text in USUAL.items())},
+or has the field's name.
 [CONTRIBUTING.md](../CONTRIBUTING.md) shows how a format is added.
 """
 KEYS_HEAD = """\
@@ -211,12 +223,12 @@ KEYS_HEAD = """\
 
 All other keys that no column names are not read; a run lists them when it starts.
 """
+REFUSED_HEAD = """\
+A row with one of these is refused, and the error says how to mend it:
+"""
 CONTAINERS_HEAD = f"""\
-With PyAV (`pip install '.[video]'` in the clone). FFmpeg runs in a process of its own: what it
-does not survive costs the file, and not the run. Video: {', '.join(VIDEO_NAMES)}.
-Sound: {', '.join(AUDIO_NAMES)}. The number of frames is that of an MP4's sample table,
-and counted without decoding in others; the size and rotation are those of the first frame. A file
-whose frames or samples are others when it is decoded is refused.
+PyAV comes with `pip install '.[video]'` in the clone. Video: {', '.join(VIDEO_NAMES)}.
+Sound: {', '.join(AUDIO_NAMES)}. The size and rotation of a video are those of its first frame.
 """
 
 

@@ -587,19 +587,18 @@ def client_table() -> str:
     """The table of docs/loader_cases.md: every cell is right, or the tests of its client fail."""
     lines = (ROOT / "constraints.txt").read_text()
     pinned = dict(reversed(re.findall(r"^([\w-]+)==([\d.]+)", lines, re.M)))  # the first of each
-    names = {
-        "fsdp1": "FSDP1", "fsdp2": "FSDP2", "ddp": "DDP",
-        "stateful": "torchdata's StatefulDataLoader, wrapped, FSDP2",
-        "accelerate": "accelerate: prepare, save_state, DDP",
-        "trainer": "transformers' Trainer, DDP", "trainer_fsdp2": "transformers' Trainer, FSDP2",
-        "sft_fsdp2": "TRL's SFTTrainer, FSDP2", "lightning_fsdp2": "Lightning's Trainer, FSDP2",
-        "sft": "TRL's SFTTrainer, DDP", "sft_packed": "TRL's SFTTrainer, packing, DDP",
-        "lightning": "Lightning's Trainer, DDP", "fabric": "Lightning Fabric, DDP"}
-    package = {"stateful": "torchdata", "trainer": "transformers", "sft": "trl",
-               "sft_packed": "trl", "fabric": "lightning", "accelerate": "accelerate",
-               "lightning": "lightning", "trainer_fsdp2": "transformers", "sft_fsdp2": "trl",
-               "lightning_fsdp2": "lightning"}
-    rows = [("client", "version", "cells"), ("---",) * 3]
-    rows += [(names[name], pinned[package.get(name, "torch")],
-              f"{2 ** (len(FEATURES) - (name in IN_SHARDS))} right") for name in CLIENTS]
+    clients = {
+        "torch": {"fsdp1": "FSDP1", "fsdp2": "FSDP2", "ddp": "DDP"},
+        "torchdata": {"stateful": "StatefulDataLoader, wrapped, FSDP2"},
+        "accelerate": {"accelerate": "prepare, save_state, DDP"},
+        "transformers": {"trainer": "Trainer, DDP", "trainer_fsdp2": "Trainer, FSDP2"},
+        "trl": {"sft": "SFTTrainer, DDP", "sft_fsdp2": "SFTTrainer, FSDP2",
+                "sft_packed": "SFTTrainer, packing, DDP"},
+        "lightning": {"lightning": "Trainer, DDP", "lightning_fsdp2": "Trainer, FSDP2",
+                      "fabric": "Fabric, DDP"}}
+    assert {*CLIENTS} == {name for names in clients.values() for name in names}
+    rows = [("library", "client (combinations, all right)"), ("---",) * 2]
+    rows += [(f"{package} {pinned[package]}", "; ".join(
+        f"{said} ({2 ** (len(FEATURES) - (name in IN_SHARDS))})" for name, said in names.items()))
+        for package, names in clients.items()]
     return "\n".join("| " + " | ".join(row) + " |" for row in rows)
