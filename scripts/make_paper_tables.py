@@ -35,22 +35,15 @@ def table(head: Sequence[str], body: Sequence[Sequence[str]]) -> str:
 
 
 def evidence(paper: str) -> str:
-    """The rows of a paper that can be compared, those of one quantity in one line, and the counts
-    of all rows."""
+    """How many rows of the paper have which verdict: of all, and of each of its tables and figures
+    with a row that is not counted apart."""
     facts, groups = list(PAPERS[paper]()), {}
     for row in facts:
-        if row.kind != fact.MEASURED and row.ours is not None:
-            apart = row.case if row.paper.startswith("[") else ""
-            groups.setdefault((row.where, row.what, apart), []).append(row)
-    body = []
-    for (where, what, _), found in groups.items():
-        cells = [dict.fromkeys(column) if len(set(column)) == 1 else column
-                 for column in zip(*(row.cells for row in found), strict=True)]
-        cases = " / ".join(row.case for row in found)
-        body.append([where, f"{what}: {cases}" if cases else what,
-                     *(" / ".join(column) for column in cells)])
-    return (f"{len(facts)} rows: {fact.counts(facts)}.\n\n"
-            + table(("where", "value", "paper", "here", "error", "verdict"), body))
+        groups.setdefault(row.where, []).append(row.verdict)
+    verdicts = ("agrees", "sign only", "off")
+    body = [[where, *(str(found.count(verdict)) for verdict in verdicts)]
+            for where, found in groups.items() if {*verdicts} & {*found}]
+    return f"{len(facts)} rows: {fact.counts(facts)}.\n\n" + table(("where", *verdicts), body)
 
 
 def comparison() -> str:
@@ -92,7 +85,7 @@ def the_same() -> str:
 
 
 TABLES: Mapping[str, Callable[[], str]] = {
-    "rule": lambda: fact.__doc__, "compare": comparison, "units": units, "figure 18": pipelines,
+    "compare": comparison, "units": units, "figure 18": pipelines,
     "mmscale": the_same,
     **{paper: lambda paper=paper: evidence(paper) for paper in PAPERS if paper != "mmscale"}}
 
