@@ -56,10 +56,10 @@ POLICIES_BEGIN = "<!-- The table is made by scripts/make_recipe_reference.py. --
 POLICIES_END = "<!-- End of the table. -->\n"
 METRICS_HEAD = f"""# metrics.jsonl
 
-One JSON object a line, in `run.dir`, written by rank 0 as the run goes. `schema` is the version of
-the format, now {SCHEMA_VERSION}: it grows when a key changes its meaning or goes away. A number
-that is not finite is `null`. A run that resumes appends: where a step comes twice, the later row
-counts. The same as JSON Schema: [metrics.schema.json](metrics.schema.json).
+One JSON object a line, in `run.dir`, written by rank 0. `schema` is the version of the format, now
+{SCHEMA_VERSION}: it grows when a key changes its meaning or goes away. A number that is not finite
+is `null`. A run that resumes appends: where a step comes twice, the later row counts. The same as
+JSON Schema: [metrics.schema.json](metrics.schema.json).
 """
 
 
