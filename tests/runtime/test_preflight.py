@@ -90,4 +90,5 @@ def test_a_start_is_refused_with_all_problems(folder, demo_corpus, under):
         env={"PATH": "", "PYTHONPATH": str(ROOT), **env})
     assert out.returncode == 2, out.stderr
     assert "file cannot be written" in out.stderr and "nowhere: no such file" in out.stderr
-    assert "Traceback" not in out.stderr and out.stdout == ""
+    assert "Traceback" not in out.stderr
+    assert out.stdout.endswith(f"run folder {folder / 'file'}\n") and out.stdout.count("\n") == 1
