@@ -58,8 +58,8 @@ METRICS_HEAD = f"""# metrics.jsonl
 
 One JSON object a line, in `run.dir`, written by rank 0. `schema` is the version of the format, now
 {SCHEMA_VERSION}: it grows when a key changes its meaning or goes away. A number that is not finite
-is `null`. A run that resumes appends: where a step comes twice, the later row counts. The same as
-JSON Schema: [metrics.schema.json](metrics.schema.json).
+is `null`. A run that resumes appends: where a step comes twice, the later row counts.
+[metrics.schema.json](metrics.schema.json) has the types as JSON Schema.
 """
 
 
@@ -111,7 +111,7 @@ def metrics_page() -> str:
     parts = [MADE, METRICS_HEAD]
     for kind in ROW_SCHEMA["oneOf"]:
         parts += [f"## {kind['title']}\n", kind["description"] + "\n",
-                  "| key | type | meaning |", "|---|---|---|"]
+                  "| key | meaning |", "|---|---|"]
         parts += _rows(kind, "")
         parts.append("")
     return "\n".join(parts).rstrip() + "\n"
@@ -120,8 +120,7 @@ def metrics_page() -> str:
 def _rows(schema: dict, where: str) -> list[str]:
     lines = []
     for name, value in schema["properties"].items():
-        optional = "" if name in schema["required"] else " (optional)"
-        lines.append(f"| `{where}{name}` | {_type(value)}{optional} | {value['description']} |")
+        lines.append(f"| `{where}{name}` | {value['description']} |")
         if value.get("properties"):
             first = next(iter(value["properties"]))
             inner = value["properties"][first]
@@ -130,12 +129,6 @@ def _rows(schema: dict, where: str) -> list[str]:
             elif any(x.get("properties") for x in value["properties"].values()):
                 lines += _rows(value, f"{where}{name}.")
     return lines
-
-
-def _type(value: dict) -> str:
-    kind = value.get("type", "")
-    text = " or ".join(kind) if isinstance(kind, list) else kind
-    return f"{text} of {_type(value['items'])}" if "items" in value else text
 
 
 def formats_page() -> str:

@@ -63,7 +63,7 @@ _COSTS = Metric(_keys({
 }), "The phase's cost model.")
 _SLOWEST = Metric(_keys({
     "rank": Metric(COUNT, "its number"),
-    "positions": Metric(COUNT, "that it had"),
+    "positions": Metric(COUNT, "how many it processed"),
     "example_ids": Metric(COUNTS, "data set indices of its longest items, at most three"),
     "lengths": Metric(COUNTS, "their positions"),
 }), "The slowest rank of a phase.")
