@@ -153,9 +153,10 @@ class DataConfig:
     num_workers: int = key(0, "Processes of each rank that read and decode; 0: its prefetch thread "
                            "does.", at_least=0, at_most=64,
                            aliases=("workers", "dataloader_workers"))
-    preprocess: str = key("", "`ray`: these processes are actors on any node of the ranks' Ray "
-                          "cluster, or of one that `orchmllm train` starts for the run, and work "
-                          "for all ranks. Empty: forks of each rank.", choices=("", "ray"))
+    preprocess: str = key("", "`ray`: the processes of data.num_workers are actors on any node of "
+                          "the ranks' Ray cluster, or of one that `orchmllm train` starts for the "
+                          "run, and work for all ranks. Empty: forks of each rank.",
+                          choices=("", "ray"))
     strict: bool = key(False, "A medium that cannot be decoded is an error. Otherwise its example "
                        "is not learnt and gets a line in quarantine.jsonl.")
     max_failed_in_a_row: int = key(20, "So many media in a row that cannot be decoded are an error "
