@@ -16,10 +16,11 @@ def _rms_norm(x: Tensor, shape: list[int], weight: Tensor | None, eps: float | N
 
 
 @contextmanager
-def fused() -> Iterator[None]:
-    """Within it RMSNorm on `meta` is the one operator that a GPU has for it."""
-    library = torch._C._dispatch_library("IMPL", "aten", "Meta", __file__, 0)
-    library.impl("_fused_rms_norm", "Meta", _rms_norm)
+def fused(key: str = "Meta") -> Iterator[None]:
+    """Within it RMSNorm on `meta` is the one operator that a GPU has for it; with `key` CPU, too,
+    that of fake tensors of a CPU."""
+    library = torch._C._dispatch_library("IMPL", "aten", key, __file__, 0)
+    library.impl("_fused_rms_norm", key, _rms_norm)
     try:
         yield
     finally:

@@ -1,5 +1,5 @@
 """Peak memory of the real model's forward and backward pass without memory: fake tensors, a fake
-process group of any size, and torch's tracker of what FSDP2 holds."""
+process group of any size, and torch's tracker of what FSDP2 holds, with the kernels of a GPU."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from orchmllm.batch import IGNORE_INDEX, PackedExamples, SequenceLengths
 from orchmllm.config.job import resolve
 from orchmllm.config.model import ModelConfig
 from orchmllm.config.recipe import FsdpConfig, Recipe
+from orchmllm.counts.on_a_gpu import fused
 from orchmllm.models.families import model_class, read_config
 from orchmllm.models.flops import Lengths
 from orchmllm.models.hf import WholeModel
@@ -112,7 +113,7 @@ def tracked_peak(recipe: Recipe, plan: StepPlan) -> float:
         whole = on_meta(recipe.model, recipe.fsdp, None)
         micro = microbatch(whole, Drawn(layout, recipe.model), plan, 0, "load")
         shard_all(whole, ordered(whole, recipe.fsdp), recipe.fsdp, device, 8)
-        with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        with fused(), fused("CPU"), FakeTensorMode(allow_non_fake_inputs=True) as mode:
             whole.to_empty(device=device)
             content = micro.content
             batch = content.moved(mode.from_tensor)
@@ -146,7 +147,7 @@ def tracked_text(folder: Path, choice: Mapping[str, str], num_tokens: int, **fsd
     recompute(model, choice)
     ids = torch.zeros(1, num_tokens, dtype=torch.long)
     inputs = {"input_ids": ids, "position_ids": torch.arange(num_tokens).repeat(4, 1, 1)}
-    with FakeTensorMode(allow_non_fake_inputs=True):
+    with fused(), fused("CPU"), FakeTensorMode(allow_non_fake_inputs=True):
         model.to_empty(device="cpu")
         tracker = MemTracker()
         tracker.track_external(model)
