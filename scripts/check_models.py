@@ -43,20 +43,21 @@ RESULTS = ROOT / "tests/golden/models.json"
 DOCS = ROOT / "docs/models.md"
 HEAD = "| result | types | why | `model_type` |"
 TRAINED, REFUSED, NOT_BUILT, WRONG = "trained", "refused", "not built", "wrong"
-AGREES = 1e-6  # of the largest gradient
+AGREES = 1e-6  # of the largest gradient ...
+SHOWN = 1e-10  # ... and what of it the table shows
 _REASONS = (  # said of many types -> in short
     (r"balance_encoders does not know",
      "no get_*_features method takes media that forward is given"),
     (r"needs (\w+), and what this says",
-     r"its features need \1, which says nothing of single media that is known"),
+     r"its features need an argument of which no part is known to be of one medium: \1"),
     (r"itself applies (\w+)", "its forward itself applies a module to the features"),
     (r"is a (BatchNorm\w*)", r"\1 in its encoder, by which media change each other"),
     (r"(\d+) of (\d+) layers kept", "some layers mix positions otherwise than by an attention that "
      "can be told the examples"),
     (r"give `rows`", "how many rows of features a clip has is not known"),
-    (r"has no output '(\w+)'", r"its features have no \1"),
+    (r"has no output '(\w+)'", r"its features lack an output: \1"),
     (r"was given another mask", "it makes another mask than it is given"),
-    (r"computes attention with ([\w, ]+), which", r"attention with \1"),
+    (r"computes attention with ([\w, ]+), which", r"attention that packing does not know: \1"),
     (r"it sees what it should learn", "what it says of a token depends on later ones that are "
      "learnt"))
 
@@ -120,11 +121,13 @@ def short(error: Exception) -> str:
 def table(results: dict[str, dict[str, str]]) -> list[str]:
     groups: dict[tuple[str, str], list[str]] = {}
     for name, seen in sorted(results.items()):
-        is_trained = seen["state"] == TRAINED
-        why = "gradients as by stock transformers; the largest difference" if is_trained else (
-            seen["why"])
-        groups.setdefault((seen["state"], why), []).append(
-            f"{name} {seen['why']}" if is_trained else name)
+        why, _, detail = seen["why"].partition(": ")
+        if seen["state"] == TRAINED:
+            why = "gradients as by stock transformers"
+            detail = seen["why"] if float(seen["why"]) > SHOWN else ""
+        elif why.endswith("Error"):
+            why, detail = "another error", why
+        groups.setdefault((seen["state"], why), []).append(name + f" ({detail})" * bool(detail))
     order = (TRAINED, WRONG, REFUSED, NOT_BUILT)
     rows = sorted(groups.items(), key=lambda item: (
         order.index(item[0][0]), -len(item[1]), item[0][1]))

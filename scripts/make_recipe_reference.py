@@ -11,6 +11,7 @@ here.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import sys
 from collections.abc import Mapping
@@ -41,44 +42,54 @@ MADE = "<!-- Made by scripts/make_recipe_reference.py from the code: change that
 RECIPE_HEAD = """# Recipe
 
 A recipe is a YAML file of sections. Every key has a default except `data.path`; a value on the
-command line (`train.lr=1e-4`) replaces one of the file. Unknown keys are errors, and so are
-duplicate ones. All problems of a recipe are listed at once, each with its line, key, value and
-cure; the exit code is then 2.
+command line (`train.lr=1e-4`) replaces one of the file. Unknown and duplicate keys are errors. All
+problems of a recipe are listed at once, each with its line, key, value and cure; the exit code is
+then 2.
 
     orchmllm train R.yaml --validate       # check it, start nothing
     orchmllm train R.yaml --print-config   # every key and where it comes from
 
 Numbers are those of YAML 1.2: `1e-4` is a number, while `010`, `1:30` and `2024-01-01` are text.
+A default shows the type of its key: `0` is a whole number, `0.0` a number, `''` text, `[]` a list.
 The merged recipe of a run is saved as `recipe.yaml` in `run.dir` and can be used as a recipe.
 """
 POLICIES_BEGIN = "<!-- The table is made by scripts/make_recipe_reference.py. -->\n"
 POLICIES_END = "<!-- End of the table. -->\n"
 METRICS_HEAD = f"""# metrics.jsonl
 
-One JSON object a line, in `run.dir`, written by rank 0 as the run goes. `schema` is the version of
-the format, now {SCHEMA_VERSION}: it grows when a key changes its meaning or goes away. A number
-that is not finite is `null`. A run that resumes appends: where a step comes twice, the later row
-counts. The same as JSON Schema: [metrics.schema.json](metrics.schema.json).
+One JSON object a line, in `run.dir`, written by rank 0. `schema` is the version of the format, now
+{SCHEMA_VERSION}: it grows when a key changes its meaning or goes away. A number that is not finite
+is `null`. A run that resumes appends: where a step comes twice, the later row counts.
+[metrics.schema.json](metrics.schema.json) has the types as JSON Schema.
 """
 
 
 def recipe_page() -> str:
     parts = [MADE, RECIPE_HEAD]
-    for where, cls in sections(Recipe):
-        keys = [leaf for leaf in leaves(cls, where) if leaf.path.rpartition(".")[0] == where]
-        if not where or not keys:
+    for paths, cls in _alike():
+        where = paths[0].rpartition(".")[0]
+        name = f"{where}.{{{','.join(p.rpartition('.')[2] for p in paths)}}}" if (
+            len(paths) > 1) else paths[0]
+        keys = [leaf for leaf in leaves(cls, name) if leaf.path.rpartition(".")[0] == name]
+        if not name or not keys:
             continue
-        parts += [f"## {where}\n", " ".join((cls.__doc__ or "").split()) + "\n",
-                  "| key | type | default | allowed | meaning |", "|---|---|---|---|---|"]
+        parts += [f"## {name}\n", " ".join((cls.__doc__ or "").split()) + "\n",
+                  "| key | default | allowed | meaning |", "|---|---|---|---|"]
         parts += [_row(leaf) for leaf in keys] + [""]
         parts += _rules(cls)
     return "\n".join(parts).rstrip() + "\n"
 
 
+def _alike() -> list[tuple[list[str], type]]:
+    """(paths, dataclass) of all sections. Those of one class that follow one another are shown
+    once: `balance.{vision,audio,llm}`."""
+    return [([where for where, _ in group], cls)
+            for cls, group in itertools.groupby(sections(Recipe), key=lambda section: section[1])]
+
+
 def _row(leaf: Leaf) -> str:
-    kind = "list" if leaf.kind is tuple else leaf.kind.__name__
     shown = "required" if leaf.default is MISSING else f"`{_yaml(leaf.default)}`"
-    return f"| `{leaf.path}` | {kind} | {shown} | {_allowed(leaf.key)} | {leaf.key.doc} |"
+    return f"| `{leaf.path}` | {shown} | {_allowed(leaf.key)} | {leaf.key.doc} |"
 
 
 def _yaml(value: object) -> str:
@@ -101,7 +112,7 @@ def metrics_page() -> str:
     parts = [MADE, METRICS_HEAD]
     for kind in ROW_SCHEMA["oneOf"]:
         parts += [f"## {kind['title']}\n", kind["description"] + "\n",
-                  "| key | type | meaning |", "|---|---|---|"]
+                  "| key | meaning |", "|---|---|"]
         parts += _rows(kind, "")
         parts.append("")
     return "\n".join(parts).rstrip() + "\n"
@@ -110,8 +121,7 @@ def metrics_page() -> str:
 def _rows(schema: dict, where: str) -> list[str]:
     lines = []
     for name, value in schema["properties"].items():
-        optional = "" if name in schema["required"] else " (optional)"
-        lines.append(f"| `{where}{name}` | {_type(value)}{optional} | {value['description']} |")
+        lines.append(f"| `{where}{name}` | {value['description']} |")
         if value.get("properties"):
             first = next(iter(value["properties"]))
             inner = value["properties"][first]
@@ -120,12 +130,6 @@ def _rows(schema: dict, where: str) -> list[str]:
             elif any(x.get("properties") for x in value["properties"].values()):
                 lines += _rows(value, f"{where}{name}.")
     return lines
-
-
-def _type(value: dict) -> str:
-    kind = value.get("type", "")
-    text = " or ".join(kind) if isinstance(kind, list) else kind
-    return f"{text} of {_type(value['items'])}" if "items" in value else text
 
 
 def formats_page() -> str:

@@ -20,19 +20,17 @@ class PhaseConfig(PhasePolicy):
 
     policy: str = key("least_move", "Which algorithm chooses the ranks; docs/balancing.md says "
                       "what cost of a rank each keeps low.", choices=tuple(POLICIES))
-    tolerance: float = key(
-        DEFAULT_TOLERANCE, "Allowed excess of the largest load over its lower bound (0.001: a "
-        "tenth of a percent; one between 0.001, 0.002, 0.005, 0.01, ... counts as the lower), for "
-        "policies that trade balance for movement; others ignore the default.",
-        at_least=0, at_most=1)
+    tolerance: float = key(DEFAULT_TOLERANCE, "Allowed excess of the largest load over its lower "
+                           "bound (0.001: 0.1%; a value between 0.001, 0.002, 0.005, 0.01, ... "
+                           "counts as the lower), for policies that trade balance for movement.",
+                           at_least=0, at_most=1)
     max_rank_tokens: int = key(
         0, "Hard cap of a rank's positions (activation memory); 0: none.", at_least=0)
-    nodewise: bool = key(
-        False, "Permute the finished batches over the ranks to spare the network between nodes "
-        "(OrchMLLM Algorithm 3), for policies that ignore nodes.")
+    nodewise: bool = key(False, "Permute the finished batches over the ranks to spare the network "
+                         "between nodes (OrchMLLM Algorithm 3).")
 
     def conflicts(self) -> Iterator[Conflict]:
-        """What the policy would have to ignore."""
+        """A key that the policy would ignore is refused."""
         chosen = POLICIES[self.policy]
         if self.sets_tolerance and "tolerance" not in chosen.options:
             yield Conflict(("tolerance", "policy"),
@@ -51,35 +49,28 @@ class BalanceConfig(BalancePolicy):
 
     enabled: bool = key(True, "false runs the sampled mini-batches as they are (policy `none` "
                         "everywhere).")
-    dispatch: str = key(
-        "tensors", "How inputs reach the rank that processes them: `tensors` moves decoded rows by "
-        "all-to-all, `bytes` encoded media (in the prefetch thread, to be decoded there), `load` "
-        "lets each rank read what it will process.", choices=DISPATCHES)
-    group: str = key(
-        "world", "Ranks that balance with each other: all, or those of a `shard` (hybrid "
-        "sharding's fsdp.shard_size), which nothing leaves then.", choices=("world", "shard"))
+    dispatch: str = key("tensors", "How inputs reach the rank that processes them: `tensors` moves "
+                        "decoded rows by all-to-all; `bytes` moves encoded media, which that rank "
+                        "decodes; `load` lets each rank read what it processes.",
+                        choices=DISPATCHES)
+    group: str = key("world", "Ranks that balance with each other: all, or those of a `shard` "
+                     "(fsdp.shard_size).", choices=("world", "shard"))
     min_gain: float = key(
         0.0, "Steps that balancing is predicted to shorten by less run as sampled (0.02: 2%).",
         at_least=0, below=1)
-    measure_every: int = key(
-        0, "Every Nth step runs as sampled, with the same loss and gradients, so that the gain of "
-        "balancing is measured and not only predicted; 0: none does. Where balancing makes steps g "
-        "times as fast, this costs (g - 1) / N of the throughput: 0.2% at g = 1.2 and N = 100. A "
-        "step stays balanced if a rank would hold more than `max_rank_tokens`, or is predicted to "
-        "need more memory than it has.",
-        at_least=0)
+    measure_every: int = key(0, "Every Nth step runs as sampled, with the same loss and gradients, "
+                             "so that the gain of balancing is measured (docs/report.md); 0: none "
+                             "does.", at_least=0)
     ranks_per_node: int = key(0, "Ranks that share a node; 0 takes the launcher's "
                               "LOCAL_WORLD_SIZE.", at_least=0)
-    whole_examples: bool = key(
-        False, "Move whole examples by the total cost of their phases with the LLM's policy, as "
-        "balancing before sampling would; the encoder phases then stay unbalanced (a baseline).")
-    nodewise_solver: str = key(
-        "search", "How the permutation of `nodewise` is found: `search`, or the paper's integer "
-        "program by `cbc` or `highs` (pip install cvxpy highspy cylp), solved on one rank and sent "
-        "to all.", choices=SOLVERS)
-    nodewise_limit_s: float = key(
-        60.0, "Seconds for each integer program; the best permutation found by then is used, and "
-        "none found is an error.", above=0, at_most=86400)
+    whole_examples: bool = key(False, "A baseline: move whole examples by the total cost of their "
+                               "phases with the LLM's policy, as balancing before sampling would.")
+    nodewise_solver: str = key("search", "How the permutation of `nodewise` is found: `search`, or "
+                               "the paper's integer program by `cbc` or `highs`, solved on one "
+                               "rank for all.", choices=SOLVERS)
+    nodewise_limit_s: float = key(60.0, "Seconds for each integer program; the best permutation "
+                                  "found by then is used, and none found is an error.", above=0,
+                                  at_most=86400)
     vision: PhaseConfig = section(PhaseConfig)
     audio: PhaseConfig = section(PhaseConfig)
     llm: PhaseConfig = section(PhaseConfig)

@@ -58,17 +58,16 @@ class SourceConfig:
     row_format: str = key("auto", "How its rows are written: a name in [formats.md](formats.md); "
                           "`auto` tells it from the first ones.", aliases=("format",))
     columns: ColumnsConfig = section(ColumnsConfig)
-    weight: float = key(0.0, "Share of what is drawn, in proportion to the other weights; 0 for "
-                        "all sources: every example once per epoch.", at_least=0)
+    weight: float = key(0.0, "Share of what is drawn, relative to the other weights; 0 for all "
+                        "sources: every example once per epoch.", at_least=0)
     repeats: int = key(1, "How often each of its rows comes in an epoch.", at_least=1)
     media_root: str = key("", "Folder that media paths are relative to and must stay in; empty: "
                           "where the data file is.")
     split: str = key("", "Split of a Hugging Face dataset, of Energon's split.yaml or of rows "
-                     "(columns.split), or how the names of the files of a folder, or of the "
-                     "folders in it, begin.")
+                     "(columns.split); or how the names of a folder's files or subfolders begin.")
     subset: str = key("", "Configuration of a Hugging Face dataset.")
     learn_documents: bool = key(True, "Texts that are no turns (`texts`, `text` without media, "
-                                "`completion`) are learnt; otherwise they are only read.")
+                                "`completion`) are learnt, and not only read.")
     prompt: str = key("", "Question put before a transcript or caption; empty: a default.")
     video_fps: float = key(1.0, "Frames that are read of a second of video.", above=0, at_most=240)
     video_frames: int = key(0, "Frames that are read of a video, at equal distances; 0: by "
@@ -84,13 +83,12 @@ class SourceConfig:
 class RemoteRoot:
     """A place on another machine that may be read."""
 
-    url: str = key(MISSING, "A folder, with all that is below it: `s3://bucket/folder`, "
+    url: str = key(MISSING, "A folder with all below it: `s3://bucket/folder`, "
                    "`gs://bucket/folder`, `hf://datasets/org/name`, `https://host/folder`.")
-    endpoint: str = key("", "Address of another server that speaks the protocol of S3, Google "
-                        "Cloud Storage or the hub; empty: the provider's own.")
-    anonymous: bool = key(False, "Ask without credentials. Otherwise those of the environment are "
-                          "used (AWS_PROFILE, GOOGLE_APPLICATION_CREDENTIALS, HF_TOKEN, ...); a "
-                          "recipe holds none.")
+    endpoint: str = key("", "Another server with the protocol of S3, Google Cloud Storage or the "
+                        "hub; empty: the provider's own.")
+    anonymous: bool = key(False, "Ask without credentials, and not with those of the environment "
+                          "(AWS_PROFILE, GOOGLE_APPLICATION_CREDENTIALS, HF_TOKEN, ...).")
 
     def conflicts(self) -> Iterator[Conflict]:
         """url: one of the schemes with a bucket or host, without a user, a query or `..`."""
@@ -105,12 +103,12 @@ class RemoteRoot:
 class RemoteConfig:
     """What is read from other machines, and how. Nothing is, unless it is declared here."""
 
-    roots: tuple[RemoteRoot, ...] = key((), "Places that data.path, data.sources and the rows of "
-                                        "the data may name; all others are refused.")
-    cache: str = key("", "Folder on a local disk for files that were fetched, shared by all ranks "
-                     "of the host; empty: ~/.cache/orchmllm/remote.")
-    cache_gib: float = key(100.0, "Size that it may have in GiB; files that were used least lately "
-                           "make room for others.", above=0)
+    roots: tuple[RemoteRoot, ...] = key((), "Places that data.path, data.sources and rows may "
+                                        "name; all others are refused.")
+    cache: str = key("", "Local folder for fetched files, shared by all ranks of the host; empty: "
+                     "~/.cache/orchmllm/remote.")
+    cache_gib: float = key(100.0, "Its size in GiB; files used least lately make room for others.",
+                           above=0)
     attempts: int = key(10, "How often a file is asked for before the run ends.", at_least=1)
     stall_s: float = key(30.0, "Seconds without an answer or a byte after which an attempt fails.",
                          above=0)
@@ -125,28 +123,26 @@ class DataConfig:
     GONE: ClassVar[dict[str, str]] = {
         "tokenizer": "a model has its own, in the folder that model.pretrained or model.config "
                      "names: leave it out"}
-    path: str = key("", "One source of examples; the same as `sources: [{path: ...}]`. It is "
-                    "required where data.sources is empty.",
+    path: str = key("", "One source of examples; the same as `sources: [{path: ...}]`.",
                     aliases=("dataset", "data_path", "train_file"))
     sources: tuple[SourceConfig, ...] = key((), "Sources of examples, instead of data.path.",
                                             aliases=("datasets", "mixture"))
     num_validation: int = key(0, "Rows held out at the end of the sources.", at_least=0)
     streaming: bool = key(False, "Read the shards of the sources in order instead of sampling "
                           "rows.")
-    num_shards: int = key(64, "Logical shards of a stream. The order of examples depends on it, "
-                          "and not on ranks or workers.", at_least=1)
-    shuffle_window: int = key(0, "Rows in a row that are shuffled together; the windows come in an "
-                              "order drawn for each epoch (those of a stream in the order of the "
-                              "file); 0: all rows of the epoch (256 of a stream).", at_least=0)
+    num_shards: int = key(64, "Logical shards of a stream, which decide the order of its examples.",
+                          at_least=1)
+    shuffle_window: int = key(0, "Consecutive rows that are shuffled together. The windows come in "
+                              "an order drawn for each epoch, those of a stream in the order of "
+                              "the file. 0: all rows of the epoch, or 256 of a stream.", at_least=0)
     batching: str = key("sample", "`sample`: train.batch_size examples for each rank and "
                         "microbatch. `capped`: mini-batches of as many examples as fit "
                         "data.max_batch_tokens and data.max_batch_images, formed once from an "
-                        "index and drawn in another order every epoch; nothing is left out.",
-                        choices=("sample", "capped"))
+                        "index, in another order every epoch.", choices=("sample", "capped"))
     max_batch_tokens: int = key(0, "LLM tokens of a mini-batch with `capped`; a longer example is "
                                 "one of its own.", at_least=0)
-    max_batch_images: int = key(0, "Images of a mini-batch with `capped`, or tiles of them where a "
-                                "model cuts them; of a video each frame, or each two that become "
+    max_batch_images: int = key(0, "Images of a mini-batch with `capped`, or tiles where a model "
+                                "cuts images; of a video each frame, or each two that become "
                                 "tokens together. 0: no limit.", at_least=0)
     max_example_tokens: int = key(0, "Text of an example is cut there, and an image or clip that "
                                   "would cross it is left out; 0: no limit.", at_least=0,
@@ -157,21 +153,21 @@ class DataConfig:
     num_workers: int = key(0, "Processes of each rank that read and decode; 0: its prefetch thread "
                            "does.", at_least=0, at_most=64,
                            aliases=("workers", "dataloader_workers"))
-    preprocess: str = key("", "`ray`: these processes are actors on any node of the Ray cluster "
-                          "that the ranks belong to, and work for all ranks. Where there is no "
-                          "cluster, `orchmllm train` starts one for the run. Empty: forks of "
-                          "each rank.", choices=("", "ray"))
+    preprocess: str = key("", "`ray`: the processes of data.num_workers are actors on any node of "
+                          "the ranks' Ray cluster, or of one that `orchmllm train` starts for the "
+                          "run, and work for all ranks. Empty: forks of each rank.",
+                          choices=("", "ray"))
     strict: bool = key(False, "A medium that cannot be decoded is an error. Otherwise its example "
-                       "is not learnt from and gets a line in quarantine.jsonl.")
-    max_failed_in_a_row: int = key(20, "Consecutive media that cannot be decoded which are an "
-                                   "error all the same; 0: no limit.", at_least=0)
+                       "is not learnt and gets a line in quarantine.jsonl.")
+    max_failed_in_a_row: int = key(20, "So many media in a row that cannot be decoded are an error "
+                                   "all the same; 0: no limit.", at_least=0)
     max_failed_percent: float = key(5.0, "Share of such media that is an error, once 100 were "
                                     "read.", at_least=0, at_most=100)
     max_lost_percent: float = key(20.0, "A run does not start if more of a source is lost, by 64 "
                                   "of its rows: rows that cannot be used, text to be learnt that "
                                   "data.max_example_tokens cuts or the chat template leaves out, "
-                                  "or media in keys that nothing reads.",
-                                  at_least=0, at_most=100, aliases=("allow_left_out",))
+                                  "media in keys that nothing reads.", at_least=0, at_most=100,
+                                  aliases=("allow_left_out",))
     remote: RemoteConfig = section(RemoteConfig)
 
     def conflicts(self) -> Iterator[Conflict]:

@@ -55,28 +55,26 @@ class FsdpConfig:
 
     GONE: ClassVar[dict[str, str]] = {
         "meta_init": "no rank ever holds all weights, whatever it said: leave it out"}
-    shard_size: int = key(0, "Ranks a parameter is sharded over, dividing their number; 0: all; "
-                          "else hybrid sharding, replicated over the rest.", at_least=0)
-    reshard_after_forward: bool = key(
-        True, "Free gathered parameters between forward and backward, where the backward pass "
-        "reads them; other units are always freed.")
+    shard_size: int = key(0, "Ranks that a parameter is sharded over; the rest has copies (hybrid "
+                          "sharding). 0: all.", at_least=0)
+    reshard_after_forward: bool = key(True, "Free gathered parameters between forward and "
+                                      "backward; those that the backward pass does not read are "
+                                      "always freed.")
     vision_reshard: str = key("", "The same for the vision encoder: `full` frees them, `node` "
-                              "keeps them sharded over the ranks of the node, so that the "
-                              "backward pass gathers inside it, `none` keeps them whole; empty: "
-                              "as fsdp.reshard_after_forward.", choices=("", *RESHARD))
+                              "keeps them sharded over the node's ranks, `none` keeps them whole; "
+                              "empty: as fsdp.reshard_after_forward.", choices=("", *RESHARD))
     audio_reshard: str = key("", "The same for the audio encoder.", choices=("", *RESHARD))
     llm_reshard: str = key("", "The same for the LLM's layers.", choices=("", *RESHARD))
-    cpu_offload: bool = key(
-        False, "Keep parameters, gradients and the optimizer's state in the memory of the host, "
-        "and update them there: slow, for a model that does not fit otherwise.")
+    cpu_offload: bool = key(False, "Keep parameters, gradients and optimizer state in the host's "
+                            "memory, and update them there: slow, for a model that does not fit "
+                            "otherwise.")
     activation_checkpointing: str = key(
-        "none", "What the blocks of all phases recompute in the backward pass: `selective`: what "
+        "none", "What the blocks of all phases recompute in the backward pass. `selective`: what "
         "is no matrix product and no attention; `full`: the whole block; `auto`: per phase and "
-        "layer, the cheapest that fits fsdp.memory_gb.", choices=CHECKPOINTING)
-    vision_checkpointing: str = key(
-        "", "The same for the vision encoder, or how many of its layers: `full:12+selective:4`, "
-        "of which the first 12 recompute everything, the next 4 as `selective` says, and the rest "
-        "nothing; empty: as all phases.")
+        "layer the cheapest that fits fsdp.memory_gb.", choices=CHECKPOINTING)
+    vision_checkpointing: str = key("", "The same for the vision encoder, or by layer: with "
+                                    "`full:12+selective:4` the first 12 are `full`, the next 4 "
+                                    "`selective`, and the rest `none`; empty: as all phases.")
     audio_checkpointing: str = key("", "The same for the audio encoder.")
     llm_checkpointing: str = key("", "The same for the LLM.")
     memory_gb: float = key(0.0, "Memory of a rank, in 1e9 bytes, that tensors may take: for "
@@ -86,8 +84,8 @@ class FsdpConfig:
         "vocabulary each); 0: all.", at_least=0)
     prefetch: int = key(0, "Units whose parameters are gathered ahead, in forward and backward; "
                         "0: FSDP2's own choice.", at_least=0, at_most=8)
-    compile: bool = key(False, "torch.compile every block: one graph a phase, made in the first "
-                        "steps; blocks with fewer than two rows run without.")
+    compile: bool = key(False, "torch.compile every block, one graph a phase, in the first steps; "
+                        "blocks with fewer than two rows run without.")
     param_dtype: str = key("float32", "Dtype of parameters, gradients and optimizer state.",
                            choices=tuple(DTYPE_BYTES))
     reduce_dtype: str = key("", "Dtype of gradients while ranks add them; empty: param_dtype. "

@@ -31,8 +31,8 @@ class PartConfig:
 
 @dataclass(frozen=True)
 class LoraConfig:
-    """Adapters of low rank (LoRA, by peft) on linear layers of model.pretrained: in the blocks of
-    each part that is not frozen. They alone learn, all weights of the folder stay as they are."""
+    """LoRA, by peft: adapters beside linear layers of model.pretrained, in the blocks of each part
+    that is not frozen. They alone learn."""
 
     rank: int = key(0, "Rank of the adapters; 0: there are none.", at_least=0,
                     aliases=("r", "lora_r", "lora_rank"))
@@ -42,7 +42,7 @@ class LoraConfig:
     target_modules: tuple[str, ...] = key(
         (), "Names of linear layers in a block, or how these end, such as `q_proj`; empty: all.",
         aliases=("lora_target", "lora_target_modules"))
-    dropout: float = key(0.0, "Has to be 0: random masks depend on where an example is.",
+    dropout: float = key(0.0, "Has to be 0.",
                          at_least=0, aliases=("lora_dropout",))
     connector: bool = key(False, "The connector learns as well, all of it (peft's "
                           "modules_to_save).", aliases=("modules_to_save",))
@@ -60,25 +60,22 @@ class LoraConfig:
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """A multimodal model of transformers: docs/models.md has the families. One that is composed of
-    towers and an LLM is written by `orchmllm compose`; one that starts from nothing, by `orchmllm
-    init`."""
+    """A multimodal model of transformers (docs/models.md). `orchmllm compose` writes one of towers
+    and an LLM, `orchmllm init` a small one that starts from nothing."""
 
     GONE: ClassVar[dict[str, str]] = {
         "connectors": "they are in the folder that model.pretrained names: leave it out"}
     vision: PartConfig = section(PartConfig)
     audio: PartConfig = section(PartConfig)
     llm: PartConfig = section(PartConfig)
-    connectors_frozen: bool = key(False, "No connector learns. The features of an encoder that is "
-                                  "frozen, too, then have no gradient, and nothing of it is "
-                                  "gathered or exchanged in the backward pass.")
+    connectors_frozen: bool = key(False, "No connector learns.")
     pretrained: str = key("", "Folder of a model, with its weights and its processor.",
                           aliases=("model_name_or_path", "pretrained_model_name_or_path"))
     config: str = key("", "The same without weights: they start from run.seed.")
     lora: LoraConfig = section(LoraConfig)
-    proof: bool = key(True, "Before the first step a small model like that of `pretrained` or "
-                      "`config` is compared with transformers, example by example: losses and all "
-                      "gradients (once; the result is kept). false: it is trained unproven.")
+    proof: bool = key(True, "Before the first step a small model like it is compared with "
+                      "transformers: losses and all gradients (docs/models.md). false: it is "
+                      "trained unproven.")
 
     @property
     def folder(self) -> str:

@@ -35,24 +35,20 @@ class RunConfig:
                    "at a time writes it.",
                    aliases=("output_dir", "out_dir", "save_dir"))
     seed: int = key(0, "Seed of the initial weights and of the sampling.", at_least=0)
-    resume: str = key("auto", "`auto` (the sound checkpoint of run.dir that was saved last, else "
-                      "from scratch), `never`, or the path of a checkpoint to branch off from; "
-                      "later starts go on with what was saved since. With `never` every start is "
-                      "from scratch, also after a failure, and what is in run.dir is set aside.",
+    resume: str = key("auto", "`auto`: the sound checkpoint of run.dir that was saved last, else "
+                      "from scratch. `never`: every start is from scratch, also after a failure, "
+                      "and what is in run.dir is set aside. Or the path of a checkpoint to branch "
+                      "off from; later starts go on with what was saved since.",
                       aliases=("resume_from_checkpoint",))
     init_from: str = key("", "Run folder (its newest checkpoint) or checkpoint folder whose "
-                         "weights a new run starts from, as the next stage of training: docs/"
-                         "stages.md. Optimizer, steps and the order of the data start anew. A run "
-                         "that goes on from a checkpoint of its own reads nothing there. An "
+                         "weights a new run starts from; all else starts anew (docs/stages.md). An "
                          "export is named by model.pretrained instead.",
                          aliases=("load_from", "init_checkpoint"))
-    allow_data_change: bool = key(
-        False, "Resume although the data, or what decides their order, is not what the checkpoint "
-        "saw (docs/design.md).")
-    trackers: tuple[str, ...] = key(
-        (), "Programs that also get the scalars of every step: `tensorboard` (run.dir/tensorboard) "
-        "and `wandb` (W&B, which reads WANDB_PROJECT, WANDB_MODE=offline and so on).",
-        aliases=("tensorboard", "wandb", "report_to", "logger"))
+    allow_data_change: bool = key(False, "Resume although the data, or what decides their order, "
+                                  "has changed (docs/design.md).")
+    trackers: tuple[str, ...] = key((), "Programs that also get the scalars of every step: "
+                                    "`tensorboard` and `wandb` (docs/report.md).",
+                                    aliases=("tensorboard", "wandb", "report_to", "logger"))
 
     @property
     def folder(self) -> Path:
@@ -84,9 +80,8 @@ class LaunchConfig:
                               "per GPU.", at_least=0)
     timeout_s: int = key(600, "Seconds after which a collective that a rank never joined fails.",
                          at_least=1)
-    stall_timeout_s: int = key(
-        300, "Seconds without progress after which the late rank is named and the run ends; below "
-        "launch.timeout_s, so that the report comes first.", at_least=1)
+    stall_timeout_s: int = key(300, "Seconds without progress after which the late rank is named "
+                               "and the run ends.", at_least=1)
 
     def conflicts(self) -> Iterator[Conflict]:
         """launch.stall_timeout_s has to be below launch.timeout_s."""
@@ -104,10 +99,9 @@ class CheckpointConfig:
     every_steps: int = key(0, "Steps between checkpoints; 0: only at the end and when stopped, "
                            "-1: never.", at_least=-1, aliases=("save_steps", "interval"))
     every_minutes: float = key(30.0, "Minutes after which the run is saved if it was not saved "
-                               "since; 0: never for this reason. Such a save never ends the run.",
-                               at_least=0)
-    keep_last: int = key(2, "How many sound checkpoints of the run stay; those of other runs in "
-                         "the same folder are renamed to aside_... and stay too.", at_least=1,
+                               "since; 0: never. Such a save never ends the run.", at_least=0)
+    keep_last: int = key(2, "How many sound checkpoints of the run stay; those of other runs are "
+                         "renamed to aside_... and stay too.", at_least=1,
                          aliases=("save_total_limit",))
     asynchronous: bool = key(True, "Write in a thread while training goes on.")
 
@@ -119,8 +113,8 @@ WINDOW = re.compile(r"(\d{1,9})(?:-(\d{1,9}))?")  # steps: `10` or `10-12`
 class ProfileConfig:
     """A closer look at some steps."""
 
-    steps: str = key("", "Steps to record as Chrome traces in run.dir/profile, such as `10-12` or "
-                     "`10`; empty: none.")
+    steps: str = key("", "Steps to record as Chrome traces in run.dir/profile: `10-12` or `10`; "
+                     "empty: none.")
     num_ranks: int = key(1, "How many ranks record, from rank 0 on.", at_least=1)
 
     @property

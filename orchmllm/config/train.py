@@ -17,38 +17,35 @@ class TrainConfig:
     """Steps, batches and the optimizer (AdamW)."""
 
     num_steps: int = key(100, "Optimizer steps.", at_least=1, aliases=("max_steps", "steps"))
-    batch_size: int = key(4, "Examples per rank and microbatch; with accumulation_steps=auto per "
-                          "rank and step.", at_least=1,
+    batch_size: int = key(4, "Examples per rank and microbatch, or per rank and step with "
+                          "accumulation_steps=auto.", at_least=1,
                           aliases=("micro_batch_size", "per_device_train_batch_size"))
-    accumulation_steps: int = key(
-        1, "Microbatches per step. `auto`: as few in each step as the caps of a rank allow, which "
-        "are balance.*.max_rank_tokens and what its memory holds (fsdp.memory_gb).", at_least=0,
-        auto=0, aliases=("gradient_accumulation_steps", "grad_accum"))
+    accumulation_steps: int = key(1, "Microbatches per step. `auto`: as few in each step as "
+                                  "balance.*.max_rank_tokens and a rank's memory (fsdp.memory_gb) "
+                                  "allow.", at_least=0, auto=0,
+                                  aliases=("gradient_accumulation_steps", "grad_accum"))
     validate_every_steps: int = key(0, "Steps between validations on data.num_validation rows; 0: "
-                                    "only before the first and after the last step.", at_least=0,
+                                    "only before the first step and after the last.", at_least=0,
                                     aliases=("eval_steps", "val_interval"))
-    sample_every: int = key(0, "Steps after which the model answers held-out examples "
-                            "(data.num_validation), the first time and again; the answers go to "
-                            "samples.jsonl in run.dir. 0: never.", at_least=0)
+    sample_every: int = key(0, "Steps between answers of the model to held-out examples "
+                            "(data.num_validation), which go to samples.jsonl in run.dir; 0: "
+                            "never.", at_least=0)
     num_samples: int = key(4, "How many held-out examples train.sample_every asks about.",
                            at_least=1)
-    sample_tokens: int = key(48, "Tokens of such an answer at most; each costs a forward pass.",
-                             at_least=1)
-    lr: float = key(1e-3, "Peak learning rate: after warmup_steps of linear warm-up; then by "
-                    "train.schedule to lr * min_lr_ratio at num_steps.", above=0,
+    sample_tokens: int = key(48, "Tokens of such an answer at most.", at_least=1)
+    lr: float = key(1e-3, "Peak learning rate, after warmup_steps of linear warm-up; "
+                    "train.schedule then lowers it to lr * min_lr_ratio at num_steps.", above=0,
                     aliases=("learning_rate",))
-    vision_lr: float = key(0.0, "For the vision encoder, with the same schedule; 0: train.lr.",
-                           at_least=0)
+    vision_lr: float = key(0.0, "For the vision encoder; 0: train.lr.", at_least=0)
     audio_lr: float = key(0.0, "For the audio encoder; 0: train.lr.", at_least=0)
-    connector_lr: float = key(0.0, "For both connectors; 0: train.lr.", at_least=0)
+    connector_lr: float = key(0.0, "For the connectors; 0: train.lr.", at_least=0)
     llm_lr: float = key(0.0, "For the LLM; 0: train.lr.", at_least=0)
     warmup_steps: int = key(10, "Steps until lr is reached.", at_least=0)
     schedule: str = key("cosine", "`cosine`, or `wsd`: lr stays, and falls linearly over the last "
                         "train.decay_ratio of the steps.", choices=("cosine", "wsd"),
                         aliases=("lr_scheduler_type",))
     decay_ratio: float = key(0.1, "Share of the steps over which `wsd` falls.", above=0, at_most=1)
-    min_lr_ratio: float = key(0.1, "Share of lr to which train.schedule falls at num_steps; the "
-                              "last step, one before, is a little above it.", at_least=0,
+    min_lr_ratio: float = key(0.1, "Share of lr to which train.schedule falls.", at_least=0,
                               at_most=1)
     weight_decay: float = key(0.01, "AdamW's decoupled weight decay; norms, biases and the token "
                               "embedding have none.", at_least=0)
@@ -56,7 +53,7 @@ class TrainConfig:
                                      at_least=-1)
     audio_weight_decay: float = key(-1.0, "For the audio encoder; below 0: train.weight_decay.",
                                     at_least=-1)
-    connector_weight_decay: float = key(-1.0, "For both connectors; below 0: train.weight_decay.",
+    connector_weight_decay: float = key(-1.0, "For the connectors; below 0: train.weight_decay.",
                                         at_least=-1)
     llm_weight_decay: float = key(-1.0, "For the LLM; below 0: train.weight_decay.", at_least=-1)
     beta1: float = key(0.9, "Decay of the mean of the gradients.", at_least=0, below=1,
@@ -65,18 +62,17 @@ class TrainConfig:
                        aliases=("adam_beta2",))
     max_grad_norm: float = key(1.0, "Gradients are scaled down to this norm; 0: no clipping.",
                                at_least=0, aliases=("grad_clip", "clip_grad_norm"))
-    global_batch_size: int = key(
-        0, "Examples per step over all ranks and microbatches, kept when a run resumes on another "
-        "number of ranks; 0: batch_size * accumulation_steps * ranks. With data.batching=capped, "
-        "batch_size of them stand for one mini-batch, whatever that holds.", at_least=0)
+    global_batch_size: int = key(0, "Examples per step over all ranks and microbatches, kept when "
+                                 "a run resumes on another number of ranks; 0: batch_size * "
+                                 "accumulation_steps * ranks. With data.batching=capped batch_size "
+                                 "of them stand for one mini-batch.", at_least=0)
     nonfinite: str = key(
         "raise", "What a loss or gradient that is not finite does: `raise`, `skip` the step, or "
         "`rollback` to the last checkpoint and skip the step when it comes again.",
         choices=("raise", "skip", "rollback"))
-    max_skipped_in_a_row: int = key(
-        10, "With train.nonfinite=skip or rollback: so many steps in a row whose loss or gradient "
-        "is not finite end the run with an error, without a further checkpoint; steps without "
-        "targets do not count. 0: no limit.", at_least=0)
+    max_skipped_in_a_row: int = key(10, "With `skip` or `rollback`: so many such steps in a row "
+                                    "end the run with an error and no further checkpoint; steps "
+                                    "without targets do not count. 0: no limit.", at_least=0)
 
     @property
     def least_microbatches(self) -> int:

@@ -23,10 +23,10 @@ def plan_batches(
     max_tokens: int | None = None, cost: CostModel | Sequence[float] | None = None,
     groups: Sequence[Hashable] | None = None, equal_size: bool = False,
 ) -> list[list[list[int]]]:
-    """Which examples each rank processes in each microbatch of a step: plan[microbatch][rank] is an
-    ascending list of indices, and every index is in one list. All ranks meet in every microbatch,
-    so what is kept low is the sum over microbatches of the slowest rank's cost. A pure function:
-    equal arguments give equal plans on all ranks. It loads no torch.
+    """Which examples each rank processes in each microbatch of a step: `plan[microbatch][rank]` is
+    an ascending list of indices, and every index is in one list. All ranks meet in every
+    microbatch, so what is kept low is the sum over microbatches of the slowest rank's cost. A pure
+    function: equal arguments give equal plans on all ranks. It loads no torch.
 
     lengths: (n,) whole numbers, the tokens of each example (or its cost, where nothing else is
     given). num_microbatches: of the step; default 1, or with max_tokens as few as it allows.

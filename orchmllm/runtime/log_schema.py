@@ -52,9 +52,9 @@ def _keys(metrics: Mapping[str, Metric], optional: tuple[str, ...] = ()) -> dict
 PHASE_METRICS = {
     "imbalance_before": Metric(SIZE, "slowest rank / mean rank, as sampled (1: nobody waits)"),
     "imbalance_after": Metric(SIZE, "the same, as processed"),
-    "mean_cost_kflop": Metric(SIZE, "cost of the mean rank", "kFLOP"),
-    "moved_bytes": Metric(COUNT, "inputs and features that changed rank, all ranks", "bytes"),
-    "internode_bytes": Metric(COUNT, "those of them that changed node", "bytes"),
+    "mean_cost_kflop": Metric(SIZE, "of the mean rank", "kFLOP"),
+    "moved_bytes": Metric(COUNT, "inputs and features that changed rank", "bytes"),
+    "internode_bytes": Metric(COUNT, "that changed node", "bytes"),
 }
 _PHASE = Metric(_keys(PHASE_METRICS), "One phase of the step, by the cost model.")
 _COSTS = Metric(_keys({
@@ -62,86 +62,82 @@ _COSTS = Metric(_keys({
     "quadratic": Metric(COUNT, "of a position that attends to another", "FLOP"),
 }), "The phase's cost model.")
 _SLOWEST = Metric(_keys({
-    "rank": Metric(COUNT, "which one"),
-    "positions": Metric(COUNT, "that it processed"),
-    "example_ids": Metric(COUNTS, "dataset indices of its longest items, at most three"),
+    "rank": Metric(COUNT, "its number"),
+    "positions": Metric(COUNT, "how many it processed"),
+    "example_ids": Metric(COUNTS, "data set indices of its longest items, at most three"),
     "lengths": Metric(COUNTS, "their positions"),
 }), "The slowest rank of a phase.")
 _MEASURED = {
     "step": Metric(COUNT, "the step that was measured"),
     "imbalance": Metric(_keys({p: Metric(SIZE, f"{p} phase") for p in PHASES}),
-                        "slowest rank / mean rank, beside phases.*.imbalance_after"),
+                        "slowest rank / mean rank"),
     "slowest_s": Metric(_keys({
         p: Metric(SIZE, f"{p} phase" if p in PHASES else "moving rows and features")
         for p in (*PHASES, "exchange")}), "time of the slowest rank: CPU time of its thread, or "
-        "time on the GPU, waiting for parameters included", "s"),
+        "on the GPU, waiting for parameters included", "s"),
     "slowest": Metric(_keys(dict.fromkeys(PHASES, _SLOWEST)), "what the slowest rank had to do"),
     "slow_ranks": Metric(_keys(dict.fromkeys((*PHASES, "exchange"), Metric(_keys({
-        "ranks": Metric(COUNTS, "which ones, at most eight, the slowest one first"),
+        "ranks": Metric(COUNTS, "at most eight, the slowest first"),
         "s": Metric({"type": "array", "items": SIZE}, "their times", "s"),
     }), "The slowest ranks of a phase."))), "the ranks that took longest, as slowest_s"),
     "gain": Metric(_keys({
         "predicted": Metric(NUMBER, "by the cost model"),
         "measured": Metric(NUMBER, "by the times of the slowest ranks (slowest_s), each divided by "
                            "its predicted cost as sampled"),
-    }) | {"type": ["object", "null"]}, "where the step that was measured is as_sampled: share of "
-        "their time that balancing saved in the balanced steps since the last such step; else "
-        "null"),
+    }) | {"type": ["object", "null"]}, "where that step is as_sampled: share of time that "
+        "balancing saved in the balanced steps since the last such one; else null"),
 }
 _SCHEMA = {"schema": Metric({"type": "integer", "const": SCHEMA_VERSION}, "version of this format")}
 METRICS = {
     "step": Metric(COUNT, "index of the step, from 0"),
-    "as_sampled": Metric(FLAG, "the step ran unbalanced to measure what balancing gains "
-                         "(balance.measure_every)"),
-    "loss": Metric(MEASURED, "cross entropy per target, over the whole step; null where the step "
-                   "has no target (num_global_targets is 0) or the loss is not finite",
-                   line="loss {:.4f}"),
+    "as_sampled": Metric(FLAG, "it ran unbalanced, for balance.measure_every"),
+    "loss": Metric(MEASURED, "cross entropy per target of the whole step; null without targets, "
+                   "and where it is not finite", line="loss {:.4f}"),
     "grad_norm": Metric(MEASURED, "norm of the gradient before clipping"),
     "grad_norms": Metric(_keys({p: Metric(MEASURED, f"{p} parameters") for p in TRAIN_PARTS},
                                optional=TRAIN_PARTS),
-                         "the same by submodule; those that do not learn are left out"),
+                         "the same of each submodule that learns"),
     "lr": Metric(SIZE, "learning rate of train.lr"),
     "tokens_per_s": Metric(SIZE, "LLM tokens of all ranks", "tokens/s", line="{:.0f} tok/s",
                            chart="Throughput"),
     "mfu": Metric(MEASURED, "share of the GPUs' dense bf16 peak spent on useful FLOPs (no padding, "
-                  "nothing recomputed); null where the peak is unknown, as on a CPU"),
-    "step_s": Metric(SIZE, "duration of the step on rank 0, waiting for data included", "s"),
-    "update_s": Metric(SIZE, "CPU time of the slowest rank's thread to clip the gradients, and to "
-                       "update the parameters in the step before; on a GPU the device's time, "
-                       "told a step later", "s"),
-    "waiting_s": Metric(SIZE, "how long rank 0's thread was on no core in the step: it waited for "
-                        "a core, for other ranks or its GPU; waiting for data is left out", "s"),
-    "core_wait_s": Metric(MEASURED, "how much of waiting_s it was ready to run and waited for a "
-                          "core; null where the system does not count that", "s"),
-    "logging_s": Metric(SIZE, "duration of writing and showing the row of the step before, on rank "
-                        "0; it comes on top of step_s", "s"),
-    "data_wait_s": Metric(SIZE, "how long the slowest rank waited for its data", "s",
+                  "nothing recomputed); null where the peak is unknown"),
+    "step_s": Metric(SIZE, "duration on rank 0, waiting for data included", "s"),
+    "update_s": Metric(SIZE, "CPU time of the slowest rank's thread to clip gradients, and to "
+                       "update parameters in the step before; on a GPU the device's time, a step "
+                       "later", "s"),
+    "waiting_s": Metric(SIZE, "how long rank 0's thread was on no core, waiting for one, for other "
+                        "ranks or its GPU; waiting for data is left out", "s"),
+    "core_wait_s": Metric(MEASURED, "how much of waiting_s it waited for a core; null where the "
+                          "system does not count that", "s"),
+    "logging_s": Metric(SIZE, "time to write and show the row of the step before, on rank 0; it "
+                        "comes on top of step_s", "s"),
+    "data_wait_s": Metric(SIZE, "how long the slowest rank waited for data", "s",
                           line="wait {:.3f} s"),
-    "plan_ms": Metric(SIZE, "time to plan the step; hidden behind the step before when "
-                      "data.prefetch > 0", "ms"),
-    "exchange_ms": Metric(SIZE, "time of moving rows and features, slowest rank; on a GPU as the "
-                          "device needed in the step before", "ms"),
-    "host_memory_gb": Metric(MEASURED, "host memory of the largest rank's process, without its "
-                             "data workers; null where the system does not say", "GB",
+    "plan_ms": Metric(SIZE, "time to plan the step, hidden where data.prefetch > 0", "ms"),
+    "exchange_ms": Metric(SIZE, "time of the slowest rank to move rows and features; on a GPU the "
+                          "device's, of the step before", "ms"),
+    "host_memory_gb": Metric(MEASURED, "host memory of the largest rank's process, without data "
+                             "workers; null where unknown", "GB",
                              chart="Host memory"),
     "num_global_targets": Metric(COUNT, "labels the loss is a mean of"),
     "skipped_steps": Metric(COUNT, "steps so far that did not update the parameters"),
     "num_ranks": Metric(COUNT, "ranks of the run"),
     "phases": Metric(_keys(dict.fromkeys(PHASES, _PHASE)), "per phase"),
     "costs": Metric(_keys(dict.fromkeys(PHASES, _COSTS)), "per phase, what the step was planned "
-                    "by, as derived from the model"),
+                    "by"),
     "cpu_s": Metric(_keys(dict.fromkeys((*PHASES, "exchange"), Metric(
         {"type": "array", "items": NUMBER}, "one number a rank"))),
-        "per phase, CPU time of each rank's thread, forward and backward; of a run of more than "
-        f"{ALL_RANKS_UP_TO} ranks only in the row of every {ALL_RANKS_EVERY}th step", "s"),
+        "per phase, CPU time of each rank's thread, forward and backward; above "
+        f"{ALL_RANKS_UP_TO} ranks only in every {ALL_RANKS_EVERY}th step", "s"),
     "measured": Metric(_keys(_MEASURED) | {"type": ["object", "null"]}, "the phases as all ranks "
                        "measured them, forward and backward; on a GPU those of the step before, "
-                       "and null where there is none"),
+                       "or null"),
     "num_failed_media": Metric(COUNT, "media of the step that could not be decoded"),
     "nonfinite": Metric(FLAG, "loss or gradient was not finite"),
-    "stop_signal": Metric(COUNT, "signal that asked a rank to stop after this step, 0: none, "
-                          "128: another run has taken the run folder"),
-    "save_due": Metric(FLAG, "checkpoint.every_minutes had gone by, and the step was saved"),
+    "stop_signal": Metric(COUNT, "signal to stop after this step; 0: none, 128: another run has "
+                          "taken the run folder"),
+    "save_due": Metric(FLAG, "it was saved, as checkpoint.every_minutes had gone by"),
 }
 # Metrics that are one number, beside the step's index.
 NUMBERS = tuple(name for name, metric in METRICS.items()

@@ -37,7 +37,7 @@ def test_every_page_is_in_the_navigation():
 @pytest.mark.slow
 def test_the_picture_of_the_readme_is_drawn(tmp_path, capsys):
     assert draw(["--out", str(tmp_path / "step.png")]) == 0
-    assert "64 ranks, as sampled 1.25x a balanced step" in capsys.readouterr().out
+    assert "64 ranks, as sampled 1.26x a balanced step" in capsys.readouterr().out
     assert (tmp_path / "step.png").read_bytes().startswith(b"\x89PNG")
 
 

@@ -27,6 +27,7 @@ INSTEAD = (
     (r"^(?!orchmllm data)(.*)recipes/demo\.yaml", r"\1small.yaml"),  # docs/data.md shows its data
     (r"my/data\.jsonl", "demo_data/data.jsonl"),
     (r"data\.path=\S+", "data.path=demo_data"), (r"stats DATA", "stats demo_data/data.jsonl"),
+    (r"--model FOLDER", "--model recipe.model"),  # which `orchmllm init` has written by then
     (r"--nproc-per-node 8", "--nproc-per-node 2"), (r"num_steps=\d+", "num_steps=4"),
     (r"\[--ranks 64\]", "--ranks 64"),
     (r"runs/x/checkpoints/step_\d+", "runs/mine/checkpoints/step_00000002"),
