@@ -24,7 +24,6 @@ class ComposedProcessor(ProcessorMixin):
     ComposedConfig; image_token, audio_token: what stands for a medium in a text, and, as often as
     it has rows of features, in what the model is given."""
 
-    audio_kwargs = {"return_attention_mask": True, "padding": "max_length"}
     _parts: Sequence[str] = PARTS
 
     def __new__(cls, **named: Any) -> ComposedProcessor:
@@ -80,7 +79,8 @@ class ComposedProcessor(ProcessorMixin):
         if self.audio_packed:
             made = self._of_clips(audio, options)
         else:
-            made = self.feature_extractor(audio, **options)
+            made = self.feature_extractor(audio, **{
+                "return_attention_mask": True, "padding": "max_length", **options})
             made["input_features_mask"] = made.pop("attention_mask")
         mask = np.asarray(made["feature_attention_mask" if self.audio_packed
                                else "input_features_mask"])

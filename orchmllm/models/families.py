@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 # transformers, from the first version with the interfaces that are used to the first that was not
 # tried; what a version computes is proven in each.
-FIRST, BEFORE = (5, 23), (5, 25)
+FIRST, BEFORE = (5, 22), (5, 25)
 COMPOSED = "orchmllm_composed"  # the model_type of orchmllm.composition
 # After a head: a composition has a head of its own, and the class of the LLM, which reads these,
 # is not part of it.

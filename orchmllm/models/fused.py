@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import cache, partial
 from inspect import signature
-from types import FunctionType
+from types import CellType, FunctionType
 
 import torch
 import torch.nn.functional as F
@@ -119,21 +119,31 @@ def _normalising(module: nn.Module, eps: float) -> type:
 def _rotating(cls: type) -> type:
     """A class whose forward calls one of ROTATIONS in the place of functions of transformers that
     compute the same; they are found by their arguments."""
-    forward = cls.forward
+    copied = _rotated_copy(cls.forward)
+    return cls if copied is None else _with_forward(cls, copied)
+
+
+def _rotated_copy(forward: object) -> FunctionType | None:
+    """A copy of a function and of what decorates it; None if it calls no rotation that is known."""
     if not isinstance(forward, FunctionType):
-        return cls
-    known = forward.__globals__
-    found = {name: rotated for name in forward.__code__.co_names
-             if isinstance(known.get(name), FunctionType)
-             and (rotated := rotation_like(known[name])) is not None}
-    if not found:
-        return cls
-    names = known | found
-    del names["__name__"]  # by which torch.compile would look into the module for what is replaced
-    copied = FunctionType(forward.__code__, names, forward.__name__, forward.__defaults__,
-                          forward.__closure__)
-    copied.__kwdefaults__, copied.__module__ = forward.__kwdefaults__, forward.__module__
-    return _with_forward(cls, copied)
+        return None
+    names, closure = forward.__globals__, forward.__closure__
+    if (inner := getattr(forward, "__wrapped__", None)) is not None:
+        if (copied := _rotated_copy(inner)) is None:
+            return None
+        closure = tuple(CellType(copied) if cell.cell_contents is inner else cell
+                        for cell in closure or ())
+    else:
+        found = {name: rotated for name in forward.__code__.co_names
+                 if isinstance(names.get(name), FunctionType)
+                 and (rotated := rotation_like(names[name])) is not None}
+        if not found:
+            return None
+        names = names | found
+        del names["__name__"]  # by which torch.compile looks into the module for what is replaced
+    copy = FunctionType(forward.__code__, names, forward.__name__, forward.__defaults__, closure)
+    copy.__kwdefaults__, copy.__module__ = forward.__kwdefaults__, forward.__module__
+    return copy
 
 
 @cache
