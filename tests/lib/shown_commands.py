@@ -35,8 +35,6 @@ INSTEAD = (
     (r"runs/default/checkpoints/step_\d+", "runs/mine/checkpoints/step_00000002"),
     (r"runs/plain", "runs/mine"), (r"train recipe\.yaml$", "train recipe.yaml train.num_steps=4"),
     (r"\w+\.jpg", "demo_data/images/000003.jpg"), (r"\w+\.wav", "demo_data/audio/000002.wav"),
-    (r"mllm84b\.yaml --validate",  # on a machine that has no data for it, and no disk
-     "mllm84b.yaml --validate data.path=demo_data checkpoint.every_steps=-1"),
     (r"plan (units\|)?split\|recompute small\.yaml", "plan recompute small.yaml --mix natural"),
 )
 

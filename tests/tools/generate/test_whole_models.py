@@ -182,7 +182,8 @@ def test_a_run_answers_as_its_export_does(tmp_path, capsys):
     write_rows(tmp_path, name)
     model = tmp_path / "model"
     settings = model / "generation_config.json"
-    settings.write_text(json.dumps({**json.loads(settings.read_text()), "renormalize_logits": True}))
+    settings.write_text(json.dumps({**json.loads(settings.read_text()),
+                                    "renormalize_logits": True}))
     run_ranks(trained, 1, tmp_path)
     media = ["--image", str(next(tmp_path.glob("*.png"))), "--audio", str(next(
         tmp_path.glob("*.wav")))]
