@@ -82,11 +82,17 @@ def test_a_model_that_takes_clips(name, tmp_path, capsys):
     write_rows(tmp_path, 12, name)
     recipe, out = tmp_path / "recipe.yaml", tmp_path / "out.json"
     recipe.write_text(RECIPE.format(tmp_path), encoding="utf-8")
+    settings = tmp_path / "model" / "processor_config.json"
+    short = settings.read_text()  # clips of a second
+    long = json.loads(short)
+    long["feature_extractor"]["chunk_length"] = 60  # clips of the mix
+    settings.write_text(json.dumps(long))
     capsys.readouterr()
     for command in (dry_run_command, plan_job):
         assert command.main([str(recipe), "--ranks", "2"]) == 0
         told = capsys.readouterr().out
         assert "audio and text" in told and ("images" in told) == (name == "qwen2_5_omni")
+    settings.write_text(short)
     assert data_command(["index", str(recipe)]) == 0
     assert dry_run_command.main([str(recipe), "--ranks", "2", "--json", str(out),
                                  "train.batch_size=4"]) == 0
