@@ -43,8 +43,8 @@ def _peak(trainer: Trainer, step) -> float:
 def measured(world, fsdp: FsdpConfig, kinds: tuple[str, ...],
              model: ModelConfig, batch_size: int = 24) -> tuple[float, float]:
     """(measured, predicted) peak bytes of one forward and backward pass above what is resident
-    before it (parameters and optimizer state), from the allocator's own events: the least of
-    three passes."""
+    before it but the batch (parameters and optimizer state), from the allocator's own events: the
+    least of three passes."""
     data = SyntheticDataset(kinds=kinds, size=1000, vision=VisionGeometry(max_side=224),
                             audio=AudioGeometry(num_mels=8, stack=2))
     trainer = Trainer(recipe(model=model, fsdp=fsdp, balance=BalanceConfig(enabled=False)), world,
@@ -63,4 +63,6 @@ def measured(world, fsdp: FsdpConfig, kinds: tuple[str, ...],
     moments = memory.peaks(loads_of(step.plans[0]),
                            {p: fsdp.checkpointing(p) for p in PHASES})
     predicted = max(float(v[world.rank]) for k, v in moments.items() if k != "optimizer")
-    return peak, predicted - state["parameters"] - state["optimizer"]
+    held = []  # a batch that is on the device already
+    step.micro[0].content.moved(lambda x: held.append(x.nbytes) or x)
+    return peak + sum(held), predicted - state["parameters"] - state["optimizer"]
