@@ -27,7 +27,7 @@ from tests.lib.synthetic import SyntheticDataset
 def on_meta(model: ModelConfig, fsdp: FsdpConfig, group: dist.ProcessGroup | None) -> WholeModel:
     """A model without memory, whose encoders are planned. group: of their exchanges."""
     with torch.device("meta"):
-        whole = build(model)
+        whole = build(model, getattr(torch, fsdp.param_dtype))
     whole.dtype, whole.loss_chunk_rows = compute_dtype(fsdp), fsdp.loss_chunk_rows
     whole.encoders = PlannedEncoders(whole.hf, group)
     recompute(whole, {p: fsdp.checkpointing(p) for p in PHASES})
