@@ -9,6 +9,7 @@ import pytest
 
 from orchmllm.config.fsdp import CHOICES
 from orchmllm.config.recipe import load_recipe
+from orchmllm.plan.assign import PHASES
 from orchmllm.tools.predict.dry_run_command import main as dry_run_command
 from orchmllm.tools.predict.examples import of_mix
 from orchmllm.tools.predict.hardware import cluster
@@ -139,8 +140,9 @@ def test_the_chosen_setting_fits_by_tracking(name, ranks):
     made = Search(recipe, ranks, cluster(), of_mix(recipe),
                   recipe.train.batch_size * ranks, steps=1)
     best = made.best()[0]
-    short = best.setting.of(replace(recipe, model=shortened(recipe.model, 3), train=replace(
-        recipe.train, global_batch_size=0)))
+    short = best.setting.of(replace(recipe, train=replace(recipe.train, global_batch_size=0)))
+    words = {f"{p}_checkpointing": short.fsdp.checkpointing(p).partition(":")[0] for p in PHASES}
+    short = replace(short, model=shortened(recipe.model, 3), fsdp=replace(short.fsdp, **words))
     peak, moments = tracked(short, ranks)
     assert max(moments.values()) == pytest.approx(peak, rel=0.05)
     assert best.peak_bytes <= made.budget and peak <= made.budget
