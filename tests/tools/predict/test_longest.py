@@ -51,9 +51,9 @@ CASES = {  # (ranks, recipe, phase): of `phase` the longest item alone
 }
 
 
-def item(recipe, phase: str, positions: int) -> BatchLayout:
-    """An example that is one text, one image 2 patches high, or clips of at most as many positions
-    as the tower knows, of so many positions in all."""
+def item(recipe, phase: str, positions: int, cut: bool = False) -> BatchLayout:
+    """An example that is one text, or one medium of so many positions: an image 2 patches high, or
+    a clip, which may be cut into those that are as long as the tower knows."""
     config = read_config(Path(recipe.model.folder))
     if phase == "llm":
         segments = [(TEXT, text_lengths(positions))]
@@ -62,7 +62,7 @@ def item(recipe, phase: str, positions: int) -> BatchLayout:
         segments = [(ENCODERS[phase], SegmentLengths(
             positions, positions, positions // group, (1, 2, positions // 2)))]
     else:
-        most = config.audio_config.max_source_positions
+        most = config.audio_config.max_source_positions if cut else positions
         clips = [most] * (positions // most) + [positions % most] * (positions % most > 0)
         segments = [(ENCODERS[phase], SegmentLengths(
             2 * n, n, -(-n // config.audio_stack), (1, 1, 2 * n))) for n in clips]
@@ -91,7 +91,7 @@ def test_the_longest_that_fits_takes_the_budget(name):
     positions, full = room.fits(phase, item(recipe, phase, 64))
     assert positions <= full
     positions = positions // 8 * 8
-    layout = with_every_tower(recipe, item(recipe, phase, positions), ranks)
+    layout = with_every_tower(recipe, item(recipe, phase, positions, cut=True), ranks)
     plan = plan_step(layout, replace(plan_spec(job), balance=NONE))
     peak = tracked_peak(recipe, plan) + memory.state_bytes()["optimizer"]
     print(f"{name}: {positions:,} positions, {peak / 1e9:.2f} of {GB:g} GB")
