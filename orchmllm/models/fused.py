@@ -143,6 +143,7 @@ def _rotated_copy(forward: object) -> FunctionType | None:
         del names["__name__"]  # by which torch.compile looks into the module for what is replaced
     copy = FunctionType(forward.__code__, names, forward.__name__, forward.__defaults__, closure)
     copy.__kwdefaults__, copy.__module__ = forward.__kwdefaults__, forward.__module__
+    vars(copy).update(vars(forward))  # by which its signature is found
     return copy
 
 
