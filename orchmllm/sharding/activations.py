@@ -17,12 +17,14 @@ Counts = Mapping[str, "int | np.ndarray"]  # of CHOICES -> layers; arrays (n, 1)
 
 class Stack(NamedTuple):
     """Bytes per position of all blocks of a phase: what they keep, and what one needs for a moment
-    beside it, at the end of the forward pass and at the start of the backward pass. Numbers, or
-    arrays (n, 1) for n cases."""
+    beside it, at the end of the forward pass and at the start of the backward pass; going: what of
+    a block goes while the gradients of its weights are made. Numbers, or arrays (n, 1) for n cases.
+    """
 
     kept: float | np.ndarray
     forward: float | np.ndarray
     backward: float | np.ndarray
+    going: float
 
 
 def stack(blocks: Sequence[BlockCounts], counts: Counts) -> Stack:
@@ -36,6 +38,7 @@ def stack(blocks: Sequence[BlockCounts], counts: Counts) -> Stack:
     none = first["none"][-1] - first["none"][recomputing]
     selective = first["selective"][recomputing] - first["selective"][full]
     work = np.maximum(0.0, np.maximum(again["selective"] - none, again["full"] - none - selective))
+    largest = 2 * max(block.largest for block in blocks)
     return Stack(first["full"][full] + selective + none,
                  np.minimum(work, max(block.none for block in blocks)),
-                 work + 2 * max(block.largest for block in blocks))
+                 work + largest, again["full"] + largest)

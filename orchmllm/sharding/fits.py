@@ -19,7 +19,7 @@ from orchmllm.sharding.memory import Loads, MemoryModel
 # Of a GPU's memory: 74 of an H100's 85 GB. The rest is for CUDA's context, NCCL's buffers,
 # fragments, and what the prediction misses.
 DEVICE_SHARE = 0.87
-MISSED = 1.045  # tracked peaks are up to so much of the prediction (docs/scale.md)
+MISSED = 1.04  # tracked peaks are up to so much of the prediction (docs/scale.md)
 
 
 def with_real_batch(recipe: Recipe, num_ranks: int, kept: int = 0) -> Recipe:

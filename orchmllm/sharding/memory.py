@@ -4,9 +4,9 @@
            + activations by checkpointing choice + batch + buffers of the exchange and of the loss
 
 taken at the moments of a step that can be the highest: the end of each phase's forward pass, the
-loss, the start of each phase's backward pass, the last gradients, and the optimizer step. Excluded
-are the CUDA context, NCCL's buffers and the allocator's fragments: fsdp.memory_gb has to leave room
-for them.
+loss, the head's gradients, the start of each phase's backward pass, the last gradients, and the
+optimizer step. Excluded are the CUDA context, NCCL's buffers and the allocator's fragments:
+fsdp.memory_gb has to leave room for them.
 """
 
 from __future__ import annotations
@@ -173,6 +173,7 @@ class MemoryModel:
         head = 2.0 * self._units("llm")["head"].size * self.element + self._stays("llm")
         out["loss"] = done + self.loss_bytes(loads) + head
         done = done - features
+        out["head backward"] = done + self._head_backward()
         made = 0.0
         for phase in reversed(PHASES):
             out[f"{phase} backward"] = done + made + self._waiting(phase) + self._gather(
@@ -228,11 +229,12 @@ class MemoryModel:
 
     def _backward_work(self, phase: str, loads: Loads, stack: Stack) -> np.ndarray:
         """A block's recomputed activations and its gradients: as the weights' gradients are made,
-        the activations go, so that half of one is there with all of the other."""
-        block = self._units(phase)["block"]
-        moving = stack.backward * loads.phases[phase].positions
+        its activations go, kept or recomputed, so that half of one is there with all of the other.
+        """
+        block, positions = self._units(phase)["block"], loads.phases[phase].positions
         weights = float(self.element * block.trained_size)
-        return moving + weights - np.minimum(moving, weights) / 2
+        return stack.backward * positions + weights - np.minimum(
+            stack.going * positions, weights) / 2
 
     def _exchange(self, phase: str, loads: Loads) -> np.ndarray:
         """Features as encoded, in sending order, as received, and in their own order."""
@@ -277,6 +279,16 @@ class MemoryModel:
             current += self._reduced * max(
                 own[role].trained_size for role in ("block", "head") if role in own)
         return float(self._stays(phase) + current)
+
+    def _head_backward(self) -> float:
+        """The head's gradients, as they were computed and as they are added up between ranks, while
+        the last blocks are gathered."""
+        own = self._units("llm")
+        block, ahead = own["block"], 0
+        if self.fsdp.reshard("llm") != "none" and block.read_in_backward:
+            ahead = min(max(self.fsdp.prefetch, 1), block.copies)
+        return self._stays("llm") + float(self.element * block.size * ahead + (
+            self.element + self._reduced) * own["head"].trained_size)
 
     @property
     def _reduced(self) -> int:

@@ -14,7 +14,7 @@ from orchmllm.data.loading.step_loader import StepLoader
 from orchmllm.data.sampler import GlobalSampler
 from orchmllm.plan.assign import PHASES
 from orchmllm.plan.geometry import AudioGeometry, VisionGeometry
-from orchmllm.sharding.memory import MemoryModel, loads_of
+from orchmllm.sharding.memory import Loads, MemoryModel, loads_of
 from orchmllm.trainer import Trainer
 from tests.lib.drawn import model_of
 from tests.lib.synthetic import SyntheticDataset, recipe
@@ -40,11 +40,21 @@ def _peak(trainer: Trainer, step) -> float:
     return float(np.cumsum([b for _, b in events]).max())
 
 
+def _joined(memory: MemoryModel, loads: Loads, choice: str, rank: int) -> float:
+    """Bytes of what attention made of each example, which a CPU keeps beside what it joins of them:
+    of all blocks, or of the one that computes again."""
+    of = [loads.phases[p].positions[rank] * memory.element * memory._counts[p].width *
+          (memory.num_layers(p) if choice == "none" else 1)
+          for p in PHASES if memory.kept(p, choice)]
+    return float(sum(of) if choice == "none" else max(of))
+
+
 def measured(world, fsdp: FsdpConfig, kinds: tuple[str, ...],
-             model: ModelConfig, batch_size: int = 24) -> tuple[float, float]:
+             model: ModelConfig, batch_size: int = 24, joined: bool = False
+             ) -> tuple[float, float]:
     """(measured, predicted) peak bytes of one forward and backward pass above what is resident
     before it but the batch (parameters and optimizer state), from the allocator's own events: the
-    least of three passes."""
+    least of three passes. joined: with what a CPU keeps more than a GPU."""
     data = SyntheticDataset(kinds=kinds, size=1000, vision=VisionGeometry(max_side=224),
                             audio=AudioGeometry(num_mels=8, stack=2))
     trainer = Trainer(recipe(model=model, fsdp=fsdp, balance=BalanceConfig(enabled=False)), world,
@@ -63,6 +73,9 @@ def measured(world, fsdp: FsdpConfig, kinds: tuple[str, ...],
     moments = memory.peaks(loads_of(step.plans[0]),
                            {p: fsdp.checkpointing(p) for p in PHASES})
     predicted = max(float(v[world.rank]) for k, v in moments.items() if k != "optimizer")
+    if joined:
+        choice = fsdp.activation_checkpointing
+        predicted += _joined(memory, loads_of(step.plans[0]), choice, world.rank)
     held = []  # a batch that is on the device already
     step.micro[0].content.moved(lambda x: held.append(x.nbytes) or x)
     return peak + sum(held), predicted - state["parameters"] - state["optimizer"]
