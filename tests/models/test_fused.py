@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from functools import wraps
+from inspect import signature
 
 import pytest
 import torch
@@ -14,6 +16,7 @@ from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
 from transformers.models.glm4v import modeling_glm4v as glm4v
 from transformers.models.glm4v_moe import modeling_glm4v_moe as glm4v_moe
 from transformers.models.llama import modeling_llama as llama
+from transformers.models.llama.modeling_llama import apply_rotary_pos_emb as turn
 from transformers.models.qwen3_vl import modeling_qwen3_vl as qwen3_vl
 
 from orchmllm.config.model import ModelConfig
@@ -93,6 +96,31 @@ def test_a_rotation_that_is_replaced_keeps_its_bits(own, width, replaced, dtype)
         q, k = torch.randn(7, 3, 16, dtype=dtype), torch.randn(7, 2, 16, dtype=dtype)
         tables = torch.randn(2, 7, width, dtype=dtype)
         assert all(map(torch.equal, results(own, [q, k], tables), results(found, [q, k], tables)))
+
+
+class Turning(nn.Module):
+    def forward(self, q, k, cos, sin):
+        return turn(q, k, cos, sin)
+
+
+def decorated(forward: Callable) -> Callable:
+    """As transformers decorates a forward whose argument got another name."""
+    @wraps(forward)
+    def wrapper(*args, **kwargs):
+        return forward(*args, **kwargs)
+
+    return wrapper
+
+
+def test_what_decorates_a_forward_stays_around_its_rotation():
+    model = type("Twice", (Turning,), {"forward": decorated(decorated(Turning.forward))})()
+    fuse(model)
+    q, k = torch.randn(1, 3, 7, 16, requires_grad=True), torch.randn(1, 2, 7, 16)
+    tables = torch.randn(2, 1, 7, 16)
+    found, wanted = model(q, k, *tables), turn(q, k, *tables)
+    assert type(found[0].grad_fn).__name__ == "RotateBackward"
+    assert all(map(torch.equal, found, wanted))
+    assert signature(model.forward) == signature(Turning().forward)
 
 
 def test_a_model_keeps_its_classes_where_nothing_is_replaced():
