@@ -158,7 +158,7 @@ class DataConfig:
                           "run, and work for all ranks. Empty: forks of each rank.",
                           choices=("", "ray"))
     strict: bool = key(False, "A medium that cannot be decoded is an error. Otherwise its example "
-                       "is not learnt and gets a line in quarantine.jsonl.")
+                       "is not learnt from and gets a line in quarantine.jsonl.")
     max_failed_in_a_row: int = key(20, "So many media in a row that cannot be decoded are an error "
                                    "all the same; 0: no limit.", at_least=0)
     max_failed_percent: float = key(5.0, "Share of such media that is an error, once 100 were "

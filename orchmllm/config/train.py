@@ -70,9 +70,10 @@ class TrainConfig:
         "raise", "What a loss or gradient that is not finite does: `raise`, `skip` the step, or "
         "`rollback` to the last checkpoint and skip the step when it comes again.",
         choices=("raise", "skip", "rollback"))
-    max_skipped_in_a_row: int = key(10, "With `skip` or `rollback`: so many such steps in a row "
-                                    "end the run with an error and no further checkpoint; steps "
-                                    "without targets do not count. 0: no limit.", at_least=0)
+    max_skipped_in_a_row: int = key(10, "With train.nonfinite=skip or rollback: so many steps in a "
+                                    "row that are not finite end the run with an error and no "
+                                    "further checkpoint; steps without targets do not count. 0: no "
+                                    "limit.", at_least=0)
 
     @property
     def least_microbatches(self) -> int:

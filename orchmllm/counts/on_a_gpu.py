@@ -17,8 +17,8 @@ def _rms_norm(x: Tensor, shape: list[int], weight: Tensor | None, eps: float | N
 
 @contextmanager
 def fused(key: str = "Meta") -> Iterator[None]:
-    """Within it RMSNorm on `meta` is the one operator that a GPU has for it; with `key` CPU, too,
-    that of fake tensors of a CPU."""
+    """Within it RMSNorm is the one operator that a GPU has for it. key: `Meta`, of tensors on
+    `meta`; with `CPU` beside it, of fake tensors of a CPU."""
     library = torch._C._dispatch_library("IMPL", "aten", key, __file__, 0)
     library.impl("_fused_rms_norm", key, _rms_norm)
     try:

@@ -52,9 +52,9 @@ def _keys(metrics: Mapping[str, Metric], optional: tuple[str, ...] = ()) -> dict
 PHASE_METRICS = {
     "imbalance_before": Metric(SIZE, "slowest rank / mean rank, as sampled (1: nobody waits)"),
     "imbalance_after": Metric(SIZE, "the same, as processed"),
-    "mean_cost_kflop": Metric(SIZE, "of the mean rank", "kFLOP"),
+    "mean_cost_kflop": Metric(SIZE, "cost of the mean rank", "kFLOP"),
     "moved_bytes": Metric(COUNT, "inputs and features that changed rank", "bytes"),
-    "internode_bytes": Metric(COUNT, "that changed node", "bytes"),
+    "internode_bytes": Metric(COUNT, "those of them that changed node", "bytes"),
 }
 _PHASE = Metric(_keys(PHASE_METRICS), "One phase of the step, by the cost model.")
 _COSTS = Metric(_keys({
@@ -90,7 +90,7 @@ _MEASURED = {
 _SCHEMA = {"schema": Metric({"type": "integer", "const": SCHEMA_VERSION}, "version of this format")}
 METRICS = {
     "step": Metric(COUNT, "index of the step, from 0"),
-    "as_sampled": Metric(FLAG, "it ran unbalanced, for balance.measure_every"),
+    "as_sampled": Metric(FLAG, "the step ran unbalanced, for balance.measure_every"),
     "loss": Metric(MEASURED, "cross entropy per target of the whole step; null without targets, "
                    "and where it is not finite", line="loss {:.4f}"),
     "grad_norm": Metric(MEASURED, "norm of the gradient before clipping"),
@@ -137,7 +137,7 @@ METRICS = {
     "nonfinite": Metric(FLAG, "loss or gradient was not finite"),
     "stop_signal": Metric(COUNT, "signal to stop after this step; 0: none, 128: another run has "
                           "taken the run folder"),
-    "save_due": Metric(FLAG, "it was saved, as checkpoint.every_minutes had gone by"),
+    "save_due": Metric(FLAG, "the step was saved, as checkpoint.every_minutes had gone by"),
 }
 # Metrics that are one number, beside the step's index.
 NUMBERS = tuple(name for name, metric in METRICS.items()

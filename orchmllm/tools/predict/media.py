@@ -100,7 +100,7 @@ class Clips:
         seconds = frames * self.rate[1] / self.rate[0]
         if seconds > self._most_s:
             raise ValueError(f"a clip of {seconds:.6g} s is too long: the model takes at most "
-                             f"{self._most_s} s")
+                             f"{self._most_s} s; cut it, or, where it was drawn, {CURE}")
         tokens = self._positions_and_tokens(frames)[-1]
         if tokens < FEWEST:
             raise ValueError(f"a clip of {seconds:.6g} s is too short: it has fewer than {FEWEST} "
