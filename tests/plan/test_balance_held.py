@@ -40,6 +40,20 @@ def test_least_move_equals_its_twin(problem, tolerance, priced, seed) -> None:
         assert np.array_equal(got, home)
 
 
+@pytest.mark.parametrize(("ranks", "times", "share", "seed"), [(3, 1, 12, 29), (4, 2, 4, 1)])
+def test_what_full_ranks_send_equals_the_twin(ranks: int, times: int, share: int,
+                                              seed: int) -> None:
+    """Most or all ranks of a node have no room: what a rank is to send counts only its items."""
+    weight = np.random.default_rng(seed).lognormal(5, 1, 12 * share).astype(np.int64) + 1
+    home = np.arange(12 * share) // share
+    held = np.where(np.arange(12) < ranks, times * weight.sum() // 12, 0)
+    cap = load_cap(weight, 12, .001, held)
+    got, operations = core().least_move_counted(weight, home, NOTHING, 12, 4, cap, held)
+    twin, counted = least_move_counted(weight, home, NOTHING, 12, 4, cap, held)
+    assert np.array_equal(got, twin) and operations == counted
+    assert (held + loads(weight, got, 12)).max() <= cap
+
+
 def test_zeros_change_nothing() -> None:
     rng = np.random.default_rng(4)
     for _ in range(200):
