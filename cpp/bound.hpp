@@ -23,7 +23,7 @@ inline i64 lower_bound_load(View<i64> weight, i64 num_ranks, View<i64> held) {
   i64 low = std::max({*most, *least + longest, mean(sum + total(held))}), high = low + divisor;
   while (low < high) {
     const i64 middle = low + (high - low) / 2;
-    i64 room = 0;
+    i128 room = 0;
     for (const i64 load : held) room += (middle - load) / divisor;
     (room >= units ? high : low) = middle + (room < units);
   }

@@ -168,6 +168,8 @@ def test_held_is_balanced_around() -> None:
     assert balance([3, 3, 3, 3, 3], num_ranks=2, policy="least_move", home=[0] * 5,
                    held=[9, 0]).tolist().count(1) == 4
     assert core().lower_bound(np.full(5, 3), 2, np.array([9, 0])) == 12
+    # The room of all ranks together is beyond int64.
+    assert core().lower_bound(np.array([2**61, 1]), 24, np.full(24, 1)) == 2**61 + 1
 
 
 @thorough
