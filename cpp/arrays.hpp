@@ -60,8 +60,15 @@ inline View<i64> homes(const Array& array, std::size_t size, i64 num_ranks) {
   return values;
 }
 
-inline i64 total(View<i64> values) {
-  return std::accumulate(values.begin(), values.end(), i64{0});
+// What ranks hold before any item comes, (num_ranks) or empty; empty too where none holds anything.
+inline View<i64> held_loads(const Array& array, View<i64> weight, i64 num_ranks) {
+  const View<i64> held = weights(array, "held");
+  if (held.size == 0) return held;
+  check_size("held", held.size, static_cast<std::size_t>(num_ranks));
+  if (total(weight) + total(held) > std::numeric_limits<i64>::max() / 2) {
+    throw std::invalid_argument("the sum of weight and held overflows int64");
+  }
+  return total(held) > 0 ? held : View<i64>{};
 }
 
 }  // namespace orchmllm

@@ -13,6 +13,7 @@
 #include "nodewise.hpp"
 #include "padded.hpp"
 #include "pipeline.hpp"
+#include "shares.hpp"
 #include "slots.hpp"
 #include "tables.hpp"
 
@@ -28,6 +29,10 @@ Array assign(const Array& weight, const Array& home, i64 num_ranks, const Fill& 
   const View<i64> w = weights(weight, "weight");
   fill(w, homes(home, w.size, num_ranks), out);
   return rank_of;
+}
+
+void greedy(View<i64> weight, View<i64> home, i64 num_ranks, i64* rank_of) {
+  orchmllm::greedy(weight, home, num_ranks, rank_of, {});
 }
 
 using Policy = void (*)(View<i64>, View<i64>, i64, i64*);
@@ -47,7 +52,7 @@ Array conv_transformer(const Array& weight, const Array& pad, const Array& home,
 
 // (rank_of (n,), the operations that it took).
 py::tuple least_move_counted(const Array& weight, const Array& home, const Array& move_cost,
-                             i64 num_ranks, i64 ranks_per_node, i64 cap) {
+                             i64 num_ranks, i64 ranks_per_node, i64 cap, const Array& held) {
   check_count("ranks_per_node", ranks_per_node);
   if (cap < 0) throw std::invalid_argument("cap must be >= 0");
   orchmllm::LocalProblem problem;
@@ -62,15 +67,37 @@ py::tuple least_move_counted(const Array& weight, const Array& home, const Array
   Array rank_of = assign(weight, home, num_ranks, [&](View<i64> w, View<i64> h, i64* out) {
     problem.weight = w;
     problem.home = h;
+    problem.held = held_loads(held, w, num_ranks);
     operations = orchmllm::LocalSearch(problem, out).run();
   });
   return py::make_tuple(rank_of, operations);
 }
 
 Array least_move(const Array& weight, const Array& home, const Array& move_cost, i64 num_ranks,
-                 i64 ranks_per_node, i64 cap) {
-  return least_move_counted(weight, home, move_cost, num_ranks, ranks_per_node, cap)[0]
+                 i64 ranks_per_node, i64 cap, const Array& held) {
+  return least_move_counted(weight, home, move_cost, num_ranks, ranks_per_node, cap, held)[0]
       .cast<Array>();
+}
+
+// (sum of count,) the ranks of each giant, see shares.hpp.
+Array place_shares(const Array& share, const Array& count, const Array& home, i64 num_ranks,
+                   i64 ranks_per_node, i64 room) {
+  check_count("num_ranks", num_ranks);
+  check_count("ranks_per_node", ranks_per_node);
+  if (room < 0) throw std::invalid_argument("room must be >= 0");
+  const i64 width = std::min(ranks_per_node, num_ranks);
+  const View<i64> s = weights(share, "share"), c = weights(count, "count");
+  check_size("count", c.size, s.size);
+  const View<i64> h = homes(home, s.size, num_ranks);
+  for (std::size_t i = 0; i < c.size; ++i) {
+    if (c[i] < 2) bad_entry("count", i, c[i], " must be >= 2");
+    if (c[i] > width) bad_entry("count", i, c[i], ": no node has so many ranks");
+  }
+  Array ranks(total(c));
+  i64* out = ranks.mutable_data();
+  py::gil_scoped_release release;
+  orchmllm::place_shares(s, c, h, num_ranks, width, room, out);
+  return ranks;
 }
 
 Array assign_microbatches(const Array& share, i64 num_microbatches) {
@@ -258,11 +285,11 @@ Array nodewise(const Array& source, const Array& batch, const Array& volume, i64
   return rank_of_batch;
 }
 
-i64 lower_bound(const Array& weight, i64 num_ranks) {
+i64 lower_bound(const Array& weight, i64 num_ranks, const Array& held) {
   check_count("num_ranks", num_ranks);
   const View<i64> w = weights(weight, "weight");
   py::gil_scoped_release release;
-  return orchmllm::lower_bound_load(w, num_ranks);
+  return orchmllm::lower_bound_load(w, num_ranks, held_loads(held, w, num_ranks));
 }
 
 using Times = py::array_t<double, py::array::c_style>;
@@ -345,12 +372,15 @@ PYBIND11_MODULE(_core, m) {
   const auto array = [](const char* name) { return py::arg(name).noconvert(); };
   const auto weight = array("weight"), home = array("home"), move_cost = array("move_cost");
   const py::arg num_ranks("num_ranks"), ranks_per_node("ranks_per_node"), cap("cap");
-  m.def("greedy", &by<orchmllm::greedy>, weight, home, num_ranks);
+  const auto held = array("held") = orchmllm::Array(0);
+  m.def("greedy", &by<greedy>, weight, home, num_ranks);
   m.def("padded", &by<orchmllm::padded>, weight, home, num_ranks);
   m.def("conv_transformer", &conv_transformer, weight, array("pad"), home, num_ranks);
-  m.def("least_move", &least_move, weight, home, move_cost, num_ranks, ranks_per_node, cap);
+  m.def("least_move", &least_move, weight, home, move_cost, num_ranks, ranks_per_node, cap, held);
   m.def("least_move_counted", &least_move_counted, weight, home, move_cost, num_ranks,
-        ranks_per_node, cap);
+        ranks_per_node, cap, held);
+  m.def("place_shares", &place_shares, array("share"), array("count"), home, num_ranks,
+        ranks_per_node, py::arg("room"));
   m.def("assign_microbatches", &assign_microbatches, array("share"), py::arg("num_microbatches"));
   m.def("shorten_step", &shorten_step, array("cost"), array("longest"), array("size"),
         array("room"), array("micro_of"), num_ranks, py::arg("num_microbatches"),
@@ -374,6 +404,6 @@ PYBIND11_MODULE(_core, m) {
   m.def("pipeline_search", &pipeline_search, ops, duration, comm, order,
         py::arg("max_evaluations"), py::arg("seed"));
   m.def("inter_reorder", &inter_reorder, ops, duration, comm, array("size"));
-  m.def("lower_bound", &lower_bound, weight, num_ranks);
+  m.def("lower_bound", &lower_bound, weight, num_ranks, held);
   m.attr("TOLERANCES") = Times(std::size(orchmllm::kTolerances), orchmllm::kTolerances);
 }

@@ -29,6 +29,10 @@ struct View {
   const T* end() const { return data + size; }
 };
 
+inline i64 total(View<i64> values) {
+  return std::accumulate(values.begin(), values.end(), i64{0});
+}
+
 // Item indices sorted by (weight, index): a least-significant-digit radix sort on packed keys. It is
 // stable and several times cheaper than std::sort at 150,000 items; weights of more than 31 bits
 // (costs in kFLOP) are sorted by their leading digits first and finished by a stable sort of ties.

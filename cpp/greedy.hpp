@@ -9,14 +9,18 @@
 namespace orchmllm {
 
 // A binary min-heap of (load, rank) that supports one operation: add a weight to the least-loaded
-// rank (ties: the lowest rank). All loads start at zero, so the initial order is already a heap.
+// rank (ties: the lowest rank). The initial order is ascending, which is a heap.
 // Load and rank share one 64-bit key when the total allows it: a comparison is then one
 // instruction, and the choice of the lighter child needs no branch.
 template <class Key>
 class LoadHeap {
  public:
-  explicit LoadHeap(i64 num_ranks) : keys_(static_cast<std::size_t>(num_ranks)) {
+  LoadHeap(i64 num_ranks, View<i64> held) : keys_(static_cast<std::size_t>(num_ranks)) {
     for (std::size_t r = 0; r < keys_.size(); ++r) keys_[r] = Key(static_cast<u64>(r));
+    for (std::size_t r = 0; r < held.size; ++r) {
+      keys_[r] = keys_[r].plus(static_cast<u64>(held[r]));
+    }
+    if (held.size > 0) std::sort(keys_.begin(), keys_.end());
   }
 
   i64 add_to_least(i64 weight) {
@@ -70,21 +74,24 @@ struct WideKey {
 };
 
 template <class Key>
-void fill_heaviest_first(View<i64> weight, View<i64> home, i64 num_ranks, i64* rank_of) {
-  LoadHeap<Key> heap(num_ranks);
+void fill_heaviest_first(View<i64> weight, View<i64> home, i64 num_ranks, i64* rank_of,
+                         View<i64> held) {
+  LoadHeap<Key> heap(num_ranks, held);
   for (const i32 item : order_descending(weight)) {
     const auto i = static_cast<std::size_t>(item);
     rank_of[i] = weight[i] > 0 ? heap.add_to_least(weight[i]) : home[i];
   }
 }
 
-// rank_of[i] for every item; `home` is used by items of weight zero only.
-inline void greedy(View<i64> weight, View<i64> home, i64 num_ranks, i64* rank_of) {
-  const i64 total = std::accumulate(weight.begin(), weight.end(), i64{0});
-  if (num_ranks < (i64{1} << kRankBits) && total < (i64{1} << (63 - kRankBits))) {
-    fill_heaviest_first<PackedKey>(weight, home, num_ranks, rank_of);
+// rank_of[i] for every item; `home` is used by items of weight zero only. held: (num_ranks) what each
+// rank has before any item comes, or empty.
+inline void greedy(View<i64> weight, View<i64> home, i64 num_ranks, i64* rank_of,
+                   View<i64> held) {
+  if (num_ranks < (i64{1} << kRankBits) &&
+      total(weight) + total(held) < (i64{1} << (63 - kRankBits))) {
+    fill_heaviest_first<PackedKey>(weight, home, num_ranks, rank_of, held);
   } else {
-    fill_heaviest_first<WideKey>(weight, home, num_ranks, rank_of);
+    fill_heaviest_first<WideKey>(weight, home, num_ranks, rank_of, held);
   }
 }
 

@@ -48,9 +48,12 @@ class LocalSearch {
       node_load_[at(p_.home[i] / width_)] += p_.weight[i];
       num_items_ += p_.weight[i] > 0;
     }
+    for (std::size_t r = 0; r < p_.held.size; ++r) {
+      node_load_[r / at(width_)] += p_.held[r];
+    }
     order_ = order_ascending(p_.weight);
     operations_ = std::min<i64>(32000000, 4000 * num_items_) + 80 * num_items_;
-    const i64 bound = lower_bound_load(p_.weight, p_.num_ranks);
+    const i64 bound = lower_bound_load(p_.weight, p_.num_ranks, p_.held);
     std::vector<i64> caps;
     for (const double tolerance : kTolerances) {
       caps.push_back(bound + static_cast<i64>(static_cast<double>(bound) * tolerance));
@@ -79,7 +82,8 @@ class LocalSearch {
   enum Start { kHome, kPlan, kGreedy };  // what an attempt starts from
 
   i64 max_load(const i64* rank_of) const {
-    std::vector<i64> load(at(p_.num_ranks));
+    std::vector<i64> load(p_.held.begin(), p_.held.end());
+    load.resize(at(p_.num_ranks));
     for (std::size_t i = 0; i < p_.weight.size; ++i) load[at(rank_of[i])] += p_.weight[i];
     return *std::max_element(load.begin(), load.end());
   }
@@ -178,9 +182,10 @@ class LocalSearch {
   // while `left` of the room of all nodes is enough for that. False if it made none.
   bool make_room(const Placement& s, Trading& nodes, const std::vector<i64>& crowded,
                  i128& left) const {
+    const i64 little = 8 * free_room(s);
     bool made = false;
     for (const i64 node : crowded) {
-      i64 room = 8 * free_room(s);
+      i64 room = little;
       for (i64 r = s.first_rank(node); r < s.end_rank(node); ++r) {
         room += std::max<i64>(0, s.load[at(r)] - s.problem.cap);
       }
@@ -193,7 +198,8 @@ class LocalSearch {
   }
 
   i128 all_room(const Placement& s) const {
-    return std::max<i128>(0, static_cast<i128>(s.problem.cap) * p_.num_ranks - s.total);
+    return std::max<i128>(0, static_cast<i128>(s.problem.cap) * p_.num_ranks - s.total -
+                                 total(p_.held));
   }
 
   // Of a rank, in the mean of its node, without which its ranks could not be evened out: half of
@@ -203,16 +209,19 @@ class LocalSearch {
   }
 
   // The least that no rank of a node has to send more than, for the node to be rid of `surplus`:
-  // those that hold less send all that they hold.
+  // those whose items weigh less send all of them.
   i64 even_share(const Placement& s, i64 node, i64 surplus) const {
-    std::vector<i64> held(s.load.begin() + s.first_rank(node), s.load.begin() + s.end_rank(node));
-    std::sort(held.begin(), held.end());
-    for (std::size_t k = 0; k < held.size(); ++k) {
-      const i64 share = surplus / static_cast<i64>(held.size() - k);
-      if (held[k] >= share) return share;
-      surplus -= held[k];
+    std::vector<i64> items(s.load.begin() + s.first_rank(node), s.load.begin() + s.end_rank(node));
+    for (std::size_t k = 0; k < items.size() && p_.held.size > 0; ++k) {
+      items[k] -= p_.held[at(s.first_rank(node)) + k];
     }
-    return surplus;
+    std::sort(items.begin(), items.end());
+    for (std::size_t k = 0; k < items.size(); ++k) {
+      const i64 share = surplus / static_cast<i64>(items.size() - k);
+      if (items[k] >= share) return share;
+      surplus -= items[k];
+    }
+    return items.back();
   }
 
   // A rank is to send and receive little more than an even share of the largest surplus of a node,
@@ -269,19 +278,22 @@ class LocalSearch {
     if (high_ > greedy_load()) take(greedy_);
   }
 
-  // The largest load of `greedy`, which is placed near the homes.
+  // The largest load of `greedy`, whose batches are placed near the homes; where ranks hold load,
+  // none may change its rank.
   i64 greedy_load() {
     if (!greedy_.empty()) return greedy_load_;
     spent_ += 60 * num_items_;
     greedy_.resize(trial_.size());
-    greedy(p_.weight, p_.home, p_.num_ranks, greedy_.data());
+    greedy(p_.weight, p_.home, p_.num_ranks, greedy_.data(), p_.held);
+    greedy_load_ = max_load(greedy_.data());
+    if (p_.held.size > 0) return greedy_load_;
     const std::vector<i64> rank_of_batch =
         near_home(p_.home, {greedy_.data(), greedy_.size()}, p_.weight, p_.num_ranks,
                   p_.ranks_per_node);
     for (std::size_t i = 0; i < greedy_.size(); ++i) {
       if (p_.weight[i] > 0) greedy_[i] = rank_of_batch[at(greedy_[i])];
     }
-    return greedy_load_ = max_load(greedy_.data());
+    return greedy_load_;
   }
 
   LocalProblem p_;

@@ -41,6 +41,7 @@ struct LocalProblem {
   View<i64> weight;
   View<i64> home;       // rank from which moving an item costs nothing
   View<i64> move_cost;  // of moving an item between nodes; empty: its weight
+  View<i64> held;       // load of each rank that never moves; empty: none
   i64 num_ranks = 1;
   i64 ranks_per_node = 1;
   i64 cap = 0;  // no load may exceed it, if that is possible
@@ -49,7 +50,8 @@ struct LocalProblem {
 struct Placement {
   LocalProblem problem;
   i64* rank_of;
-  i64 num_nodes, total = 0, typical = 1;   // typical: mean weight of those that are not zero
+  // total: of the items, without what ranks hold; typical: mean weight of those that are not zero
+  i64 num_nodes, total = 0, typical = 1;
   std::vector<i64> load, sent, received;   // per rank; the cost of moves between nodes, from home
   i64 send_limit = kNoLimit, receive_limit = kNoLimit;
   Budget budget;
@@ -61,10 +63,11 @@ struct Placement {
       : problem(p),
         rank_of(out),
         num_nodes((p.num_ranks + p.ranks_per_node - 1) / p.ranks_per_node),
-        load(at(p.num_ranks)),
-        sent(load),
-        received(load),
+        load(p.held.begin(), p.held.end()),
+        sent(at(p.num_ranks)),
+        received(sent),
         budget{operations} {
+    load.resize(at(p.num_ranks));
     i64 positive = 0;
     for (std::size_t i = 0; i < p.weight.size; ++i) {
       load[at(rank_of[i])] += p.weight[i];

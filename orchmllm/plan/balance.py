@@ -23,7 +23,8 @@ class Items(NamedTuple):
     """What a policy assigns: n items, checked, on num_ranks ranks.
 
     weight (n,): the cost that adds up on a rank; home (n,): where each item is. padded_cost (n,),
-    move_cost (n,): empty where they are not given. tolerance: the accepted excess."""
+    move_cost (n,), held (num_ranks,): empty where they are not given. tolerance: the accepted
+    excess."""
 
     weight: np.ndarray
     home: np.ndarray
@@ -32,6 +33,7 @@ class Items(NamedTuple):
     tolerance: float
     padded_cost: np.ndarray
     move_cost: np.ndarray
+    held: np.ndarray
 
 
 @dataclass(frozen=True)
@@ -70,12 +72,13 @@ def core() -> ModuleType:
 
 
 def _least_move(items: Items) -> np.ndarray:
-    cap = load_cap(items.weight, items.num_ranks, items.tolerance)
+    cap = load_cap(items.weight, items.num_ranks, items.tolerance, items.held)
     return core().least_move(items.weight, items.home, items.move_cost, items.num_ranks,
-                             items.ranks_per_node, cap)
+                             items.ranks_per_node, cap, items.held)
 
 
-_ADDITIVE = frozenset({"tolerance", "cost", "move_cost", "max_rank_tokens"})
+_ADDITIVE = frozenset({"tolerance", "cost", "move_cost", "max_rank_tokens", "held",
+                       "held_lengths"})
 POLICIES: dict[str, Policy] = {
     "none": Policy("nothing moves", lambda items: items.home.copy()),
     "greedy": Policy(
@@ -171,6 +174,8 @@ def balance(
     move_cost: np.ndarray | None = None,
     max_rank_tokens: int | None = None,
     padded_cost: np.ndarray | None = None,
+    held: np.ndarray | None = None,
+    held_lengths: np.ndarray | None = None,
 ) -> np.ndarray:
     """rank_of (n,) int64: the rank that processes each of n items.
 
@@ -184,12 +189,19 @@ def balance(
     move_cost: (n,) bytes of moving an item to another node; default lengths.
     max_rank_tokens: hard cap of the sum of lengths on a rank (activation memory).
     padded_cost: (n,) what the longest item of a batch costs more, per item of it; grows with l.
+    held: (num_ranks,) cost that each rank has besides the items, which never moves; in the unit of
+        cost, or of lengths without it. Default: none.
+    held_lengths: (num_ranks,) the lengths of that, which count towards max_rank_tokens. Needed
+        where both are given, refused elsewhere.
 
     Raises ValueError for malformed input and for an option the policy does not honour (POLICIES),
     CapError when no plan below max_rank_tokens is found.
     """
     _check_options(policy, tolerance=tolerance, cost=cost, move_cost=move_cost,
-                   max_rank_tokens=max_rank_tokens, padded_cost=padded_cost)
+                   max_rank_tokens=max_rank_tokens, padded_cost=padded_cost, held=held,
+                   held_lengths=held_lengths)
+    if (held_lengths is None) == (held is not None and max_rank_tokens is not None):
+        raise ValueError("held_lengths must be given with held and max_rank_tokens, and only then")
     num_ranks = at_least_1("num_ranks", num_ranks)
     ranks_per_node = at_least_1("ranks_per_node", ranks_per_node)
     lengths = as_int64("lengths", lengths)
@@ -200,19 +212,26 @@ def balance(
         weight, home, num_ranks, ranks_per_node,
         tolerance=DEFAULT_TOLERANCE if tolerance is None else tolerance,
         padded_cost=NOTHING if padded_cost is None else _padded_cost(weight, padded_cost),
-        move_cost=NOTHING if move_cost is None else as_int64("move_cost", move_cost, n)))
+        move_cost=NOTHING if move_cost is None else as_int64("move_cost", move_cost, n),
+        held=NOTHING if held is None else as_int64("held", held, num_ranks)))
     if max_rank_tokens is None:
         return rank_of
-    return _enforce_cap(lengths, rank_of, num_ranks, ranks_per_node, max_rank_tokens)
+    return _enforce_cap(
+        lengths, rank_of, num_ranks, ranks_per_node, max_rank_tokens,
+        np.zeros(num_ranks, np.int64) if held_lengths is None
+        else as_int64("held_lengths", held_lengths, num_ranks))
 
 
-def load_cap(weight: np.ndarray, num_ranks: int, tolerance: float) -> int:
+def load_cap(
+    weight: np.ndarray, num_ranks: int, tolerance: float, held: np.ndarray = NOTHING
+) -> int:
     """The largest load that `least_move` accepts: (1 + tolerance) times the lower bound, where a
     tolerance counts as the largest of TOLERANCES (cpp/least_move.hpp) that is not above it, and as
-    0 below them. weight: (n,). Raises ValueError for a tolerance outside [0, 1]."""
+    0 below them. weight: (n,); held: (num_ranks,) or empty, see balance. Raises ValueError for a
+    tolerance outside [0, 1]."""
     if not 0.0 <= tolerance <= 1.0:
         raise ValueError(f"tolerance must be in [0, 1], got {tolerance!r}")
-    bound = core().lower_bound(weight, num_ranks)
+    bound = core().lower_bound(weight, num_ranks, held)
     levels = core().TOLERANCES
     return bound + int(bound * levels[levels <= tolerance].max(initial=0))
 
@@ -233,30 +252,35 @@ def _check_options(policy: str, **options: object) -> None:
             raise ValueError(f"policy {policy!r} needs {option}")
 
 
-def _check_cap(lengths: np.ndarray, num_ranks: int, cap: int) -> None:
+def _check_cap(lengths: np.ndarray, num_ranks: int, cap: int, held: np.ndarray) -> None:
     cap = at_least_1("max_rank_tokens", cap)
     if len(lengths) and int(lengths.max()) > cap:
         index = int(lengths.argmax())
         raise CapError(f"max_rank_tokens = {cap} is below lengths[{index}] = {lengths[index]}")
-    if int(lengths.sum()) > cap * num_ranks:
+    if int(held.max()) > cap:
+        rank = int(held.argmax())
+        raise CapError(f"max_rank_tokens = {cap} is below held_lengths[{rank}] = {held[rank]}")
+    if int(lengths.sum()) + int(held.sum()) > cap * num_ranks:
         raise CapError(
             f"max_rank_tokens = {cap} on {num_ranks} ranks holds less than the sum of lengths, "
-            f"{int(lengths.sum())}"
+            f"{int(lengths.sum())}" + f" and of held_lengths, {int(held.sum())}" * bool(held.any())
         )
 
 
 def _enforce_cap(
-    lengths: np.ndarray, rank_of: np.ndarray, num_ranks: int, ranks_per_node: int, cap: int
+    lengths: np.ndarray, rank_of: np.ndarray, num_ranks: int, ranks_per_node: int, cap: int,
+    held: np.ndarray,
 ) -> np.ndarray:
-    """`rank_of`, with the fewest tokens moved off ranks that hold more than `cap`."""
-    _check_cap(lengths, num_ranks, cap)
-    capped = core().least_move(lengths, rank_of, NOTHING, num_ranks, ranks_per_node, int(cap))
-    held = np.zeros(num_ranks, np.int64)
-    np.add.at(held, capped, lengths)
-    if held.max() > cap:
+    """`rank_of`, with the fewest tokens moved off ranks that have more than `cap`. held
+    (num_ranks,): tokens that each has besides the items."""
+    _check_cap(lengths, num_ranks, cap, held)
+    capped = core().least_move(lengths, rank_of, NOTHING, num_ranks, ranks_per_node, int(cap), held)
+    load = held.copy()
+    np.add.at(load, capped, lengths)
+    if load.max() > cap:
         raise CapError(
             f"max_rank_tokens = {cap}: no plan found; the mean is "
-            f"{-(-int(lengths.sum()) // num_ranks)} tokens per rank"
+            f"{-(-int(load.sum()) // num_ranks)} tokens per rank"
         )
     return capped
 

@@ -371,7 +371,7 @@ def test_microbatches(num_microbatches: int, seed: int) -> None:
 @pytest.mark.parametrize("policy", POLICIES)
 def test_every_option_is_honoured_or_raises(policy: str) -> None:
     options = {"tolerance": .1, "cost": [1, 2, 3], "move_cost": [1, 1, 1], "max_rank_tokens": 100,
-               "padded_cost": [1, 1, 1]}
+               "padded_cost": [1, 1, 1], "held": [0, 4]}
     needs = POLICIES[policy].needs
     needed = {needs: options[needs]} if needs else {}
     for option, value in options.items():

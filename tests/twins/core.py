@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import heapq
 import math
+from collections.abc import Sequence
 from itertools import combinations, product
 
 import numpy as np
@@ -19,10 +20,14 @@ def _heaviest_first(weight: np.ndarray) -> list[int]:
     return sorted(items, key=lambda i: (-weight[i], i))
 
 
-def greedy(weight: np.ndarray, home: np.ndarray, num_ranks: int) -> np.ndarray:
-    """OrchMLLM Algorithm 1: longest first onto the least-loaded rank; weight zero stays home."""
+def greedy(
+    weight: np.ndarray, home: np.ndarray, num_ranks: int, held: Sequence[int] = ()
+) -> np.ndarray:
+    """OrchMLLM Algorithm 1: longest first onto the least-loaded rank; weight zero stays home. held:
+    what each rank has before."""
     rank_of = np.array(home, np.int64)
-    heap = [(0, rank) for rank in range(num_ranks)]
+    heap = [(int(load), rank) for rank, load in enumerate(held or [0] * num_ranks)]
+    heapq.heapify(heap)
     for item in _heaviest_first(weight):
         load, rank = heap[0]
         heapq.heapreplace(heap, (load + int(weight[item]), rank))
@@ -30,13 +35,16 @@ def greedy(weight: np.ndarray, home: np.ndarray, num_ranks: int) -> np.ndarray:
     return rank_of
 
 
-def lower_bound(weight: np.ndarray, num_ranks: int) -> int:
-    """max(mean, longest), rounded up to a multiple of the greatest common divisor."""
-    divisor = math.gcd(*(int(w) for w in weight))
-    if divisor == 0:
-        return 0
-    mean = -(-sum(int(w) for w in weight) // (num_ranks * divisor)) * divisor
-    return max(mean, int(max(weight)))
+def lower_bound(weight: np.ndarray, num_ranks: int, held: Sequence[int] = ()) -> int:
+    """The least load not below the mean, the most held and the longest item on the rank that holds
+    least, for which ranks have room in multiples of the greatest common divisor of the weights.
+    held: what each rank has before."""
+    items, before = [int(w) for w in weight], [int(load) for load in held] or [0] * num_ranks
+    divisor = math.gcd(*items) or 1
+    low = max(-(-sum(items + before) // num_ranks), *before, max(items, default=0) + min(before))
+    full = {low, *(load + -(-(low - load) // divisor) * divisor for load in before)}
+    return min(load for load in full
+               if sum((load - own) // divisor * divisor for own in before) >= sum(items))
 
 
 def padded(weight: np.ndarray, home: np.ndarray, num_ranks: int) -> np.ndarray:
@@ -250,3 +258,26 @@ def heaviest_holder(
         if total and max(total.values()) > 0:
             out[e] = min(total, key=lambda r: (-total[r], r != home[e], r))
     return out
+
+
+def place_shares(
+    share: np.ndarray, count: np.ndarray, home: np.ndarray, num_ranks: int, ranks_per_node: int,
+    room: int,
+) -> np.ndarray:
+    """The ranks of each giant, ascending: the least loaded of the node of its home while none is
+    above `room`, else of the node where the largest of them is least."""
+    load, out = [0] * num_ranks, []
+    nodes = [range(k, min(num_ranks, k + ranks_per_node))
+             for k in range(0, num_ranks, ranks_per_node)]
+
+    for s, c, h in zip(share.tolist(), count.tolist(), home.tolist(), strict=True):
+        taken = {k: sorted(node, key=lambda r: (load[r], r))[:c]
+                 for k, node in enumerate(nodes) if len(node) >= c}
+        most = {k: max(load[r] for r in ranks) + s for k, ranks in taken.items()}
+        own = h // ranks_per_node
+        best = own if most.get(own, room + 1) <= room else min(
+            most, key=lambda k: (most[k], k != own, k))
+        for r in taken[best]:
+            load[r] += s
+        out += sorted(taken[best])
+    return np.array(out, np.int64)

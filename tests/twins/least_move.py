@@ -28,14 +28,14 @@ class Placement:
     """Which rank every item is on, and what that makes of the ranks."""
 
     def __init__(self, weight: list[int], home: list[int], price: list[int], num_ranks: int,
-                 width: int, rank_of: list[int], cap: int, operations: int):
+                 width: int, rank_of: list[int], cap: int, operations: int, held: list[int]):
         self.weight, self.home, self.price, self.rank_of = weight, home, price, rank_of
         self.num_ranks, self.width, self.cap, self.operations = num_ranks, width, cap, operations
         self.ascending = sorted((w, i) for i, w in enumerate(weight) if w > 0)
         self.total = sum(weight)
         self.typical = max(1, self.total // max(1, len(self.ascending)))
         self.send_limit = self.receive_limit = NO_LIMIT
-        self.load = [0] * num_ranks
+        self.load = list(held)
         for w, rank in zip(weight, rank_of, strict=True):
             self.load[rank] += w
 
@@ -291,25 +291,25 @@ class PriceLimit:
         return d >= 0 and self.price[i] * self.weight[d] <= self.price[d] * self.weight[i]
 
 
-def even_share(held: list[int], surplus: int) -> int:
-    """The least limit under which ranks that hold so much can send `surplus` together."""
+def even_share(items: list[int], surplus: int) -> int:
+    """The least limit under which ranks with items of so much can send `surplus` together; where
+    that is more than all of them, what all can send."""
     if surplus <= 0:
         return 0
-    share = 0
-    for k, load in enumerate(sorted(held)):
-        share = surplus // (len(held) - k)
+    for k, load in enumerate(sorted(items)):
+        share = surplus // (len(items) - k)
         if load >= share:
             return share
         surplus -= load
-    return surplus
+    return max(items)
 
 
 class Search:
     """See cpp/least_move.hpp."""
 
-    def __init__(self, weight, home, price, num_ranks: int, ranks_per_node: int, cap: int):
+    def __init__(self, weight, home, price, num_ranks: int, ranks_per_node: int, cap: int, held):
         self.weight, self.home = [int(w) for w in weight], [int(h) for h in home]
-        self.price = [int(p) for p in price]
+        self.price, self.held = [int(p) for p in price], [int(h) for h in held] or [0] * num_ranks
         self.num_ranks, self.cap, self.node_width = num_ranks, cap, min(ranks_per_node, num_ranks)
         self.width = num_ranks if ranks_per_node == 1 else self.node_width
         self.num_nodes = -(-num_ranks // self.width)
@@ -322,7 +322,7 @@ class Search:
     def run(self) -> list[int]:
         if self.high <= self.cap:
             return self.best
-        bound = lower_bound(np.array(self.weight), self.num_ranks)
+        bound = lower_bound(np.array(self.weight), self.num_ranks, self.held)
         caps = [bound + int(bound * tolerance) for tolerance in TOLERANCES]
         cap = max(self.cap, caps[0])
         self.plan_for(cap)
@@ -343,7 +343,7 @@ class Search:
         return self.best
 
     def max_load(self, rank_of: list[int]) -> int:
-        load = [0] * self.num_ranks
+        load = list(self.held)
         for weight, rank in zip(self.weight, rank_of, strict=True):
             load[rank] += weight
         return max(load)
@@ -352,7 +352,8 @@ class Search:
         return self.home[item] // self.node_width != rank // self.node_width
 
     def has_to_move(self, cap: int) -> int:
-        width, nodes = self.node_width, [0] * -(-self.num_ranks // self.node_width)
+        width = self.node_width
+        nodes = [sum(self.held[k:k + width]) for k in range(0, self.num_ranks, width)]
         for weight, home in zip(self.weight, self.home, strict=True):
             nodes[home // width] += weight
         return sum(max(0, load - cap * min(width, self.num_ranks - k * width))
@@ -393,8 +394,8 @@ class Search:
     def attempt(self, trial: list[int], cap: int, operations: int, start: int = PLAN) -> int:
         """Operations that are left."""
         s = Placement(self.weight, self.home, self.price, self.num_ranks, self.width, trial, cap,
-                      operations - 4 * self.n)
-        slack = max(0, cap * self.num_ranks - s.total)
+                      operations - 4 * self.n, self.held)
+        slack = max(0, cap * self.num_ranks - s.total - sum(self.held))
         room = min(slack // 2 // self.num_ranks, s.typical // 64)
 
         # What may move is settled when a Trading begins.
@@ -441,7 +442,7 @@ class Search:
             ranks = range(k * self.width, min(self.num_ranks, (k + 1) * self.width))
             means.append(sum(s.load[r] // len(ranks) for r in ranks))
             widths.append(len(ranks))
-            share = max(share, even_share([s.load[r] for r in ranks],
+            share = max(share, even_share([s.load[r] - self.held[r] for r in ranks],
                                           (means[-1] - target) * len(ranks)))
         most, room = max(0, max(means) - target), max(0, target - min(means))
         room = max(most, min(room, most + most // 2))
@@ -488,8 +489,9 @@ class Search:
         if not self.greedy:
             self.spent += 60 * self.n
             home, weight = np.array(self.home, np.int64), np.array(self.weight)
-            batch = greedy(weight, home, self.num_ranks)
-            rank_of_batch = near_home(home, batch, weight, self.num_ranks, self.width)
+            batch = greedy(weight, home, self.num_ranks, self.held)
+            rank_of_batch = (range(self.num_ranks) if any(self.held) else
+                             near_home(home, batch, weight, self.num_ranks, self.width))
             self.greedy = [int(rank_of_batch[b]) if w else h
                            for b, w, h in zip(batch, self.weight, self.home, strict=True)]
         return self.max_load(self.greedy)
@@ -505,9 +507,9 @@ def crowding_bound(weight: list[int], num_ranks: int) -> int:
 
 def least_move_counted(
     weight: np.ndarray, home: np.ndarray, move_cost: np.ndarray, num_ranks: int,
-    ranks_per_node: int, cap: int,
+    ranks_per_node: int, cap: int, held: Sequence[int] = (),
 ) -> tuple[np.ndarray, int]:
     """(rank_of (n,) with loads at or near the cap and little movement, the operations that it
-    took); move_cost may be empty."""
-    search = Search(weight, home, move_cost, num_ranks, ranks_per_node, cap)
+    took); move_cost and held may be empty."""
+    search = Search(weight, home, move_cost, num_ranks, ranks_per_node, cap, held)
     return np.array(search.run(), np.int64), search.spent
