@@ -84,9 +84,9 @@ class Traffic:
         communication.all_to_all, communication.RowGather.__call__ = self._kept
 
 
-def folder_of(folder: Path) -> None:
-    """The model, wide enough that computing takes the time of a phase, and the demo's rows."""
-    model = write_model("qwen3_vl", folder / "model")
+def write_wide(folder: Path) -> None:
+    """A model wide enough that computing takes the time of a phase."""
+    model = write_model("qwen3_vl", folder)
     config = model.config
     for name, value in dict(hidden_size=256, intermediate_size=704, num_hidden_layers=4,
                             num_attention_heads=4, num_key_value_heads=2, head_dim=64).items():
@@ -96,10 +96,15 @@ def folder_of(folder: Path) -> None:
                             out_hidden_size=256, deepstack_visual_indexes=[0, 1]).items():
         setattr(config.vision_config, name, value)
     torch.manual_seed(0)
-    type(model)(config).save_pretrained(folder / "model")
-    demo = make_demo_data(folder, 400)
+    type(model)(config).save_pretrained(folder)
+
+
+def folder_of(folder: Path) -> None:
+    """The model, and the demo's rows."""
+    write_wide(folder / "model")
+    demo = make_demo_data(folder / "demo", 400)
     rows = [json.loads(line) for line in (demo / "data.jsonl").read_text().splitlines()]
-    (folder / "images.jsonl").write_text(
+    (demo / "images.jsonl").write_text(
         "".join(json.dumps(row) + "\n" for row in rows if not row["audios"]))
 
 
@@ -112,7 +117,7 @@ def trained(world, folder: Path, steps: int, turns: int, workers: int) -> dict[s
         for way in WAYS if turn % 2 else WAYS[::-1]:
             run = Recipe(
                 run=RunConfig(dir=str(folder / f"{way}{turn}"), seed=turn),
-                data=DataConfig(path=str(folder / "images.jsonl"), num_workers=workers,
+                data=DataConfig(path=str(folder / "demo/images.jsonl"), num_workers=workers,
                                 index_dir=str(folder / "index")),
                 model=ModelConfig(pretrained=str(folder / "model")),
                 train=TrainConfig(num_steps=steps + 2, batch_size=5, lr=1e-4))

@@ -28,9 +28,11 @@ _SECONDS = (0.4, 0.9, 0.6, 0.5)
 _FRAMES = 4
 
 
-def made_by(processor: Processor) -> list[ProcessedExample]:
-    """With the tensors and the parts of all media; all tokens but those of media are learnt. Raises
-    ValueError, or MediaError, where the processor does not take such media."""
+def made_by(processor: Processor) -> Iterator[list[ProcessedExample]]:
+    """With the tensors and the parts of all media; all tokens but those of media are learnt. At
+    first where one example ends with its medium and the next one begins with it; then, since a
+    model may run neither, without the end and without both. Raises ValueError, or MediaError, where
+    the processor does not take such media."""
     kinds = [kind for kind in processor.token_ids if kind != VIDEO or (
         processor.videos.processor is not None and processor.tokenizer.writes(VIDEO))]
     features = torch.tensor([*processor.token_ids.values()])
@@ -46,8 +48,10 @@ def made_by(processor: Processor) -> list[ProcessedExample]:
             out.append(replace(
                 example, labels=ids.where(~torch.isin(ids, features), IGNORE_INDEX),
                 parts=data.load(i, segments=segments.tolist()).parts))
-    last, first = out[-2:]
-    return [*out[:-2], cut(last, -1), cut(first, 0)]
+    *others, last, first = out
+    yield [*others, cut(last, -1), cut(first, 0)]
+    yield [*others, last, cut(first, 0)]
+    yield out
 
 
 def _rows(folder: Path, kinds: Sequence[int]) -> Iterator[list[dict]]:

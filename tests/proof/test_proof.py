@@ -9,11 +9,17 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.nn.functional as F
+import transformers
 from torch import nn
 
+from orchmllm.data.text.processor import Processor
+from orchmllm.models.families import read_config
 from orchmllm.proof.compare import EXACT, compare
+from orchmllm.proof.prove import _verdict
 from tests.lib import tiny_models
 from tests.lib.any_models import examples_of
+from tests.lib.processors import FAMILIES
+from tests.lib.whole_folders import write_model
 
 pytestmark = pytest.mark.whole
 
@@ -157,6 +163,13 @@ def test_a_model_of_transformers_passes(made):
     build, examples = made
     assert len(examples) == 5
     assert compare(build(), examples) <= EXACT
+
+
+def test_an_example_that_transformers_does_not_run_is_not_cut(tmp_path):
+    """Qwen2.5-Omni's rule of positions needs what its template writes after a medium."""
+    FAMILIES["qwen2_5_omni"](transformers)  # imports a processor that would need torchvision
+    write_model("qwen2_5_omni", tmp_path)
+    assert _verdict(read_config(tmp_path), Processor(tmp_path))["why"] == ""
 
 
 @pytest.mark.parametrize("name", [
