@@ -110,7 +110,8 @@ class PackedExamples:
     lengths of the examples in the row.
     phases: encoder phase -> an orchmllm.encoders.planned.EncodedItems, what this rank encodes of
     it, for a model whose encoders are planned; without an entry the media are in `inputs`, or no
-    rank has any.
+    rank has any. shared: an orchmllm.models.shared.SharedExamples where a rank of this node shares
+    an example with others; the row then has pieces of examples, and seqlens are theirs.
     """
 
     inputs: dict[str, Tensor]
@@ -118,6 +119,7 @@ class PackedExamples:
     targets: Tensor
     seqlens: SequenceLengths
     phases: dict[str, Any] = field(default_factory=dict)
+    shared: Any = None
 
     @property
     def read(self) -> dict[str, Tensor]:
@@ -145,10 +147,11 @@ class PackedExamples:
         return replace(
             self, inputs={name: move(value) for name, value in self.inputs.items()},
             kept=move(self.kept), targets=move(self.targets),
+            shared=self.shared and self.shared.moved(move),
             phases={name: items.moved(move) for name, items in self.phases.items()})
 
     def without_labels(self, lost: np.ndarray) -> PackedExamples:
-        """On the host: nothing is learnt of the examples where `lost` (n,) bool is true."""
+        """On the host: nothing is learnt of the sequences where `lost` (n,) bool is true."""
         example = np.searchsorted(self.seqlens.host[1:].numpy(), self.kept.numpy(), side="right")
         stays = torch.from_numpy(~lost[example])
         return replace(self, kept=self.kept[stays], targets=self.targets[stays])

@@ -190,5 +190,5 @@ class Orchestrator:
         order. The text is there already."""
         packed = micro.content
         if len(micro.ignored):
-            packed = packed.without_labels(np.isin(micro.rank_plan.examples, micro.ignored))
+            packed = packed.without_labels(np.isin(micro.rank_plan.row[:, 0], micro.ignored))
         return packed.to(self.device).exchanged(self._device_group)

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from orchmllm.batch import Step
 from orchmllm.comm.errors import AgreedError
-from orchmllm.comm.exchange import RowGather, exchange_group, gather_scalars
+from orchmllm.comm.exchange import RowGather, exchange_group, gather_scalars, node_group
 from orchmllm.config.job import resolve
 from orchmllm.config.recipe import Recipe
 from orchmllm.data.dataset import ConversationDataset
@@ -95,6 +95,10 @@ class Trainer:
         prove_on_first_rank(recipe, self.dataset, on_cpu, self._log)
         self.model = build_model(recipe, self.device, self.memory.choice, sources, on_cpu,
                                 spec.ranks_per_node, group, self._log)
+        if recipe.balance.llm.max_shares > 1:
+            self.model.check_shares()
+            nodes = [spec.node_of(rank, world.world_size) for rank in range(world.world_size)]
+            self.model.node_group = node_group(nodes, self.device, recipe.launch.timeout_s)
         self._feed, spec = feed_of(self.model, self.dataset, spec, on_cpu, self._log)
         self.orchestrator, self._validation = (
             build_orchestrator(recipe, one, world.world_size, self.device, group)

@@ -183,6 +183,18 @@ def bytes_group(ranks: Sequence[int], timeout_s: float) -> dist.ProcessGroupGloo
     return gloo_group(ranks, f"bytes{next(_groups_made)}/{ranks[0]}", timeout_s)
 
 
+def node_group(nodes: Sequence[range], device: torch.device, timeout_s: float
+               ) -> dist.ProcessGroup:
+    """The group of the ranks of this rank's node, for exchanges in the training thread; every rank
+    of the job calls it at the same place. nodes: that of each rank."""
+    mine = nodes[dist.get_rank()]
+    if device.type == "cpu":
+        return gloo_group(list(mine), f"node{next(_groups_made)}/{mine.start}", timeout_s)
+    groups = {node: dist.new_group(list(node), timeout=timedelta(seconds=timeout_s))
+              for node in dict.fromkeys(nodes)}
+    return groups[mine]
+
+
 def exchange_group(device: torch.device, timeout_s: float) -> dist.ProcessGroup | None:
     """The group of all ranks for exchanges in the training thread; every rank of the job calls it
     at the same place. On a GPU it has a communicator of its own: on that of FSDP2 an exchange would
@@ -194,12 +206,14 @@ def exchange_group(device: torch.device, timeout_s: float) -> dist.ProcessGroup 
 
 
 class _AllToAllRows(torch.autograd.Function):
-    """Rows to their ranks; the backward pass sends gradients the same way back."""
+    """Rows to their ranks; the backward pass sends gradients the same way back. once: whether each
+    row goes to one rank."""
 
     @staticmethod
-    def forward(ctx, x, send_index, recv_index, exchange, group):
+    def forward(ctx, x, send_index, recv_index, exchange, group, once):
         ctx.save_for_backward(send_index, recv_index)
         ctx.exchange, ctx.group = exchange, group
+        ctx.num_rows = None if once else len(x)
         received = all_to_all(x.index_select(0, send_index), exchange.output_splits.tolist(),
                               exchange.input_splits.tolist(), group)
         return received.index_select(0, recv_index)
@@ -207,14 +221,28 @@ class _AllToAllRows(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         send_index, recv_index = ctx.saved_tensors
-        returned = all_to_all(_placed(grad, recv_index), ctx.exchange.input_splits.tolist(),
+        splits = ctx.exchange.input_splits.tolist()
+        returned = all_to_all(_placed(grad, recv_index), splits,
                               ctx.exchange.output_splits.tolist(), ctx.group)
-        return _placed(returned, send_index), *(None,) * 4
+        found = (_placed(returned, send_index) if ctx.num_rows is None
+                 else _summed(returned, send_index, splits, ctx.num_rows))
+        return found, *(None,) * 5
 
 
 def _placed(rows: Tensor, index: Tensor) -> Tensor:
     """Inverse of index_select by a permutation."""
     return torch.empty_like(rows).index_copy_(0, index, rows)
+
+
+def _summed(rows: Tensor, index: Tensor, splits: list[int], num_rows: int) -> Tensor:
+    """What comes back of `num_rows` rows, which may have gone to several ranks, or to none: their
+    sums, in float32 at least, rank by rank, so that their order is fixed. splits: rows of each
+    rank."""
+    out = rows.new_zeros((num_rows, *rows.shape[1:]),
+                         dtype=torch.promote_types(rows.dtype, torch.float32))
+    for some, at in zip(rows.split(splits), index.split(splits), strict=True):
+        out.index_add_(0, at, some.to(out.dtype))
+    return out.to(rows.dtype)
 
 
 def all_to_all(
@@ -264,4 +292,11 @@ def exchange_rows(
         stays = np.array_equal(order, np.arange(len(x)))
         return x if stays else x.index_select(0, on_device(order, x.device))
     send, recv = (on_device(i, x.device) for i in (exchange.send_index, exchange.recv_index))
-    return _AllToAllRows.apply(x, send, recv, exchange, group)
+    return _AllToAllRows.apply(x, send, recv, exchange, group, True)
+
+
+def send_rows(x: Tensor, send: Tensor, recv: Tensor, exchange: Exchange,
+              group: dist.ProcessGroup | None) -> Tensor:
+    """exchange_rows where rows may go to several ranks, or to none. x: (R, ...); send, recv: the
+    indices of the exchange, on x's device. Collective, whatever moves."""
+    return _AllToAllRows.apply(x, send, recv, exchange, group, False)

@@ -28,6 +28,9 @@ class PhaseConfig(PhasePolicy):
         0, "Hard cap of a rank's positions (activation memory); 0: none.", at_least=0)
     nodewise: bool = key(False, "Permute the finished batches over the ranks to spare the network "
                          "between nodes (OrchMLLM Algorithm 3).")
+    max_shares: int = key(
+        1, "Ranks of a node that may share an example of the LLM which is too heavy or too long "
+        "for one of them: 2, 4, 8, ...; 1: none does. Of balance.llm alone.", at_least=1)
 
     def conflicts(self) -> Iterator[Conflict]:
         """A key that the policy would ignore is refused."""
@@ -41,6 +44,10 @@ class PhaseConfig(PhasePolicy):
         if self.nodewise and not chosen.node_blind:
             yield Conflict(("nodewise", "policy"),
                            f"policy {self.policy!r} knows nodes already: set it to false")
+        if self.max_shares > 1 and "held" not in chosen.options:
+            yield Conflict(("max_shares", "policy"),
+                           f"policy {self.policy!r} cannot balance around pieces of examples: "
+                           "set it to 1, or the policy to least_move")
 
 
 @dataclass(frozen=True)
@@ -82,6 +89,13 @@ class BalanceConfig(BalancePolicy):
         if self.measure_every == 1:
             yield Conflict(("measure_every",), "no step would be balanced: set it to 2 or more, or "
                            "set balance.enabled to false")
+        for phase in ("vision", "audio"):
+            if getattr(self, phase).max_shares > 1:
+                yield Conflict((f"{phase}.max_shares",), "ranks share examples of the LLM alone: "
+                               "set balance.llm.max_shares")
+        if self.llm.max_shares > 1 and self.whole_examples:
+            yield Conflict(("llm.max_shares", "whole_examples"),
+                           "whole examples are not shared: set one of them to its default")
         if self.dispatch == "load" and self.llm.nodewise:
             yield Conflict(
                 ("llm.nodewise", "dispatch"), "every rank reads the texts that it takes, so "

@@ -89,6 +89,7 @@ class Counted(TorchDispatchMode):
         self._held: list[Tensor] = []
         self._attended: dict[int, tuple[Seen | None, int]] = {}
         self.reach: int | None = None
+        self.attended = 0  # numbers in the keys and values of a position
         self._starts, self._order = [], []
         self._begin("front")
 

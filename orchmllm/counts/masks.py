@@ -22,6 +22,7 @@ def attention(module: nn.Module, query: Tensor, key: Tensor, value: Tensor,
     query: (B, H, R, D); key, value: (B, Hkv, R, D). Returns (B, R, H, D)."""
     if (counted := running.get()) is not None:
         counted.reach = getattr(attention_mask, "reach", None)
+        counted.attended = sum(x.shape[1] * x.shape[3] for x in (key, value))
     out = torch.ops.aten._scaled_dot_product_flash_attention(query, key, value)[0]
     return out.transpose(1, 2), None
 

@@ -107,6 +107,13 @@ class PlannedEncoders:
         return BlankMedia(phase, self._owner, self._encoders[phase])
 
     @property
+    def cut_media(self) -> tuple[str, ...]:
+        """Phases of whose media a rank's LLM may get a part: their features are rows that the model
+        reads one after the other, whichever medium they are of."""
+        return tuple(phase for phase, encoder in self._encoders.items()
+                     if callable(encoder.rows) and not encoder.padded)
+
+    @property
     def raw(self) -> dict[str, int]:
         """Arguments that are given as bytes -> the copies of a frame that do not travel."""
         return {name: pixels.copies for name, pixels in self.pixels.items()}
@@ -163,8 +170,8 @@ class PlannedEncoders:
             place = np.argsort(ranges(first[of_slot], num_tokens[of_slot]))  # of each slot's rows
             exchange = replace(exchange, send_index=place[exchange.send_index])
             num_tokens = num_tokens[of_slot]
-        names = [example.arguments[s] for example in examples for s in np.flatnonzero(
-            example.lengths.modality == ENCODERS[phase]).tolist()]
+        here = dict(zip(plan.examples.tolist(), examples, strict=False))
+        names = [here[e].arguments[s] for e, s in plan.taken[phase].tolist()]
         taken = [layout.value for layout in encoder.calls.values()]
         call_of = np.array([taken.index(name) for name in names], np.int64)
         in_order = np.argsort(call_of, kind="stable")

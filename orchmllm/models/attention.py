@@ -23,31 +23,36 @@ from orchmllm.models import attention_op
 
 
 class AttentionBackend(NamedTuple):
-    """description: one line for the log. run: (q, k, v, seqlens, causal) -> (T, Hq, Dh), T >= 1."""
+    """description: one line for the log. run: (q, k, v, seqlens, causal, keys) -> (T, Hq, Dh), T
+    >= 1, see packed_attention."""
 
     description: str
-    run: Callable[[Tensor, Tensor, Tensor, SequenceLengths, bool], Tensor]
+    run: Callable[[Tensor, Tensor, Tensor, SequenceLengths, bool, SequenceLengths | None], Tensor]
 
 
 def packed_attention(
-    q: Tensor, k: Tensor, v: Tensor, seqlens: SequenceLengths, *, causal: bool
+    q: Tensor, k: Tensor, v: Tensor, seqlens: SequenceLengths, *, causal: bool,
+    keys: SequenceLengths | None = None,
 ) -> Tensor:
     """Scaled dot-product attention of each sequence to itself alone.
 
-    q: (T, Hq, Dh); k, v: (T, Hkv, Dh), Hq a multiple of Hkv. Returns (T, Hq, Dh) in q's dtype,
+    q: (T, Hq, Dh); k, v: (T, Hkv, Dh), Hq a multiple of Hkv. keys: lengths of the sequences in k
+    and v where these are longer, so that q has the last rows of each, causal; None: those of
+    seqlens. Returns (T, Hq, Dh) in q's dtype,
     never a view of an input. With T = 0 the result is still attached to q, k and v: FSDP2 reduces
     only parameters that have a gradient, so a rank without rows must give all of them one.
     Raises ValueError if seqlens does not cover the T rows.
     """
     if is_compiling():  # the lengths would be compiled in, anew for every step
         return attention_op.packed(q, k, v, seqlens.cu_seqlens, seqlens.host, causal)[0]
-    if not seqlens.total == len(q) == len(k) == len(v):
+    if not (seqlens.total == len(q) and (keys or seqlens).total == len(k) == len(v)):
         raise ValueError(
             f"seqlens covers {seqlens.total} rows, but q, k, v have {len(q)}, {len(k)}, {len(v)}"
         )
     if len(q) == 0:
         return q + (k.sum() + v.sum())
-    return attention_backend(q.device.type, q.dtype, q.shape[-1]).run(q, k, v, seqlens, causal)
+    backend = attention_backend(q.device.type, q.dtype, q.shape[-1])
+    return backend.run(q, k, v, seqlens, causal, keys)
 
 
 @functools.cache
@@ -89,20 +94,30 @@ def _flash_backend(dtype: torch.dtype, head_dim: int) -> tuple[AttentionBackend 
 
 def _try_out(backend: AttentionBackend, dtype: torch.dtype, head_dim: int,
              device: torch.device) -> None:
-    """Forward and backward of 3 rows, so that what cannot run is found before training."""
+    """Forward and backward of 3 rows, so that what cannot run is found before training. Raises
+    RuntimeError where rows are not the last ones of the keys."""
     with torch.enable_grad():
         q, k, v = (torch.zeros(3, heads, head_dim, dtype=dtype, device=device, requires_grad=True)
                    for heads in (2, 1, 1))
         seqlens = SequenceLengths.from_lengths([1, 2], device)
         for causal in (True, False):
-            backend.run(q, k, v, seqlens, causal).sum().backward()
+            backend.run(q, k, v, seqlens, causal, None).sum().backward()
+        last = SequenceLengths.from_lengths([1], device)
+        v = torch.arange(3, dtype=dtype, device=device)[:, None, None].expand_as(v).contiguous()
+        out = backend.run(q[:1], k, v, last, True, SequenceLengths.from_lengths([3], device))
+        if not bool((out == 1).all()):
+            raise RuntimeError("a row that follows 2 keys does not attend to them")
 
 
 def sdpa_per_sequence(
-    q: Tensor, k: Tensor, v: Tensor, seqlens: SequenceLengths, causal: bool
+    q: Tensor, k: Tensor, v: Tensor, seqlens: SequenceLengths, causal: bool,
+    keys: SequenceLengths | None = None,
 ) -> Tensor:
     """The implementation that runs anywhere; see AttentionBackend. q: (tokens, heads, head size);
     k, v: with as many or fewer heads."""
+    if keys is not None:
+        return torch.cat([_to_longer(*parts) for parts in zip(
+            q.split(seqlens.lengths), k.split(keys.lengths), v.split(keys.lengths), strict=True)])
     # Neighbours of equal length share a call: images of one size are common, and forward and
     # backward of short sequences cost mostly calls (4x at 16 rows each, 1.4x at 64).
     runs = [(n, len(list(same))) for n, same in groupby(filter(None, seqlens.lengths))]
@@ -119,6 +134,16 @@ def sdpa_per_sequence(
     return torch.cat(outputs)
 
 
+def _to_longer(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """q: the last rows of a sequence; k, v: all of them. is_causal would take q for the first."""
+    n, whole = len(q), len(k)
+    mask = torch.ones(n, whole, dtype=torch.bool, device=q.device).tril(whole - n)
+    out = F.scaled_dot_product_attention(
+        *(x.transpose(0, 1)[None] for x in (q, k, v)), attn_mask=mask,
+        enable_gqa=q.shape[1] != k.shape[1])
+    return out[0].transpose(0, 1)
+
+
 def _varlen_backend() -> AttentionBackend:
     from torch.nn.attention.varlen import varlen_attn
 
@@ -127,13 +152,15 @@ def _varlen_backend() -> AttentionBackend:
     by_window = "window_size" in options
     has_gqa = "enable_gqa" in options
 
-    def run(q: Tensor, k: Tensor, v: Tensor, seqlens: SequenceLengths, causal: bool) -> Tensor:
+    def run(q: Tensor, k: Tensor, v: Tensor, seqlens: SequenceLengths, causal: bool,
+            keys: SequenceLengths | None = None) -> Tensor:
         kwargs = {"window_size": (-1, 0 if causal else -1)} if by_window else {"is_causal": causal}
         if has_gqa:
             kwargs["enable_gqa"] = q.shape[1] != k.shape[1]
         elif q.shape[1] != k.shape[1]:
             k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
-        cu, longest = seqlens.cu_seqlens, seqlens.max_seqlen
-        return varlen_attn(q, k, v, cu, cu, longest, longest, **kwargs)
+        keys = keys or seqlens
+        return varlen_attn(q, k, v, seqlens.cu_seqlens, keys.cu_seqlens, seqlens.max_seqlen,
+                           keys.max_seqlen, **kwargs)
 
     return AttentionBackend("torch.nn.attention.varlen.varlen_attn", run)

@@ -99,7 +99,7 @@ def _llm(whole: WholeModel) -> PartCounts:
     moved = _moved(TOKENS, runs, [*range(len(stack)), "front", "behind"])
     return PartCounts(item, row, position, attention, moved, _blocks(TOKENS, runs, len(stack)),
                       _saved(rows, runs, ["head"]), _saved(TOKENS, runs, ["front", "behind"]),
-                      runs[0].stages[0].width, len(head.weight))
+                      runs[0].stages[0].width, len(head.weight), attended=runs[0].attended)
 
 
 def _encoder(whole: WholeModel, part: str) -> PartCounts:

@@ -10,7 +10,7 @@ still passes gradients on to what is before it.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -24,12 +24,14 @@ class Lengths:
     """A phase's items, (n,) int64 each: rows that arrive (patches, mel frames) or, in the LLM, its
     targets; positions that attention sees (patches, frames after the convolutions, tokens); LLM
     tokens they become. grid: (n, 3) tiles, rows and columns of patches, which windows are cut
-    from; None: unknown."""
+    from; None: unknown. before: of pieces of examples, the positions of the example before them,
+    to which they attend, too; None: these are whole."""
 
     rows: np.ndarray
     positions: np.ndarray
     tokens: np.ndarray
     grid: np.ndarray | None = None
+    before: np.ndarray | None = None
 
 
 @dataclass(frozen=True)
@@ -58,8 +60,16 @@ def phase_lengths(layout: BatchLayout, phase: str) -> Lengths:
     return Lengths(layout.rows[seg], layout.attn_len[seg], layout.num_tokens[seg], grid)
 
 
+def planned_lengths(plan: StepPlan, phase: str) -> Lengths:
+    """The items of a phase as they are processed, in source order: of the LLM the pieces of
+    examples, each with as many targets as it may have."""
+    if phase != "llm" or plan.pieces is None:
+        return phase_lengths(plan.layout, phase)
+    return replace(phase_lengths(plan.parts, phase), before=plan.pieces.start)
+
+
 def item_rank(plan: StepPlan, phase: str) -> np.ndarray:
-    """(n,) rank that processes each item, items in source order."""
+    """(n,) rank that processes each item of planned_lengths."""
     move = plan.rearrangement(phase)
     return move.target_rank[move.inverse.order]
 

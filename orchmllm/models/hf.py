@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -31,6 +32,7 @@ from orchmllm.batch import (
     on_device,
 )
 from orchmllm.config.model import ModelConfig
+from orchmllm.encoders.infer import infer_encoders
 from orchmllm.encoders.mirrored import Mirrored, compute_on_host
 from orchmllm.models import packing, structure, towers
 from orchmllm.models.attention import attention_backend
@@ -39,18 +41,21 @@ from orchmllm.models.fused import fuse
 from orchmllm.models.generate import generated
 from orchmllm.models.loss import answers_with_loss
 from orchmllm.models.phase_clock import PhaseClock
+from orchmllm.models.shared import SharedExamples
 from orchmllm.plan.layout import NO_EXAMPLES
 
 
 class WholeModel(nn.Module):
     """hf: a model of orchmllm.models.families, in train mode, whose configuration nobody else has.
     dtype: of forward and backward. The phases' times are in `clock`. encoders: an
-    orchmllm.encoders.planned.PlannedEncoders of hf, for batches that were planned. loss_chunk_rows:
+    orchmllm.encoders.planned.PlannedEncoders of hf, for batches that were planned; node_group: the
+    ranks that may share examples. loss_chunk_rows:
     see orchmllm.models.loss.LossHead. num_layers: of the text model, each of which has to keep the
     examples of a row apart."""
 
     encoders: Any = None
     loss_chunk_rows = 0
+    node_group: dist.ProcessGroup | None = None
 
     def __init__(self, hf: nn.Module, dtype: torch.dtype) -> None:
         super().__init__()
@@ -72,6 +77,17 @@ class WholeModel(nn.Module):
         self.mixers = [m for m in hf.modules() if type(m).__name__.endswith("GatedDeltaNet")]
         for mixer in self.mixers:
             packing.keep_apart(mixer)
+
+    def check_shares(self) -> None:
+        """Raises ValueError for a model whose examples ranks cannot share."""
+        why = ""
+        if self.mixers:
+            why = (f"{type(self.mixers[0]).__mro__[2].__name__} takes a state from position to "
+                   "position, so that ranks would wait for each other")
+        elif any(encoder.padded for encoder in infer_encoders(self.hf)[1]):
+            why = f"{type(self.hf).__name__} reads lengths of whole media beside their features"
+        if why:
+            raise ValueError(f"balance.llm.max_shares: {why}: set it to 1")
 
     def part_of(self, name: str) -> str:
         """The part that a parameter or a module of `hf` belongs to: vision, audio, connector or
@@ -99,22 +115,31 @@ class WholeModel(nn.Module):
         """One packed row; on the CPU. media, micro: of a planned microbatch, see
         PlannedEncoders.packed; examples are then those of its LLM, without the content of media,
         and for none of them the row is one token, of which nothing is learnt."""
-        examples = examples or [_FILLER]
-        ids = torch.cat([e.input_ids for e in examples])
-        labels = torch.cat([F.pad(e.labels[1:], (0, 1), value=IGNORE_INDEX) for e in examples])
-        kept = (labels != IGNORE_INDEX).nonzero()[:, 0]
+        row, shared = [(e, 0, len(e.input_ids)) for e in examples or [_FILLER]], None
+        if examples and micro is not None:
+            here = dict(zip(micro.rank_plan.examples.tolist(), examples, strict=True))
+            row = [(here[e], start, start + n) for e, start, n in micro.rank_plan.row.tolist()]
+        lengths = [end - start for _, start, end in row]
+        ids = torch.cat([e.input_ids[start:end] for e, start, end in row])
+        labels = torch.cat([F.pad(e.labels[1:], (0, 1), value=IGNORE_INDEX)[start:end]
+                            for e, start, end in row])
+        kept, types = (labels != IGNORE_INDEX).nonzero()[:, 0], [ids]
+        if micro is not None and (plan := micro.rank_plan.shared) is not None:
+            shared = SharedExamples.of(plan, tuple(lengths), self.node_group)
+            types += [here[e].input_ids for e in plan.texts.tolist()]  # which masks look up
         inputs = {
             "input_ids": ids[None],
-            "position_ids": torch.cat([self._positions(e) for e in examples], -1),
-            **{name: self._type_ids(ids)[None] for name in self._types}}
+            "position_ids": torch.cat([self._positions(e)[..., start:end]
+                                       for e, start, end in row], -1),
+            **{name: self._type_ids(torch.cat(types))[None] for name in self._types}}
+        examples = examples or [_FILLER]
         for name in dict.fromkeys(name for e in examples for name in e.media if name not in TYPES):
             parts = [e.media[name] for e in examples if name in e.media]
             slotted = any(IN_ONE_ROW in e.media for e in examples) and name.startswith("pixel_")
             inputs[name] = joined(parts, int(slotted))
-        lengths = [len(e.input_ids) for e in examples]
         phases = {} if micro is None else self.encoders.packed(examples, media, micro)
         return PackedExamples(inputs, kept, labels[kept], SequenceLengths.from_lengths(lengths),
-                              phases)
+                              phases, shared)
 
     def forward(self, batch: PackedExamples, asked: Mapping[str, Any] | None = None
                 ) -> Tensor | list[int]:
@@ -141,7 +166,8 @@ class WholeModel(nn.Module):
         if 0 < self.loss_chunk_rows < len(batch.kept):
             losing = answers_with_loss(self.hf.get_output_embeddings(), batch.targets,
                                        self.loss_chunk_rows)
-        with answering, packing.packed(batch.seqlens, self.num_layers), losing as made:
+        with answering, packing.packed(
+                batch.seqlens, self.num_layers, batch.shared), losing as made:
             logits = self.logits(inputs, batch.kept)
         loss = self._summed(logits, batch.targets, made)
         if torch.is_grad_enabled() and not loss.requires_grad:

@@ -8,7 +8,7 @@ else. Nothing is padded, and no mask has an entry for a pair of positions of two
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -24,6 +24,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from orchmllm.batch import SequenceLengths
 from orchmllm.models import attention_op
 from orchmllm.models.attention import packed_attention
+from orchmllm.models.shared import SharedExamples
 
 NAME = "orchmllm_packed"
 
@@ -35,28 +36,31 @@ class _Row:
 
     seqlens: SequenceLengths
     num_calls: int
+    shared: SharedExamples | None
 
 
 @dataclass(frozen=True)
 class _Masks:
     """What every layer gets. of_examples: (1, 1, n, n) bool for each example, True where a position
-    attends; None: all of them are causal."""
+    attends, or (1, 1, n, N) for a piece of an example of N positions; None: all are causal."""
 
     seqlens: SequenceLengths
     of_examples: list[Tensor] | None
+    shared: SharedExamples | None
 
 
 _running: ContextVar[_Row | None] = ContextVar("row", default=None)
 
 
 @contextmanager
-def packed(seqlens: SequenceLengths, num_layers: int) -> Iterator[None]:
-    """Within it a forward of the model has one row, of the examples of these lengths. num_layers:
-    of the text model.
+def packed(seqlens: SequenceLengths, num_layers: int, shared: SharedExamples | None = None
+           ) -> Iterator[None]:
+    """Within it a forward of the model has one row, of the examples of these lengths, or of pieces
+    of those that are shared. num_layers: of the text model.
 
     Raises RuntimeError if not every layer computed its attention by the functions here: the
     examples would have seen each other."""
-    row = _Row(seqlens, -attention_op.num_calls)
+    row = _Row(seqlens, -attention_op.num_calls, shared)
     token = _running.set(row)
     try:
         yield
@@ -96,16 +100,25 @@ def mask_of_row(
     masks = None
     if mask_function is not causal_mask_function:
         masks, first = [], 0
-        for n in row.seqlens.lengths:
+        for n, place in zip(row.seqlens.lengths, places(row), strict=True):
+            example, start, whole = first, 0, n
+            if place is not None:  # what the rule looks up of the examples stands after the row
+                example, start, whole = place
+                example += row.seqlens.total
             masks.append(sdpa_mask(
-                batch_size=1, q_length=n, kv_length=n, q_offset=first, kv_offset=first,
-                mask_function=mask_function, allow_is_causal_skip=False,
+                batch_size=1, q_length=n, kv_length=whole, q_offset=example + start,
+                kv_offset=example, mask_function=mask_function, allow_is_causal_skip=False,
                 allow_is_bidirectional_skip=False, use_vmap=use_vmap, device=device))
             first += n
     # Of booleans: FSDP2 casts, and so copies, floating tensors.
     carrier = torch.ones(1, 1, q_length, 1, dtype=torch.bool, device=device)
-    carrier.masks = _Masks(row.seqlens, masks)
+    carrier.masks = _Masks(row.seqlens, masks, row.shared)
     return carrier
+
+
+def places(row: _Row | _Masks) -> Sequence[tuple[int, int, int] | None]:
+    """Of each sequence of the row, see orchmllm.plan.shares.SharedRows."""
+    return row.shared.plan.places if row.shared else [None] * len(row.seqlens.lengths)
 
 
 def attention_of_row(
@@ -122,18 +135,18 @@ def attention_of_row(
     if dropout or given or getattr(module, "sinks", None) is not None:
         raise RuntimeError(f"{type(module).__name__} computes attention with "
                            f"{', '.join(given) or 'dropout or sinks'}, which packing does not know")
-    if masks.of_examples is None and is_compiling():
+    if masks.of_examples is None and masks.shared is None and is_compiling():
         return attend(query, key, value, masks.seqlens, scaling, causal=True), None
     return _counted(module, query, key, value, masks, scaling), None
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, seqlens: SequenceLengths,
-           scaling: float | None, *, causal: bool) -> Tensor:
+           scaling: float | None, *, causal: bool, keys: SequenceLengths | None = None) -> Tensor:
     """packed_attention of query (1, H, R, D) to key and value (1, Hkv, R, D): (1, R, H, D)."""
     if scaling is not None and scaling != query.shape[-1] ** -0.5:
         query = query * (scaling * query.shape[-1] ** 0.5)
     q, k, v = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))
-    return packed_attention(q, k, v, seqlens, causal=causal)[None]
+    return packed_attention(q, k, v, seqlens, causal=causal, keys=keys)[None]
 
 
 @torch.compiler.disable
@@ -142,13 +155,30 @@ def _counted(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, masks
     """Example by example where they have masks, whose number and sizes would be compiled in."""
     if (row := _running.get()) is not None:  # not where a block is computed again
         row.num_calls += 1
-    if masks.of_examples is None:
+    if masks.of_examples is None and masks.shared is None:
         return attend(query, key, value, masks.seqlens, scaling, causal=True)
-    lengths, out = masks.seqlens.lengths, []
-    for q, k, v, mask in zip(query.split(lengths, 2), key.split(lengths, 2),
-                             value.split(lengths, 2), masks.of_examples, strict=True):
-        out.append(ALL_ATTENTION_FUNCTIONS["sdpa"](module, q, k, v, mask, scaling=scaling)[0])
-    return torch.cat(out, 1)
+    keys, values, out = key, value, []
+    if masks.shared is not None:
+        keys, values = masks.shared.keys_and_values(key, value)
+    if masks.of_examples is None:
+        runs = masks.shared.runs
+        sizes = [run.rows.total for run in runs]
+        for q, k, v, run in zip(*(x.split(sizes, 2) for x in (query, key, value)), runs,
+                                strict=True):
+            if run.keys is not None:
+                k, v = keys[:, :, run.at], values[:, :, run.at]
+            out.append(attend(q, k, v, run.rows, scaling, causal=True, keys=run.keys))
+    else:
+        for q, k, v, mask, place in zip(
+                *(x.split(masks.seqlens.lengths, 2) for x in (query, key, value)),
+                masks.of_examples, places(masks), strict=True):
+            if place is not None:
+                at = slice(place[0], place[0] + place[2])
+                k, v = keys[:, :, at], values[:, :, at]
+            out.append(ALL_ATTENTION_FUNCTIONS["sdpa"](module, q, k, v, mask, scaling=scaling)[0])
+    found = torch.cat(out, 1)
+    # A rank without a piece still takes part in the exchange of the gradients.
+    return found if keys.shape[2] else found + (keys.sum() + values.sum())
 
 
 class _Apart:

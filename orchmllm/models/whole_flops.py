@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -58,7 +58,7 @@ class PartCounts:
     Bytes: moved, (2, 3), see moved_by; blocks, in their order; kept_row, kept_position: what is
     kept around them; row_bytes: of a patch or a frame that moves. Numbers: width, in a position of
     the blocks; outputs, in a token for the LLM or in a row of its logits; row_values, in a patch or
-    frame for the encoder."""
+    frame for the encoder; attended, in the keys and values of a position in a layer of the LLM."""
 
     item: np.ndarray
     row: np.ndarray
@@ -72,6 +72,7 @@ class PartCounts:
     outputs: int
     row_bytes: int = 0
     row_values: int = 0
+    attended: int = 0
 
     def as_json(self) -> dict:
         arrays = {name: getattr(self, name).tolist() for name in ARRAYS}
@@ -110,6 +111,10 @@ def _known(folder: str, learns: tuple[str, ...], adapters: bool, dtype: str
 
 def pairs(attention: Attention, lengths: Lengths) -> np.ndarray:
     """(n,) pairs of positions that attend to each other."""
+    if lengths.before is not None:  # as of what ends with the piece, less what was before
+        ends, before = (replace(lengths, positions=n, before=None) for n in (
+            lengths.before + lengths.positions, lengths.before))
+        return pairs(attention, ends) - pairs(attention, before)
     n, size = lengths.positions.astype(float), attention.size
     match attention.kind:
         case "tile":

@@ -47,6 +47,7 @@ class PhasePolicy:
     tolerance: float = DEFAULT_TOLERANCE
     max_rank_tokens: int = 0
     nodewise: bool = False
+    max_shares: int = 1
 
     @property
     def sets_tolerance(self) -> bool:
@@ -84,6 +85,12 @@ class BalancePolicy:
         return self.enabled and self.measure_every > 0 and (step + 1) % self.measure_every == 0
 
 
+def most_shares(balance: BalancePolicy, ranks_per_node: int, num_ranks: int) -> int:
+    """Ranks that may share an example: a power of two."""
+    most = min(balance.llm.max_shares if balance.enabled else 1, ranks_per_node, num_ranks)
+    return 1 << most.bit_length() - 1
+
+
 @dataclass(frozen=True)
 class PlanSpec:
     """What the planner knows of the model and the cluster; equal on all ranks.
@@ -94,6 +101,7 @@ class PlanSpec:
     consecutive ranks that balance among themselves; 0: all. fills: whether every rank gets an
     example in every microbatch where there are enough: beside a long example balancing may leave a
     rank without one. room: what memory leaves a rank in a microbatch, () where nothing is known.
+    cut_media: encoder phases of whose media a rank's LLM may get a part (orchmllm.plan.shares).
     """
 
     costs: Mapping[str, CostModel]
@@ -104,6 +112,7 @@ class PlanSpec:
     group_size: int = 0
     fills: bool = False
     room: tuple[Limit, ...] = ()
+    cut_media: tuple[str, ...] = ()
 
     @cached_property
     def encoders(self) -> dict[str, int]:
@@ -144,6 +153,13 @@ class PlanSpec:
                    for phase, cap in self.hard_caps.items()) and all(
             np.max(limit.taken(positions), initial=0) <= limit.most for limit in self.room)
 
+    def node_of(self, rank: int, num_ranks: int) -> range:
+        """The ranks of its node that a rank balances with."""
+        size = self.group_size or num_ranks
+        first, width = rank // size * size, min(self.ranks_per_node, size)
+        start = first + (rank - first) // width * width
+        return range(start, min(start + width, first + size, num_ranks))
+
     @cached_property
     def as_sampled(self) -> PlanSpec:
         """That of the same steps unbalanced: every example stays on the rank that drew it."""
@@ -154,7 +170,7 @@ class PlanSpec:
         """64 bits over every field."""
         text = repr((sorted((k, astuple(v)) for k, v in self.costs.items()),
                      sorted(self.row_bytes.items()), self.feature_bytes, self.ranks_per_node,
-                     astuple(self.balance), self.group_size, self.fills,
+                     astuple(self.balance), self.group_size, self.fills, self.cut_media,
                      [(limit.most, sorted(limit.each.items()))
                       for limit in self.room]))
         return digest64(text.encode())
@@ -320,11 +336,13 @@ def _assign(
         limit=None if solver == "search" else spec.balance.nodewise_limit_s)[rank_of]
 
 
-def at_least(place_of: np.ndarray, lengths: np.ndarray, num_places: int, least: int) -> np.ndarray:
+def at_least(place_of: np.ndarray, lengths: np.ndarray, num_places: int, least: int,
+             others: np.ndarray | int = 0) -> np.ndarray:
     """(n,) places of n items, the shortest moved from places with more than `least` items to those
-    with fewer; as they are where n is less than least * num_places."""
-    counts = np.bincount(place_of, minlength=num_places)
-    if len(place_of) < least * num_places or counts.min() >= least:
+    with fewer; as they are where there are less than least * num_places. others (num_places,):
+    items of each place that stay where they are."""
+    counts = np.bincount(place_of, minlength=num_places) + others
+    if counts.sum() < least * num_places or counts.min() >= least:
         return place_of
     out = place_of.copy()
     wanting = iter(np.repeat(np.arange(num_places), np.maximum(least - counts, 0)).tolist())

@@ -75,7 +75,8 @@ def assert_invariants(layout: BatchLayout, plans: Plans, spec: PlanSpec) -> None
     """Raises AssertionError where the plan of a step is not one:
 
     - Every example is in one microbatch, with all its items; no microbatch has others.
-    - In every phase each item is processed by one rank of its group of ranks.
+    - In every phase each item is processed by one rank of its group of ranks. Items of the LLM are
+      the pieces of examples, which cover each of them once.
     - No rank holds more positions than a phase's max_rank_tokens, or than its memory has room for
       by spec.room, unless the step has no plan below that.
     - With spec.fills every rank of every microbatch has an example, where there are enough."""
@@ -86,9 +87,13 @@ def assert_invariants(layout: BatchLayout, plans: Plans, spec: PlanSpec) -> None
         assert np.array_equal(plan.layout.example_id, layout.example_id[positions])
         for phase in spec.phases:
             move, size = plan.rearrangement(phase), spec.group_size or layout.num_ranks
-            items = plan.layout.item_lengths(phase)
+            items = (plan.parts if phase == "llm" else plan.layout).item_lengths(phase)
             assert np.array_equal(np.sort(move.order), np.arange(len(items))), f"{phase}: an item"
             assert (move.source_rank[move.order] // size == move.target_rank // size).all()
+        if (pieces := plan.pieces) is not None:
+            ends = np.append(pieces.start[1:], 0)
+            whole = plan.layout.tokens_per_example[pieces.example]
+            assert (np.where(ends > 0, ends, whole) == pieces.end).all(), "an example's pieces"
         if spec.balance.enabled:
             assert not plan.spec.room or plan.spec.room in [
                 one.room for one in _limited(plan.layout, spec)], "planned by other limits"

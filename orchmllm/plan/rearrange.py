@@ -35,7 +35,10 @@ def ranges(starts: np.ndarray, counts: np.ndarray) -> np.ndarray:
 @dataclass(frozen=True)
 class Rearrangement:
     """order (n,): source item at each target slot; slots are grouped by rank, ascending.
-    source_sizes (d,), target_sizes (d,): items per rank before and after."""
+    source_sizes (d,), target_sizes (d,): items per rank before and after.
+
+    A permutation, but where a docstring says that items may go to several ranks, or to none: such
+    a rearrangement has no inverse and cannot be composed."""
 
     order: np.ndarray
     source_sizes: np.ndarray
@@ -105,16 +108,17 @@ class Rearrangement:
         return self.source_rank[items], self.target_rank[slots], weight[items]
 
     def exchange(self, rows: np.ndarray, rank: int) -> Exchange:
-        """`rank`'s view when source item i consists of rows[i] rows."""
+        """`rank`'s view when source item i consists of rows[i] rows; items may go to several ranks,
+        or to none."""
         d = len(self.source_sizes)
         if not len(self.order):
             return no_exchange(d)
         own = self.items_of(rank)
-        slot_of, mine = self.inverse.order[own], rows[own]
-        send = np.argsort(slot_of, kind="stable")  # by target slot: grouped by target rank
+        slots = np.flatnonzero((self.order >= own.start) & (self.order < own.stop))
+        send, mine = self.order[slots] - own.start, rows[own]
         sent = mine[send]
         input_splits, output_splits = np.zeros((2, d), np.int64)
-        np.add.at(input_splits, rank_at(slot_of, self.target_sizes), mine)
+        np.add.at(input_splits, rank_at(slots, self.target_sizes), sent)
 
         items = self.items_on(rank)
         recv_rows, source_rank = rows[items], rank_at(items, self.source_sizes)

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property, partial
+from types import MappingProxyType
 
 import numpy as np
 
@@ -24,10 +25,12 @@ from orchmllm.plan.assign import (
     at_least,
     digest_of_arrays,
 )
+from orchmllm.plan.balance import CapError
 from orchmllm.plan.cost import CostModel
 from orchmllm.plan.layout import ENCODERS, BatchLayout
 from orchmllm.plan.nodewise import assign_nodes
-from orchmllm.plan.rearrange import Exchange, Rearrangement, sums_of
+from orchmllm.plan.rearrange import Exchange, Rearrangement, ranges, sums_of
+from orchmllm.plan.shares import Pieces, Shared, SharedRows, ranks_of, share, shared_rows
 
 
 def plan_step(
@@ -37,7 +40,7 @@ def plan_step(
     than balance.min_gain and no rank holds more than it may. solve: permutes finished
     batches over the ranks, in place of assign_nodes. Raises ValueError for a policy or option that
     cannot be honoured."""
-    plan = build_plan(layout, *assign_phases(layout, spec, solve), spec)
+    plan = _balanced(layout, spec, solve)
     if spec.balance.min_gain and plan.predicted_gain < spec.balance.min_gain:
         unmoved = replace(spec.as_sampled, fills=spec.fills, room=spec.room)
         sampled = build_plan(layout, *assign_phases(layout, unmoved, solve), unmoved)
@@ -46,26 +49,57 @@ def plan_step(
     return plan
 
 
+def _balanced(layout: BatchLayout, spec: PlanSpec, solve: NodeSolver) -> StepPlan:
+    """See plan_step. What exceeds the caps of a rank is shared where that keeps below them."""
+    shared, error = {}, None
+    try:
+        encode, llm = assign_phases(layout, spec, solve)
+    except CapError as e:
+        if spec.balance.llm.max_shares == 1:
+            raise
+        error = e
+        encode, llm = assign_phases(layout, spec.without_room.capped({"llm": 0}), solve)
+    if spec.balance.enabled and spec.balance.llm.max_shares > 1:
+        shared, llm = share(layout, encode, llm, spec)
+    plan = build_plan(layout, encode, llm, spec, shared)
+    if error is not None and not plan.is_within_caps:
+        raise error
+    return plan
+
+
 def build_plan(
-    layout: BatchLayout, encode: Mapping[str, np.ndarray], llm: np.ndarray, spec: PlanSpec
+    layout: BatchLayout, encode: Mapping[str, np.ndarray], llm: np.ndarray, spec: PlanSpec,
+    shared: Shared = MappingProxyType({}),
 ) -> StepPlan:
-    """The plan for given ranks: encode[m] (s_m,) per segment, llm (n,) per example; with spec.fills
-    a rank without an example is given one of its group."""
+    """The plan for given ranks: encode[m] (s_m,) per segment, llm (n,) per example that is not
+    `shared`; with spec.fills a rank without an example is given one of its group."""
+    pieces = None
+    whole, others = np.full(layout.num_examples, True), np.zeros(layout.num_ranks, np.int64)
+    for example, (_, ranks) in shared.items():
+        whole[example] = False
+        np.add.at(others, ranks, 1)
     size = spec.group_size or layout.num_ranks
     for first in range(0, layout.num_ranks, size) if spec.fills else ():
         # The slowest rank takes no longer: what moves is alone there, and was not before.
-        inside, num_ranks = llm // size == first // size, min(size, layout.num_ranks - first)
+        inside = whole & (llm // size == first // size)
+        group = others[first: first + size]
         llm = llm.copy()
         llm[inside] = first + at_least(
-            llm[inside] - first, layout.tokens_per_example[inside], num_ranks, 1)
-    llm_move = Rearrangement.from_rank_of(llm, layout.examples_per_rank)
+            llm[inside] - first, layout.tokens_per_example[inside], len(group), 1, group)
+    parts, rank = layout, llm
+    if shared:
+        pieces = Pieces.of(layout, shared)
+        parts, rank = pieces.layout, ranks_of(pieces, shared, llm)
+    llm_move = Rearrangement.from_rank_of(rank, parts.examples_per_rank)
     encode_moves, feature_moves = {}, {}
     for phase, modality in spec.encoders.items():
-        counts = layout.items_per_example[modality]
-        sizes = sums_of(counts, layout.examples_per_rank)
-        encode_moves[phase] = Rearrangement.from_rank_of(encode[phase], sizes)
-        feature_moves[phase] = encode_moves[phase].inverse.then(llm_move.expand(counts))
-    return StepPlan(layout, spec, encode_moves, feature_moves, llm_move)
+        sizes = sums_of(layout.items_per_example[modality], layout.examples_per_rank)
+        encode_moves[phase] = encoded = Rearrangement.from_rank_of(encode[phase], sizes)
+        if pieces is not None:
+            encoded = encoded.expand(pieces.cuts[layout.segments[modality]])
+        feature_moves[phase] = encoded.inverse.then(
+            llm_move.expand(parts.items_per_example[modality]))
+    return StepPlan(layout, spec, encode_moves, feature_moves, llm_move, pieces)
 
 
 def imbalance(costs: np.ndarray) -> float:
@@ -103,22 +137,40 @@ def run_costs(model: CostModel, lengths: np.ndarray, sizes: np.ndarray) -> np.nd
 class StepPlan:
     """The same on all ranks. encode[m] and feature[m] move the phase's segments (the first from
     the sampling rank to the encoder rank, the second from there to the LLM rank), llm moves
-    examples from the sampling rank."""
+    examples from the sampling rank. pieces: where ranks share examples, what llm moves, and
+    feature[m] the segments that they are cut into, instead."""
 
     layout: BatchLayout
     spec: PlanSpec
     encode: Mapping[str, Rearrangement]
     feature: Mapping[str, Rearrangement]
     llm: Rearrangement
+    pieces: Pieces | None = None
 
     @cached_property
     def digest(self) -> int:
         """64 bits over lengths, plan and configuration (compared by all ranks in COMMIT)."""
         moves = [self.llm, *self.encode.values()]
+        pieces = [] if self.pieces is None else [self.pieces.example, self.pieces.start]
         return digest_of_arrays([
             *(getattr(self.layout, field.name) for field in fields(self.layout)),
-            *(move.order for move in moves), *(move.target_sizes for move in moves),
+            *(move.order for move in moves), *(move.target_sizes for move in moves), *pieces,
             np.array([self.spec.digest])])
+
+    @property
+    def parts(self) -> BatchLayout:
+        """What the LLM processes, each piece as an example of its own."""
+        return self.layout if self.pieces is None else self.pieces.layout
+
+    @cached_property
+    def texts(self) -> Rearrangement:
+        """How examples get to the ranks that process some of them: one may go to several ranks."""
+        if self.pieces is None:
+            return self.llm
+        n = self.layout.num_examples
+        order = np.unique(self.llm.target_rank * n + self.pieces.example[self.llm.order])
+        return Rearrangement(order % n, self.layout.examples_per_rank, np.bincount(
+            order // n, minlength=self.layout.num_ranks))
 
     @cached_property
     def stats(self) -> dict[str, dict[str, int]]:
@@ -141,7 +193,7 @@ class StepPlan:
         """(length, dataset index of the example) of each item that a rank processes."""
         items, layout = self.rearrangement(phase).items_on(rank), self.layout
         if phase == "llm":
-            return layout.tokens_per_example[items], layout.example_id[items]
+            return self.parts.tokens_per_example[items], self.parts.example_id[items]
         segments = layout.segments[ENCODERS[phase]][items]
         return (layout.attn_len[segments],
                 layout.example_id[layout.example_of_segment[segments]])
@@ -152,15 +204,16 @@ class StepPlan:
 
     def planned_cost(self, phase: str) -> np.ndarray:
         """(d,) predicted cost per rank as planned, in kFLOP."""
-        move = self.rearrangement(phase)
-        return run_costs(self.spec.costs[phase], self.layout.item_lengths(phase)[move.order],
-                         move.target_sizes)
+        move, model = self.rearrangement(phase), self.spec.costs[phase]
+        if phase == "llm" and self.pieces is not None:
+            return sums_of(self.pieces.costs(model)[move.order], move.target_sizes)
+        return run_costs(model, self.layout.item_lengths(phase)[move.order], move.target_sizes)
 
     def positions(self, phase: str) -> np.ndarray:
         """(d,) positions that each rank processes, with those that it pads."""
         move = self.rearrangement(phase)
         return run_costs(self.spec.costs[phase].positions,
-                         self.layout.item_lengths(phase)[move.order], move.target_sizes)
+                         self.parts.item_lengths(phase)[move.order], move.target_sizes)
 
     @property
     def is_within_caps(self) -> bool:
@@ -179,30 +232,44 @@ class StepPlan:
         """(rearrangement, bytes per source item) of everything that moves for a phase."""
         layout, inputs_move = self.layout, self.spec.balance.dispatch != "load"
         if phase == "llm":
-            return [(self.llm, layout.tokens_per_example * TEXT_BYTES)] if inputs_move else []
-        seg = layout.segments[ENCODERS[phase]]
-        features = layout.num_tokens[seg] * self.spec.feature_bytes
-        out = [(self.feature[phase], features[self.encode[phase].order])]
+            return [(self.texts, layout.tokens_per_example * TEXT_BYTES)] if inputs_move else []
+        out = [(self.feature[phase], self.moved_tokens(phase) * self.spec.feature_bytes)]
         if inputs_move:
+            seg = layout.segments[ENCODERS[phase]]
             out.append((self.encode[phase], layout.rows[seg] * self.spec.row_bytes[phase]))
         return out
 
+    def moved_tokens(self, phase: str) -> np.ndarray:
+        """Positions of the LLM of each item that self.feature[phase] moves, in its source order."""
+        move, of_phase = self.encode[phase], ENCODERS[phase]
+        if self.pieces is not None:
+            move = move.expand(self.pieces.cuts[self.layout.segments[of_phase]])
+        return self.parts.num_tokens[self.parts.segments[of_phase]][move.order]
+
     def for_rank(self, rank: int) -> RankPlan:
         """`rank`'s part, as index arrays."""
-        layout = self.layout
-        encode, feature, media, grid = {}, {}, {}, {}
-        examples = self.llm.items_on(rank)
+        layout, parts = self.layout, self.parts
+        encode, feature, media, grid, taken = {}, {}, {}, {}, {}
+        examples, mine = self.texts.items_on(rank), self.llm.items_on(rank)
         for phase, modality in self.spec.encoders.items():
-            seg = layout.segments[modality]
-            move = self.encode[phase]
+            move, seg = self.encode[phase], layout.segments[modality]
             encode[phase] = move.exchange(layout.rows[seg], rank)
-            feature[phase] = self.feature[phase].exchange(layout.num_tokens[seg][move.order], rank)
-            mine = seg[move.items_on(rank)]
-            grid[phase], media[phase] = layout.grid[mine], layout.places(mine)
+            feature[phase] = self.feature[phase].exchange(self.moved_tokens(phase), rank)
+            seg = seg[move.items_on(rank)]
+            grid[phase], media[phase] = layout.grid[seg], layout.places(seg)
+            seg = ranges(parts.segment_start[mine], parts.segments_per_example[mine])
+            seg = seg[parts.modality[seg] == modality]
+            taken[phase] = layout.places(seg if self.pieces is None else self.pieces.segment[seg])
+        example, start, shared = mine, np.zeros_like(mine), None
+        if self.pieces is not None:
+            example, start = self.pieces.example[mine], self.pieces.start[mine]
+            shared = shared_rows(self.pieces, self.llm, rank,
+                                 self.spec.node_of(rank, layout.num_ranks))
         return RankPlan(
-            rank=rank, encode=encode, feature=feature, media=media, grid=grid, examples=examples,
-            example_ids=layout.example_id[examples],
-            make_llm=partial(self.llm.exchange, layout.tokens_per_example, rank),
+            rank=rank, encode=encode, feature=feature, media=media, grid=grid, taken=taken,
+            examples=examples, example_ids=layout.example_id[examples],
+            row=np.stack([example, start, parts.tokens_per_example[mine]], 1), shared=shared,
+            make_llm=partial(self.llm.exchange, parts.tokens_per_example, rank),
         )
 
 
@@ -213,9 +280,12 @@ class RankPlan:
 
     encode[m], feature[m], llm: Exchange of input rows, feature rows, text positions.
     media[m] (n_m, 2): (example position in the global batch, segment within the example) of what
-    this rank encodes, in slot order; grid[m] (n_m, 3). examples (n_r,): positions in the global
-    batch of what its LLM processes; example_ids (n_r,) their dataset indices.
-    make_llm: computes llm.
+    this rank encodes, in slot order; grid[m] (n_m, 3). taken[m] (k_m, 2): the same of the features
+    that its LLM takes, in the order of its row. examples (n_r,): positions in the global
+    batch of what its LLM processes; example_ids (n_r,) their dataset indices. row (k, 3): of each
+    piece in its row, the example (position in the global batch), the first position in it, and how
+    many follow. shared: what its attention needs of other ranks, None where no rank of its node
+    shares an example. make_llm: computes llm.
     """
 
     rank: int
@@ -223,8 +293,11 @@ class RankPlan:
     feature: Mapping[str, Exchange]
     media: Mapping[str, np.ndarray]
     grid: Mapping[str, np.ndarray]
+    taken: Mapping[str, np.ndarray]
     examples: np.ndarray
     example_ids: np.ndarray
+    row: np.ndarray
+    shared: SharedRows | None
     make_llm: Callable[[], Exchange]
 
     @cached_property

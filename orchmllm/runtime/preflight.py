@@ -42,7 +42,15 @@ def checks(recipe: Recipe, state_bytes: int) -> list[tuple[str, Callable[[], obj
             ("run.init_from", partial(check_start, recipe)),
             *((f"data {source.path}", partial(check_source, source, storage))
               for source in sources_of(recipe.data)),
-            ("tokenizer", partial(_check_tokenizer, recipe.model))]
+            ("tokenizer", partial(_check_tokenizer, recipe.model)),
+            *[("shared examples", partial(_check_shares, recipe.model))] * (
+                recipe.balance.llm.max_shares > 1)]
+
+
+def _check_shares(model: ModelConfig) -> None:
+    from orchmllm.models.hf import meta_model  # with torch
+
+    meta_model(model.folder).check_shares()
 
 
 def _check_tokenizer(model: ModelConfig) -> None:

@@ -18,13 +18,14 @@ Counts = Mapping[str, "int | np.ndarray"]  # of CHOICES -> layers; arrays (n, 1)
 class Stack(NamedTuple):
     """Bytes per position of all blocks of a phase: what they keep, and what one needs for a moment
     beside it, at the end of the forward pass and at the start of the backward pass; going: what of
-    a block goes while the gradients of its weights are made. Numbers, or arrays (n, 1) for n cases.
-    """
+    a block goes while the gradients of its weights are made. whole: blocks that keep everything.
+    Numbers, or arrays (n, 1) for n cases."""
 
     kept: float | np.ndarray
     forward: float | np.ndarray
     backward: float | np.ndarray
     going: float
+    whole: float | np.ndarray
 
 
 def stack(blocks: Sequence[BlockCounts], counts: Counts) -> Stack:
@@ -41,4 +42,4 @@ def stack(blocks: Sequence[BlockCounts], counts: Counts) -> Stack:
     largest = 2 * max(block.largest for block in blocks)
     return Stack(first["full"][full] + selective + none,
                  np.minimum(work, max(block.none for block in blocks)),
-                 work + largest, again["full"] + largest)
+                 work + largest, again["full"] + largest, len(blocks) - recomputing)

@@ -39,7 +39,8 @@ def joined(loads: Sequence[Loads]) -> Loads:
         {p: Lengths(*(join(getattr(x.phases[p], name) for x in loads)
                       for name in ("rows", "positions", "tokens"))) for p in PHASES},
         {p: join(x.received[p] for x in loads) for p in ENCODERS},
-        {p: join(x.pairs[p] for x in loads) for p in PHASES})
+        {p: join(x.pairs[p] for x in loads) for p in PHASES},
+        join(np.broadcast_to(x.gathered, x.phases["llm"].positions.shape) for x in loads))
 
 
 def decide(

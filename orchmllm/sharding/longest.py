@@ -1,9 +1,10 @@
 """Long examples, told of before they are met: by how much the heaviest item of a phase exceeds the
-mean load of a rank, what sharing it over ranks would give, and the longest that fits into memory.
+mean load of a rank, what sharing it among ranks gives, and the longest that fits into memory.
 
-An item is processed as a whole, so the slowest rank of its phase takes at least as long as the item
-alone, whatever the plan. In the LLM that is about (L/T)(1 + L/L*) times the mean: L, the longest
-example; T, tokens of a rank; L*, the length at which attention costs as much as all else.
+An item that is not shared is processed as a whole, so the slowest rank of its phase takes at least
+as long as the item alone, whatever the plan. In the LLM that is about (L/T)(1 + L/L*) times the
+mean: L, the longest example; T, tokens of a rank; L*, the length at which attention costs as much
+as all else.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import numpy as np
 from orchmllm.config.job import Job
 from orchmllm.data.index import usable_rows
 from orchmllm.models.flops import Lengths, phase_lengths
-from orchmllm.plan.assign import PHASES, PlanSpec
+from orchmllm.plan.assign import PHASES, PlanSpec, most_shares
 from orchmllm.plan.cost import CostModel
 from orchmllm.plan.geometry import SegmentLengths, text_lengths
 from orchmllm.plan.layout import ENCODERS, TEXT, BatchLayout
@@ -61,8 +62,9 @@ class LongItem:
         return self.positions / self.mean_positions * (1 + pairs)
 
     def shared(self, num_ranks: int) -> float:
-        """The slowest rank's load over the mean if long items were shared by so many ranks."""
-        return max(1.0, self.ratio / num_ranks)
+        """The slowest rank's load over the mean where up to so many ranks share an example of the
+        LLM (orchmllm.plan.shares); items of encoders are not shared."""
+        return max(1.0, self.ratio / num_ranks) if self.phase == "llm" else self.ratio
 
 
 def heaviest(
@@ -114,29 +116,34 @@ def _alone(layout: BatchLayout, phase: str, item: int) -> BatchLayout:
     return BatchLayout.from_segments(int(example), 0, [(ENCODERS[phase], lengths)])
 
 
-def loads_alone(layout: BatchLayout, encodes: bool = True) -> Loads:
+def loads_alone(layout: BatchLayout, encodes: bool = True, shares: int = 1) -> Loads:
     """What a rank processes that has one example of n and nothing else, (n,) of each. encodes: its
-    media, too; without it other ranks encode them, and features arrive."""
+    media, too; without it other ranks encode them, and features arrive. shares: ranks that share
+    each example; one of them may have all of its targets."""
     phases, received = {}, {}
     for phase, modality in ENCODERS.items():
         sums = [sums_of((layout.modality == modality) * x, layout.segments_per_example)
                 for x in (layout.rows, layout.attn_len, layout.num_tokens)]
         phases[phase] = Lengths(*(encodes * x for x in sums))
-        received[phase] = sums[2]
-    return Loads({**phases, "llm": phase_lengths(layout, "llm")}, received)
+        received[phase] = -(-sums[2] // shares)
+    text = phase_lengths(layout, "llm")
+    part = -(-text.positions // shares)
+    return Loads({**phases, "llm": Lengths(np.minimum(text.rows, part), part, part)}, received,
+                 gathered=text.positions * (shares > 1))
 
 
 @dataclass(frozen=True)
 class Room:
     """The memory of a rank. choice: phase -> checkpointing. budget: bytes that tensors may take, 0
     where that is not known. why: where the budget comes from, or why it is not known. spreads:
-    whether other ranks may encode an example's media."""
+    whether other ranks may encode an example's media. shares: ranks that may share an example."""
 
     memory: MemoryModel
     choice: Choice
     budget: float
     why: str
     spreads: bool
+    shares: int = 1
 
     @classmethod
     def of(cls, job: Job, device_bytes: float, memory: MemoryModel) -> Room:
@@ -148,13 +155,15 @@ class Room:
             why = "there is no GPU, and fsdp.memory_gb is not set"
         return cls(memory, {p: fsdp.checkpointing(p).replace("auto", "full") for p in PHASES},
                    budget, why,
-                   job.num_ranks > 1 and balance.enabled and not balance.whole_examples)
+                   job.num_ranks > 1 and balance.enabled and not balance.whole_examples,
+                   most_shares(balance, job.ranks_per_node, job.num_ranks))
 
     def fits(self, phase: str, alone: BatchLayout) -> Sequence[int]:
         """LongItem.fits of items like the one that an example consists of."""
         if not self.budget:
             return ()
-        return tuple(self._longest(loads_alone(alone), int(alone.item_lengths(phase)[0]), choice)
+        loads = loads_alone(alone, shares=self.shares)
+        return tuple(self._longest(loads, int(alone.item_lengths(phase)[0]), choice)
                      for choice in (self.choice, FULL))
 
     def misfits(self, rows: Iterable[BatchLayout], place: Callable[[int], str]) -> list[str]:
@@ -174,8 +183,8 @@ class Room:
         order = np.argsort(-needed, kind="stable")
         unfit = BatchLayout.concat(parts).taken(order, [len(order)])
         tokens = int(unfit.tokens_per_example[0])
-        cut = self._longest(loads_alone(unfit.taken([0], [1]), not self.spreads), tokens,
-                            self.choice)
+        alone = loads_alone(unfit.taken([0], [1]), not self.spreads, self.shares)
+        cut = self._longest(alone, tokens, self.choice)
         room = f"a rank ({self.budget / 1e9:.3g} GB)"
         if not cut:
             return [f"warning: the model alone cannot fit {room}: more ranks or larger GPUs help"]
@@ -192,7 +201,7 @@ class Room:
 
     def _needed(self, rows: BatchLayout, choice: Choice) -> np.ndarray:
         """(n,) bytes that a rank needs for each example, or for its largest medium."""
-        needed = self._peaks(loads_alone(rows, not self.spreads), choice)
+        needed = self._peaks(loads_alone(rows, not self.spreads, self.shares), choice)
         for phase, modality in ENCODERS.items():
             media = phase_lengths(rows, phase)
             nothing = Lengths(*np.zeros((3, len(media.rows)), np.int64))
@@ -220,8 +229,9 @@ def table(found: Sequence[LongItem], room: Room, place: Callable[[int], str]) ->
              f"{'length':>29}" + "".join(f"{n:>7}" for n in (1, *SHARED))
              + f"{'as it is':>11}{'all full':>12}"]
     for item in found:
-        loads = [f"{item.ratio:.2f}", *(f"{item.shared(n):.2f}" if item.ratio > 1 else "-"
-                                        for n in SHARED)]
+        loads = [f"{item.ratio:.2f}", *(
+            f"{item.shared(n):.2f}" if item.ratio > 1 and item.phase == "llm" else "-"
+            for n in SHARED)]
         here, full = [f"{n:,}" if n else "none" for n in item.fits] or "--"
         lines.append(f"  {f'{item.phase}, {UNITS[item.phase]}':16}{item.positions:>11,}"
                      + "".join(f"{x:>7}" for x in loads) + f"{here:>11}{full:>12}")
@@ -229,7 +239,7 @@ def table(found: Sequence[LongItem], room: Room, place: Callable[[int], str]) ->
     if any(item.ratio > 1 for item in found):
         lines += [
             "  on 1 rank: the item alone; no plan makes the slowest rank faster than that",
-            "  on 2, 4, 8: predicted, if long items were shared by ranks, which is not built"]
+            f"  on 2, 4, 8: predicted, by balance.llm.max_shares, which is {room.shares}"]
     lines += [f"  llm: (L/T)(1 + L/L*) = {x.rule_of_thumb:.2f}; L {x.positions:,}, T "
               f"{x.mean_positions:,.0f} a rank, L* {x.even_at:,.0f}"
               for x in found if x.phase == "llm"]
@@ -275,8 +285,10 @@ class LongExamples:
         for item in heaviest(batches, late):
             if item.ratio > TOLD_FROM * self._told[item.phase]:
                 self._told[item.phase] = item.ratio
+                twice = 2 * self._room.shares
+                cure = f" (balance.llm.max_shares={twice}: {item.shared(twice):.2f})" * (
+                    item.phase == "llm" and twice in SHARED)
                 self._log(
                     f"step {step.index}: {item.phase} waits for one example, "
                     f"{self._place(item.example)}: its {item.positions:,} {UNITS[item.phase]} "
-                    f"alone are {item.ratio:.2f} times the mean load of a rank (shared by 2 ranks, "
-                    f"which is not built: {item.shared(2):.2f})")
+                    f"alone are {item.ratio:.2f} times the mean load of a rank{cure}")

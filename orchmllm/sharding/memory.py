@@ -22,7 +22,7 @@ from orchmllm.config.job import Job
 from orchmllm.config.model import ModelConfig
 from orchmllm.config.recipe import CheckpointConfig, FsdpConfig
 from orchmllm.config.train import OPTIMIZER_STATE
-from orchmllm.models.flops import Lengths, item_rank, phase_lengths
+from orchmllm.models.flops import Lengths, item_rank, planned_lengths
 from orchmllm.models.whole_flops import (
     BlockCounts,
     PartCounts,
@@ -39,6 +39,9 @@ from orchmllm.sharding.units import Unit, by_role, shard_sizes, units
 
 # What an H100 computes in bfloat16 while it moves a byte: 77% of 989 TFLOP/s, 60% of 3.35 TB/s.
 FLOP_PER_BYTE = 380
+# Of the keys and values of shared examples: as they arrive and in their order; and in the backward
+# pass those, their gradients by piece, and in sending order.
+FORWARD_COPIES, BACKWARD_COPIES = 2, 4
 NOTHING = BlockCounts(*[0.0] * 6)  # of a part that a model has not
 Choice = Mapping[str, str]  # phase -> one of CHOICES, or numbers of layers
 
@@ -47,11 +50,13 @@ Choice = Mapping[str, str]  # phase -> one of CHOICES, or numbers of layers
 class Loads:
     """What each of d ranks processes in one microbatch: phase -> Lengths of (d,) sums.
     received: encoder phase -> (d,) features that arrive for the rank's LLM sequences. pairs: phase
-    -> (d,) sums of the items' squared positions, which attention costs."""
+    -> (d,) sums of the items' squared positions, which attention costs. gathered: (d,) positions of
+    shared examples, whose keys and values a rank gets in every layer."""
 
     phases: Mapping[str, Lengths]
     received: Mapping[str, np.ndarray]
     pairs: Mapping[str, np.ndarray] = field(default_factory=dict)
+    gathered: np.ndarray | float = 0.0
 
     def each(self, change: Callable[[str, np.ndarray], np.ndarray]) -> Loads:
         """With change(phase, values) in place of the values of every phase; features arrive in the
@@ -59,7 +64,8 @@ class Loads:
         return Loads({p: Lengths(change(p, x.rows), change(p, x.positions), change(p, x.tokens))
                       for p, x in self.phases.items()},
                      {p: change("llm", x) for p, x in self.received.items()},
-                     {p: change(p, x) for p, x in self.pairs.items()})
+                     {p: change(p, x) for p, x in self.pairs.items()},
+                     change("llm", np.asarray(self.gathered)))
 
 
 def loads_of(plan: StepPlan) -> Loads:
@@ -68,15 +74,28 @@ def loads_of(plan: StepPlan) -> Loads:
     phases, received, pairs = {}, {}, {}
     for phase in PHASES:
         rank = item_rank(plan, phase)
-        lengths = phase_lengths(plan.layout, phase)
+        lengths = planned_lengths(plan, phase)
+        before = 0.0 if lengths.before is None else lengths.before.astype(float)
         *sums, pairs[phase] = (np.bincount(rank, values, d) for values in (
-            lengths.rows, lengths.positions, lengths.tokens, lengths.positions.astype(float)**2))
+            lengths.rows, lengths.positions, lengths.tokens,
+            (before + lengths.positions)**2 - before**2))
         phases[phase] = Lengths(*sums)
         if phase in ENCODERS:
             owner = plan.feature[phase]
-            tokens = lengths.tokens[plan.encode[phase].order][owner.order]
+            tokens = plan.moved_tokens(phase)[owner.order]
             received[phase] = np.bincount(owner.target_rank, tokens, d)
-    return Loads(phases, received, pairs)
+    return Loads(phases, received, pairs, gathered_positions(plan))
+
+
+def gathered_positions(plan: StepPlan) -> np.ndarray:
+    """(d,) positions of the examples that each rank shares."""
+    if plan.pieces is None:
+        return np.zeros(plan.layout.num_ranks)
+    shares = plan.pieces.is_shared[plan.llm.order]
+    n = plan.layout.num_examples
+    rank, example = np.divmod(np.unique(
+        plan.llm.target_rank[shares] * n + plan.pieces.example[plan.llm.order[shares]]), n)
+    return np.bincount(rank, plan.layout.tokens_per_example[example], plan.layout.num_ranks)
 
 
 @dataclass(frozen=True)
@@ -115,6 +134,11 @@ class MemoryModel:
     def element(self) -> int:
         """Bytes of a number in forward and backward."""
         return DTYPE_BYTES[self.fsdp.forward_dtype]
+
+    @property
+    def position_bytes(self) -> float:
+        """Of the keys and values of a position in a layer of the LLM."""
+        return float(self.element * self._counts["llm"].attended)
 
     def state_bytes(self) -> dict[str, int]:
         """Parameters, gradients and the optimizer's state on the fullest rank."""
@@ -161,6 +185,8 @@ class MemoryModel:
         kept = {p: stacks[p].kept * loads.phases[p].positions + self._around(p, loads)
                 for p in PHASES}
         features = sum(self._features(p, loads) for p in ENCODERS)
+        shared = self._shared(loads)
+        kept["llm"] = kept["llm"] + stacks["llm"].whole * shared
         done = static + float(again)
         out = {}
         for phase in ENCODERS:
@@ -169,7 +195,7 @@ class MemoryModel:
                 stacks[phase].forward * loads.phases[phase].positions, self._exchange(phase, loads))
         done = done + features + kept["llm"]
         out["llm forward"] = done + self._gather("llm", False) + (
-            stacks["llm"].forward * loads.phases["llm"].positions)
+            stacks["llm"].forward * loads.phases["llm"].positions) + FORWARD_COPIES * shared
         head = 2.0 * self._units("llm")["head"].size * self.element + self._stays("llm")
         out["loss"] = done + self.loss_bytes(loads) + head
         done = done - features
@@ -177,7 +203,8 @@ class MemoryModel:
         made = 0.0
         for phase in reversed(PHASES):
             out[f"{phase} backward"] = done + made + self._waiting(phase) + self._gather(
-                phase, True) + self._backward_work(phase, loads, stacks[phase])
+                phase, True) + self._backward_work(phase, loads, stacks[phase]) + (
+                    BACKWARD_COPIES * shared * (phase == "llm"))
             made += grads[phase] * (not again)
             done = done - kept[phase]
         late = self._late()
@@ -212,6 +239,10 @@ class MemoryModel:
         rows = (self.all_gather * float(loads.phases[phase].tokens.max()) if self.all_gather
                 else loads.received[phase])
         return rows * float(self.element * feature_width(self.model))
+
+    def _shared(self, loads: Loads) -> np.ndarray:
+        """Keys and values of the examples that ranks share, of one layer."""
+        return np.asarray(loads.gathered) * self.position_bytes
 
     def _blocks(self, phase: str) -> Sequence[BlockCounts]:
         return self._counts[phase].blocks if phase in self._counts else [NOTHING]

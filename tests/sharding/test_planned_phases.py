@@ -145,6 +145,8 @@ def compared(world, folder: Path, name: str, runs: list[Recipe], phase: str = "v
              "held": np.bincount(plan.feature[phase].target_rank,
                                  minlength=plan.layout.num_ranks).tolist(),
              "moved": plan.stats[phase]["moved_bytes"],
+             "shared": [] if plan.pieces is None else np.unique(
+                 plan.pieces.example[plan.pieces.is_shared]).tolist(),
              "examples": plan.llm.target_sizes.tolist()} for plan, failed in seen]
 
 
@@ -176,7 +178,7 @@ def test_gradients_are_those_of_stock_transformers(name, ranks, shard_size, tmp_
 
 def frozen_compared(
     world, folder: Path, name: str, settings: list[tuple[str, ...]], shard_size: int,
-    exact: float = 1e-9, unequal: bool = False,
+    exact: float = 1e-9, unequal: bool = False, max_shares: int = 1,
 ) -> dict[tuple[str, ...], list[bool]]:
     """By what is frozen, of each exchange of features whether it is in the backward pass. Gradients
     of what learns, summed over two balanced microbatches, are those of stock transformers. unequal:
@@ -199,7 +201,8 @@ def frozen_compared(
         trainer = Trainer(replace(
             run, run=RunConfig(dir=f"{run.run.dir}{number}"), model=frozen(*parts, model=run.model),
             fsdp=replace(run.fsdp, shard_size=shard_size, loss_chunk_rows=16), balance=replace(
-                run.balance, vision=greedy, audio=greedy)), world)
+                run.balance, vision=greedy, audio=greedy,
+                llm=PhaseConfig(max_shares=max_shares))), world)
         try:
             learns = [n for n, p in trainer.model.hf.named_parameters() if p.requires_grad]
             assert {*models.named_parts(stock, learns)} == every - {*parts}

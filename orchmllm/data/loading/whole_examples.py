@@ -47,7 +47,7 @@ class Request:
                  workers: Workers | RayWorkers, options: Mapping[str, Any], step: int) -> None:
         plan, layout, mine = micro.plan, micro.plan.layout, micro.rank_plan
         self.micro, self.media = micro, {}
-        sampled = np.arange(layout.num_examples)[plan.llm.items_of(rank)]
+        sampled = np.arange(layout.num_examples)[plan.texts.items_of(rank)]
         self.texts = (mine.examples if dispatch == "load" else sampled).tolist()
         wanted: dict[int, dict] = {
             e: {"text": True, "segments": [], **options} for e in self.texts}
@@ -171,7 +171,7 @@ class WholeFeed:
         media, examples = content or ({}, None)
         there = {p: self._exchanged(media.get(p), len(at), plan.encode[p], postponed)
                  for p, at in request.media.items()}
-        return there, self._exchanged(examples, len(request.texts), plan.llm, postponed)
+        return there, self._exchanged(examples, len(request.texts), plan.texts, postponed)
 
     def _exchanged(self, items: Sequence[Any] | None, count: int, move: Rearrangement,
                    postponed: Postponed) -> list[Any]:
@@ -217,8 +217,8 @@ class WholeFeed:
 def feed_of(model: Any, dataset: Any, spec: PlanSpec, gather: RowGather, log: Callable[[str], None]
             ) -> tuple[Callable[..., WholeFeed], PlanSpec]:
     """(The feed of a model, in which images are bytes until they are encoded where that is exact on
-    all ranks; `spec` with the bytes that move then). Says of what it is not exact. Collective;
-    gather: of all ranks."""
+    all ranks; `spec` with the bytes that move then, and with the media that may be cut). Says of
+    what it is not exact. Collective; gather: of all ranks."""
     for name, find in dataset.reader.processor.arithmetic().items():
         why, pixels = "another rank cannot make them of bytes", None
         try:
@@ -232,4 +232,5 @@ def feed_of(model: Any, dataset: Any, spec: PlanSpec, gather: RowGather, log: Ca
     if spec.row_bytes.get("vision"):
         there = dataset.reader.image_row_bytes(model.encoders.raw)
         spec = replace(spec, row_bytes={**spec.row_bytes, "vision": there})
+    spec = replace(spec, cut_media=model.encoders.cut_media)
     return partial(WholeFeed, model=model), spec

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from orchmllm.config.model import ModelConfig
-from orchmllm.models.flops import item_rank, phase_lengths
+from orchmllm.models.flops import item_rank, phase_lengths, planned_lengths
 from orchmllm.models.whole_flops import (
     moved_by,
     moved_by_head,
@@ -27,7 +27,7 @@ from orchmllm.models.whole_flops import (
 from orchmllm.plan.assign import PHASES
 from orchmllm.plan.layout import ENCODERS
 from orchmllm.plan.step import StepPlan
-from orchmllm.sharding.memory import MemoryModel
+from orchmllm.sharding.memory import MemoryModel, gathered_positions
 from orchmllm.sharding.units import by_role
 from orchmllm.tools.predict.collectives import pass_seconds, unit_traffic
 from orchmllm.tools.predict.hardware import Hardware
@@ -70,7 +70,8 @@ class StepTime:
 class PlanWork:
     """FLOP of the ranks in one microbatch. forward, backward, again: phase -> (2, d), products and
     attention, `again` what full checkpointing repeats; rows, positions: phase -> (d,); attended:
-    phase -> (d,) positions to which one attends, on average; moves: of rows between ranks."""
+    phase -> (d,) positions to which one attends, on average; gathered: (d,) of the examples that
+    a rank shares; moves: of rows between ranks."""
 
     forward: Mapping[str, np.ndarray]
     backward: Mapping[str, np.ndarray]
@@ -78,6 +79,7 @@ class PlanWork:
     rows: Mapping[str, np.ndarray]
     positions: Mapping[str, np.ndarray]
     attended: Mapping[str, np.ndarray]
+    gathered: np.ndarray
     useful: float
     tokens: float
     num_ranks: int
@@ -89,7 +91,7 @@ def work_of(plan: StepPlan, model: ModelConfig, all_gather: bool = False) -> Pla
     parts: dict[str, dict[str, np.ndarray]] = {"forward": {}, "backward": {}, "recompute": {}}
     useful, rows, positions, attended, d = 0.0, {}, {}, {}, plan.layout.num_ranks
     for phase in PHASES:
-        rank, lengths = item_rank(plan, phase), phase_lengths(plan.layout, phase)
+        rank, lengths = item_rank(plan, phase), planned_lengths(plan, phase)
         work = phase_work(phase, model, lengths, "full")
         for name, into in parts.items():
             into[phase] = np.stack([np.bincount(rank, x, d) for x in getattr(work, name)])
@@ -97,9 +99,12 @@ def work_of(plan: StepPlan, model: ModelConfig, all_gather: bool = False) -> Pla
         positions[phase] = np.bincount(rank, lengths.positions, d)
         alone = pair_flop(phase, model) * positions[phase]  # if each attended to itself alone
         attended[phase] = np.maximum(parts["forward"][phase][1], 1) / np.maximum(alone, 1)
+        if lengths.before is not None:  # a piece has fewer targets than it may have
+            work = phase_work(phase, model, phase_lengths(plan.layout, phase))
         useful += float(work.useful.sum())
     return PlanWork(
         parts["forward"], parts["backward"], parts["recompute"], rows, positions, attended,
+        gathered_positions(plan),
         useful=useful, tokens=float(positions["llm"].sum()), num_ranks=d,
         moves=tuple(moves_of(plan, all_gather, [
             phase for phase in ENCODERS if model.features_learn(phase)])))
@@ -212,6 +217,18 @@ def update_seconds(memory: MemoryModel, hardware: Hardware) -> float:
     return UPDATE_PASSES * memory.state_bytes()["gradients"] / bandwidth
 
 
+def shared_seconds(work: PlanWork, memory: MemoryModel, choice: str, hardware: Hardware) -> float:
+    """Of the exchanges of keys and values inside nodes, forward, backward, and where a layer is
+    computed again, which nothing hides."""
+    if not work.gathered.any():
+        return 0.0
+    counts = memory.counts("llm", choice)
+    times = 2 * memory.num_layers("llm") + counts["full"] + counts["selective"]
+    size = float(work.gathered.max()) * memory.position_bytes
+    return times * (size / (hardware.sheet.node * hardware.network_efficiency)
+                    + hardware.node_hop_s)
+
+
 def timed(work: PlanWork, memory: MemoryModel, choice: Mapping[str, str],
           hardware: Hardware) -> StepTime:
     """The step of memory.microbatches microbatches of this work."""
@@ -227,6 +244,7 @@ def timed(work: PlanWork, memory: MemoryModel, choice: Mapping[str, str],
     return StepTime(
         {p: tuple(microbatches * x for x in c) for p, c in computed.items()}, waiting,
         microbatches * max(total - busy, 0.0),
-        microbatches * sum(m.seconds(hardware) for m in work.moves),
+        microbatches * (sum(m.seconds(hardware) for m in work.moves)
+                        + shared_seconds(work, memory, choice["llm"], hardware)),
         update_seconds(memory, hardware), microbatches * work.useful, microbatches * work.tokens,
         work.num_ranks, hardware.peak(memory.fsdp.forward_dtype))
