@@ -10,6 +10,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -125,6 +126,8 @@ class WholeModel(nn.Module):
                             for e, start, end in row])
         kept, types = (labels != IGNORE_INDEX).nonzero()[:, 0], [ids]
         if micro is not None and (plan := micro.rank_plan.shared) is not None:
+            if not examples:
+                plan = replace(plan, places=(None,))
             shared = SharedExamples.of(plan, tuple(lengths), self.node_group)
             types += [here[e].input_ids for e in plan.texts.tolist()]  # which masks look up
         inputs = {

@@ -35,6 +35,7 @@ from orchmllm.plan.assign import (
     PHASES,
     PlanSpec,
     assign_phases,
+    most_shares,
     positions_of,
 )
 from orchmllm.plan.balance import CapError
@@ -110,7 +111,8 @@ def _counts(layout: BatchLayout, spec: PlanSpec) -> Iterator[int]:
                          "set balance.llm.max_rank_tokens or fsdp.memory_gb")
     for phase, cap in spec.hard_caps.items():
         longest = layout.item_lengths(phase).max(initial=0)
-        if longest > cap:
+        shares = most_shares(spec.balance, spec.ranks_per_node, layout.num_ranks)
+        if longest > cap * (shares if phase == "llm" else 1):
             raise CapError(f"balance.{phase}.max_rank_tokens = {cap} is below the {longest} "
                            "positions of one item: no number of microbatches helps")
     held = example_positions(layout, spec)
@@ -243,7 +245,14 @@ def _time_of_ranks(layout: BatchLayout, division: Division, count: int) -> float
     """What the ranks take of a step, waiting for the slowest one in every microbatch and phase;
     infinite where the caps allow no plan."""
     def time(part: BatchLayout, spec: PlanSpec, rank: np.ndarray | None) -> float:
-        encode, llm = assign_phases(part, spec) if rank is None else _below_caps(part, spec, rank)
+        try:
+            encode, llm = (assign_phases(part, spec) if rank is None
+                           else _below_caps(part, spec, rank))
+        except CapError:
+            if rank is not None or spec.balance.llm.max_shares == 1:
+                raise
+            plan = plan_step(part, spec)  # which may share an example that is too long
+            return sum(float(plan.planned_cost(phase).max(initial=0)) for phase in spec.phases)
         return sum(float(spec.costs[phase].of_ranks(
             part.item_lengths(phase), llm if phase == "llm" else encode[phase],
             part.num_ranks).max(initial=0)) for phase in spec.phases)

@@ -50,21 +50,25 @@ def plan_step(
 
 
 def _balanced(layout: BatchLayout, spec: PlanSpec, solve: NodeSolver) -> StepPlan:
-    """See plan_step. What exceeds the caps of a rank is shared where that keeps below them."""
-    shared, error = {}, None
+    """See plan_step. Examples are shared where that keeps below the caps of a rank."""
+    if not spec.balance.enabled or spec.balance.llm.max_shares == 1:
+        return build_plan(layout, *assign_phases(layout, spec, solve), spec)
+    error = None
     try:
         encode, llm = assign_phases(layout, spec, solve)
-    except CapError as e:
-        if spec.balance.llm.max_shares == 1:
-            raise
+    except CapError as e:  # an example may be too long for one rank
         error = e
         encode, llm = assign_phases(layout, spec.without_room.capped({"llm": 0}), solve)
-    if spec.balance.enabled and spec.balance.llm.max_shares > 1:
-        shared, llm = share(layout, encode, llm, spec)
-    plan = build_plan(layout, encode, llm, spec, shared)
-    if error is not None and not plan.is_within_caps:
+    try:
+        shared, rest = share(layout, encode, llm, spec)
+        plan = build_plan(layout, encode, rest, spec, shared)
+        if plan.is_within_caps:
+            return plan
+    except CapError as e:
+        error = error and e
+    if error is not None:
         raise error
-    return plan
+    return build_plan(layout, encode, llm, spec)
 
 
 def build_plan(

@@ -7,6 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from orchmllm.plan import step
 from orchmllm.plan.assign import BalancePolicy, PhasePolicy, PlanSpec
 from orchmllm.plan.balance import CapError
 from orchmllm.plan.cost import CostModel
@@ -165,6 +166,34 @@ def test_what_is_longer_than_a_rank_may_hold_is_shared():
     [(_, plan)] = plan_microbatches(layout, limited, 1)
     assert plan.positions("llm").max() <= 960 and plan.pieces.is_shared.any()
     assert plan.spec.room == limited.room
+
+
+def test_as_few_microbatches_as_the_caps_allow_where_an_example_is_shared():
+    rng = np.random.default_rng(0)
+    layout = batch(rng, 4, np.array([1000, *[100] * 60]))
+    for most, told in ((1, "below the 1000 positions of one item"), (2, "")):
+        given = spec(most, cap=600)
+        if told:
+            with pytest.raises(CapError, match=told):
+                plan_microbatches(layout, given, 0)
+            continue
+        plans = plan_microbatches(layout, given, 0)
+        assert len(plans) == 4 and any(plan.pieces is not None for _, plan in plans)
+        assert max(plan.positions("llm").max() for _, plan in plans) <= 600
+
+
+def test_a_plan_without_shares_stays_where_shares_break_a_cap(monkeypatch):
+    layout = batch(np.random.default_rng(0), 4, np.array([900, 30, 30, 30]))
+    given = spec(cap=950)
+    off = plan_step(layout, spec(1, cap=950))
+    assert plan_step(layout, given).pieces is not None
+
+    def breaks(*args):
+        raise CapError("max_rank_tokens")
+
+    for broken in (breaks, lambda layout, encode, llm, spec: ({}, np.zeros_like(llm))):
+        monkeypatch.setattr(step, "share", broken)
+        assert plan_step(layout, given).llm.order.tolist() == off.llm.order.tolist()
 
 
 def test_the_digest_tells_where_examples_are_cut():
