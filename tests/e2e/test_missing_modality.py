@@ -59,7 +59,7 @@ def test_no_hang_and_right_gradients(missing):
 
 def test_fewer_examples_than_ranks():
     """Shares and whole phases are empty on some ranks."""
-    case = Case(recipe(balance=BalanceConfig(ranks_per_node=2)),
+    case = Case(recipe(model=SHALLOW, balance=BalanceConfig(ranks_per_node=2)),
                 dataset=SyntheticDataset(kinds=["TVAT"], size=BATCH))
     off = replace(case, recipe=replace(case.recipe, balance=BalanceConfig(enabled=False)))
     results = run_ranks(two_examples_on_four_ranks, 4, [case, off])

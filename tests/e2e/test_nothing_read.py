@@ -37,7 +37,7 @@ def row(mark: str = "", name: str = "") -> dict:
 
 
 def corpus(folder: Path, rows: list) -> Path:
-    write_model(folder / "model", write_tokenizer(folder))
+    write_model(folder / "model", write_tokenizer(folder), num_layers=1)
     Image.new("RGB", (56, 56), "red").save(folder / "good.png")
     noise = np.random.default_rng(0).integers(0, 255, (112, 112, 3), dtype=np.uint8)
     Image.fromarray(noise).save(folder / "whole.png")

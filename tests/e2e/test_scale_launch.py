@@ -68,13 +68,14 @@ def test_trainjob_runs_torchrun_at_the_place_that_kubeflow_tells(tmp_path, demo_
     trainer = job["spec"]["trainer"]
     assert job["kind"] == "TrainJob" and trainer["numNodes"] == 2
     assert trainer["command"] == ["scripts/launch/torchrun.sh", *args]
-    path = programs(tmp_path, torchrun='#!/bin/sh\necho "$@"\n')
+    path = programs(tmp_path, torchrun=SHOWN, python=SHOWN)
     run = subprocess.run(
         ["bash", trainer["command"][0], args[0], f"data.path={demo_corpus}",
          f"model.config={demo_corpus / 'model'}"], cwd=ROOT,
         capture_output=True, text=True, env=os.environ | {
             "PATH": path, "PYTHONPATH": str(ROOT), "PET_NNODES": "2", "PET_NPROC_PER_NODE": "4",
             "PET_NODE_RANK": "1", "PET_MASTER_ADDR": "localhost", "PET_MASTER_PORT": "7"})
+    assert run.stdout.startswith("-m orchmllm.train recipes/demo.yaml --validate --ranks 8 data.")
     assert ("--nnodes 2 --node-rank 1 --nproc-per-node 4 --master-addr localhost --master-port 7 "
             in run.stdout), run.stderr
 
@@ -120,6 +121,7 @@ def test_a_rank_without_known_cores_runs_all_the_same(tmp_path, taskset):
     assert run.stdout == "here\n"
 
 
+SHOWN = '#!/bin/sh\necho "$@"\n'  # in place of a program
 SCONTROL = '''#!/bin/sh
 [ "$1" = show ] || { echo "requeued $2"; exit; }
 echo node-of-13-00
@@ -134,35 +136,36 @@ echo "MASTER_ADDR=$MASTER_ADDR"; shift 2; echo "$@"; exit ${SRUN_EXIT:-0}
 
 def programs(folder: Path, **scripts: str) -> str:
     """A PATH on which these programs, and this Python, come first."""
-    scripts["python"] = f'#!/bin/sh\nexec "{sys.executable}" "$@"\n'
+    scripts.setdefault("python", f'#!/bin/sh\nexec "{sys.executable}" "$@"\n')
     for name, text in scripts.items():
         (folder / name).write_text(text)
         (folder / name).chmod(0o755)
     return f"{folder}:{Path(sys.executable).parent}:{os.environ['PATH']}"
 
 
-def sbatch(folder: Path, data: Path, model: Path, **env: str) -> subprocess.CompletedProcess:
-    """What the job's first node runs, of a recipe that says how many ranks it starts by itself."""
+def sbatch(folder: Path, data: Path, model: Path, python: str = "", **env: str
+           ) -> subprocess.CompletedProcess:
+    """What the job's first node runs, of a recipe that says how many ranks it starts by itself.
+    python: a script in its place."""
     return subprocess.run(
         ["bash", FOLDER / "slurm.sh", "recipes/demo.yaml", f"data.path={data}",
          f"model.config={model}", f"run.dir={folder / 'run'}"],
         cwd=ROOT, capture_output=True, text=True,
-        env=os.environ | {"PATH": programs(folder, scontrol=SCONTROL, srun=SRUN),
+        env=os.environ | {"PATH": programs(
+            folder, scontrol=SCONTROL, srun=SRUN, **{"python": python} if python else {}),
                           "PYTHONPATH": str(ROOT), "SLURM_JOB_ID": "7", "SLURM_NTASKS": "16",
                           "SLURM_JOB_NODELIST": "node-of-13-[00-01]", **env})
 
 
-def test_slurm_takes_the_first_of_many_hosts(tmp_path, demo_corpus):
-    run = sbatch(tmp_path, demo_corpus, demo_corpus / "model")
-    assert run.returncode == 0 and "end\n" in run.stderr, run.stderr
+@pytest.mark.parametrize("code", [0, 1, 143])
+def test_slurm_takes_the_first_of_many_hosts_and_queues_what_was_stopped_again(
+        tmp_path, demo_corpus, code):
+    run = sbatch(tmp_path, demo_corpus, demo_corpus / "model", SHOWN, SRUN_EXIT=str(code))
+    assert run.returncode == code and "end\n" in run.stderr, run.stderr
+    assert run.stdout.startswith("-m orchmllm.train recipes/demo.yaml --validate --ranks 16 data.")
     assert ("MASTER_ADDR=node-of-13-00\nscripts/launch/on_gpu_cores.sh python -m orchmllm.train "
             in run.stdout)
-
-
-@pytest.mark.parametrize("code", [1, 143])
-def test_slurm_queues_what_was_stopped_again(tmp_path, demo_corpus, code):
-    run = sbatch(tmp_path, demo_corpus, demo_corpus / "model", SRUN_EXIT=str(code))
-    assert run.returncode == code and ("requeued 7" in run.stdout) == (code == 143)
+    assert ("requeued 7" in run.stdout) == (code == 143)
 
 
 def test_what_is_refused_is_not_started(tmp_path, demo_corpus):

@@ -19,6 +19,7 @@ from orchmllm.launch import exit_with
 from orchmllm.runtime import local_ranks
 from orchmllm.train import main
 from tests.lib.commands import ROOT, train_args
+from tests.lib.launched import Command
 
 pytestmark = pytest.mark.dist
 
@@ -71,7 +72,7 @@ def test_that_ranks_share_cores_is_said_before_they_start(monkeypatch):
 @pytest.mark.parametrize("trains", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_a_reader_that_leaves_is_no_error(tmp_path, demo_corpus, trains):
     """`| head -1`, while the launcher starts and while ranks train: these save before they go."""
-    process = start(demo_corpus, tmp_path / "run", "train.num_steps=40")
+    process = Command(*train_args(demo_corpus, tmp_path / "run", "train.num_steps=40")[1:])
     shown = [process.stdout.readline()]
     while trains and not shown[-1].startswith("step "):
         shown.append(process.stdout.readline())
@@ -83,10 +84,21 @@ def test_a_reader_that_leaves_is_no_error(tmp_path, demo_corpus, trains):
         assert (tmp_path / "run" / "checkpoints" / "latest").is_file()
 
 
-@pytest.mark.parametrize("stdout, warned", [
-    (">/dev/full", "warning: stdout cannot be written (No space left on device): nothing more is "
-                   "shown, and the command goes on\n"),
-    pytest.param(">&-", "", marks=pytest.mark.slow)])
+FULL = ("warning: stdout cannot be written (No space left on device): nothing more is shown, and "
+        "the command goes on\n")
+
+
+def test_a_disk_that_is_full_is_told_once():
+    """What a run does then: tests/runtime/test_ends.py."""
+    with open("/dev/full", "w") as full:
+        done = subprocess.run([sys.executable, "-c", "from orchmllm.launch import say; "
+                               "say('a'); say('b')"], cwd=ROOT, stdout=full,
+                              stderr=subprocess.PIPE, text=True)
+    assert (done.returncode, done.stderr) == (0, FULL)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stdout, warned", [(">/dev/full", FULL), (">&-", "")])
 def test_an_output_that_takes_nothing_ends_nothing(tmp_path, demo_corpus, stdout, warned):
     """A disk that is full, and an output that was closed before the start."""
     done = subprocess.run(
@@ -122,7 +134,8 @@ def ranks_starting(process: subprocess.Popen) -> str:
 @pytest.mark.parametrize("until", [importing, before_torch, ranks_starting])
 def test_ctrl_c_while_it_starts_is_one_line(tmp_path, demo_corpus, until):
     options = ("-X", "importtime") if until is importing else ()
-    process = start(demo_corpus, tmp_path / "run", options=options)
+    process = (Command(*train_args(demo_corpus, tmp_path / "run")[1:]) if until is ranks_starting
+               else start(demo_corpus, tmp_path / "run", options=options))
     expected = until(process)
     children = psutil.Process(process.pid).children(recursive=True)
     os.kill(process.pid, signal.SIGINT)

@@ -70,6 +70,10 @@ class Command:
 
     returncode = property(poll)
 
+    def wait(self) -> int:
+        self._process.join()
+        return self.returncode
+
     def send_signal(self, number: int) -> None:
         os.kill(self.pid, number)
 
