@@ -120,7 +120,10 @@ def whole(tmp_path_factory) -> tuple:
     return run_ranks(trained, 2, of_run(tmp_path_factory.mktemp("whole")))[0]
 
 
-@pytest.mark.parametrize("fault", ENDS)
+# Slow: what tests/runtime/test_resume.py and tests/data/test_workers.py notice.
+@pytest.mark.parametrize("fault", [
+    pytest.param(fault, marks=pytest.mark.slow) if fault in ("signal", "worker") else fault
+    for fault in ENDS])
 def test_a_run_that_ends_by_its_own_decision_is_saved(fault, whole, tmp_path):
     _, examples, last = whole
     bad = frozenset(examples[BAD]) - frozenset(sum(examples[:BAD], []))

@@ -6,8 +6,6 @@ from __future__ import annotations
 import importlib.util
 import json
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -78,17 +76,15 @@ def test_validate_is_silent_where_nothing_is(folder, demo_corpus, capsys):
 
 
 @pytest.mark.parametrize("under", ["nothing", "torchrun"])
-def test_a_start_is_refused_with_all_problems(folder, demo_corpus, under):
-    """Also by a rank of another launcher, which has no folder to lock."""
-    env = {} if under == "nothing" else {
-        "RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2",
-        "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
-    out = subprocess.run(
-        [sys.executable, "-m", "orchmllm.train", DEMO, *demo_of(demo_corpus),
-         f"run.dir={folder / 'file'}", f"data.path={folder / 'nowhere'}"],
-        capture_output=True, text=True, cwd=ROOT,
-        env={"PATH": "", "PYTHONPATH": str(ROOT), **env})
-    assert out.returncode == 2, out.stderr
-    assert "file cannot be written" in out.stderr and "nowhere: no such file" in out.stderr
-    assert "Traceback" not in out.stderr
-    assert out.stdout.endswith(f"run folder {folder / 'file'}\n") and out.stdout.count("\n") == 1
+def test_a_start_is_refused_with_all_problems(folder, demo_corpus, under, monkeypatch, capsys):
+    """Also by a rank of another launcher, which has no folder to lock. In a process of its own:
+    tests/e2e/test_scale_launch.py."""
+    for name, value in () if under == "nothing" else {
+            "RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2",
+            "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}.items():
+        monkeypatch.setenv(name, value)
+    assert main([DEMO, *demo_of(demo_corpus), f"run.dir={folder / 'file'}",
+                 f"data.path={folder / 'nowhere'}"]) == 2
+    out, error = capsys.readouterr()
+    assert "file cannot be written" in error and "nowhere: no such file" in error
+    assert out.endswith(f"run folder {folder / 'file'}\n") and out.count("\n") == 1
