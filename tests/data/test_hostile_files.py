@@ -6,9 +6,8 @@ from __future__ import annotations
 import base64
 import io
 import json
-import subprocess
-import sys
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -20,8 +19,9 @@ from orchmllm.data.media.headers import image_header
 from orchmllm.data.media.medium import MediaError, Medium, RowError
 from orchmllm.data.storage.clients import StorageError
 from orchmllm.plan.layout import VISION
-from tests.lib.drawn import with_processor
+from tests.lib.drawn import reader_of, with_processor
 from tests.lib.formats import write_jsonl
+from tests.lib.ranks import run_ranks
 from tests.lib.sources import opened
 
 
@@ -74,7 +74,23 @@ def test_columns_may_make_a_data_url(reader, tmp_path):
     assert dataset.problem(0) is None and dataset.layout(0).num_tokens.sum() > 3
 
 
-def test_a_parquet_file_that_holds_much_more_than_it_is(reader, tmp_path):
+def kib_to_read(world, path: Path, model: Path) -> int:
+    """Memory in KiB that some rows of 3,000 take."""
+    def status(key: str) -> int:
+        lines = Path("/proc/self/status").read_text().splitlines()
+        return int(next(x for x in lines if x.startswith(key)).split()[1])
+
+    reader = reader_of(model)
+    Path("/proc/self/clear_refs").write_text("5")  # the peak is that from now on
+    before = status("VmRSS")
+    data = opened(path, reader, path.parent, row_format="text")
+    assert len(data) == 3000
+    assert all(len(data.sources[0].store.row(i)["text"]) == 1_000_000
+               for i in [*range(150), 2999, 7])
+    return status("VmHWM") - before
+
+
+def test_a_parquet_file_that_holds_much_more_than_it_is(tmp_path):
     """95 KB that hold 3 GB: a text that is repeated, which parquet writes once."""
     import pyarrow as pa
     import pyarrow.parquet
@@ -87,24 +103,9 @@ def test_a_parquet_file_that_holds_much_more_than_it_is(reader, tmp_path):
         for _ in range(30):
             writer.write_table(part)
     assert path.stat().st_size < 400_000
-    code = ("import sys; from tests.lib.sources import opened; from pathlib import Path\n"
-            "from tests.lib.drawn import reader_of\n"
-            "def status(key):\n"
-            "    lines = Path('/proc/self/status').read_text().splitlines()\n"
-            "    return int(next(x for x in lines if x.startswith(key)).split()[1])\n"
-            "reader = reader_of(Path(sys.argv[2]))\n"
-            "Path('/proc/self/clear_refs').write_text('5')\n"
-            "before = status('VmRSS')\n"
-            "path = Path(sys.argv[1]); data = opened(path, reader, "
-            "path.parent, row_format='text')\n"
-            "assert len(data) == 3000\n"
-            "assert all(len(data.sources[0].store.row(i)['text']) == 1_000_000 "
-            "for i in [*range(150), 2999, 7])\n"
-            "print(status('VmHWM') - before)")
-    done = subprocess.run([sys.executable, "-c", code, str(path), str(with_processor())],
-                          capture_output=True, text=True, check=True)
-    print(f"{path.stat().st_size} bytes that hold 3 GB: {int(done.stdout) >> 10} MiB")
-    assert int(done.stdout) < 300 << 10
+    [kib] = run_ranks(kib_to_read, 1, path, with_processor())
+    print(f"{path.stat().st_size} bytes that hold 3 GB: {kib >> 10} MiB")
+    assert kib < 300 << 10
     assert {p.name for p in tmp_path.rglob("*.arrow")} == set()  # and no copy
 
 

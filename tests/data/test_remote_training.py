@@ -14,10 +14,11 @@ import pytest
 from orchmllm.config.balance import BalanceConfig
 from orchmllm.config.recipe import DataConfig, RemoteRoot, RunConfig, SourceConfig
 from orchmllm.runtime.build import build_dataset
-from tests.lib.commands import python
+from orchmllm.train import main
 from tests.lib.drawn import drawn_model, with_processor
 from tests.lib.formats import QUESTIONS, llava_row, write_jsonl, write_media, write_tar
 from tests.lib.ranks import RankFailure, run_ranks
+from tests.lib.recipes import RECIPES
 from tests.lib.servers import ObjectStore, object_store, remote, web_server
 from tests.lib.synthetic import recipe
 from tests.lib.training import train
@@ -195,19 +196,17 @@ def test_an_error_of_one_rank_is_raised_on_all(files, tmp_path):
         assert kind == "RemoteError" and f"{web.url}/2.webp cannot be read: 2 attempts" in text
 
 
-def test_a_bad_url_is_named_before_ranks_start(files, tmp_path):
+def test_a_bad_url_is_named_before_ranks_start(files, tmp_path, capsys):
     with web_server(files) as web:
         model = f"model.config={with_processor()}"
-        root = f"data.remote.roots=[{{url: {web.url}}}]"
+        root, demo = f"data.remote.roots=[{{url: {web.url}}}]", str(RECIPES / "demo.yaml")
         for path, text in ((f"{web.url}/rows.jsonl", ""),
                            (f"{web.url}/none.jsonl", f"no such file: '{web.url}/none.jsonl'"),
                            ("https://example.org/rows.jsonl", "is a URL that is not declared")):
-            done = python("-m", "orchmllm.train", "recipes/demo.yaml", "--validate",
-                          f"data.path={path}", model, root,
-                          f"run.dir={tmp_path}/run", f"data.remote.cache={tmp_path}/cache")
-            assert done.returncode == (2 if text else 0), done.stderr
-            assert text in done.stderr
-        done = python("-m", "orchmllm.train", "recipes/demo.yaml", "--validate",
-                      f"data.path={files}/rows.jsonl", model,
-                      "data.remote.roots=[{url: 's3://user:key@bucket'}]")
-        assert done.returncode == 2 and "write s3://bucket/folder" in done.stderr
+            code = main([demo, "--validate", f"data.path={path}", model, root,
+                         f"run.dir={tmp_path}/run", f"data.remote.cache={tmp_path}/cache"])
+            said = capsys.readouterr().err
+            assert code == (2 if text else 0) and text in said, said
+        assert main([demo, "--validate", f"data.path={files}/rows.jsonl", model,
+                     "data.remote.roots=[{url: 's3://user:key@bucket'}]"]) == 2
+        assert "write s3://bucket/folder" in capsys.readouterr().err

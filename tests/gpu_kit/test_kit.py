@@ -207,6 +207,7 @@ def test_without_a_compiler_the_carried_core_of_these_sources_is_taken(tmp_path,
         setup.build(carried)
 
 
+@pytest.mark.slow
 def test_a_corpus_is_made_where_none_was_carried(tmp_path, monkeypatch):
     carried, made = tmp_path / "carried", tmp_path / "made"
     monkeypatch.setattr(setup, "CORPORA", [carried, made])

@@ -77,8 +77,9 @@ def features(model, given: dict) -> dict[int, list[torch.Tensor]]:
 
 
 @pytest.mark.parametrize("first", [
-    "transformers import Qwen2ForCausalLM", "transformers.models.whisper.modeling_whisper import "
-    "WhisperEncoder"])
+    "transformers import Qwen2ForCausalLM", pytest.param(
+        "transformers.models.whisper.modeling_whisper import WhisperEncoder",
+        marks=pytest.mark.slow)])
 def test_a_model_of_transformers_is_imported_after_orchmllm(first):
     """Its layers import the tables of classes, with ours, before they are there themselves."""
     done = python("-c", f"import orchmllm; from {first}; from transformers import "
