@@ -2,6 +2,7 @@
 results must not depend on how many it has."""
 
 import faulthandler
+import gc
 import getpass
 import os
 import tempfile
@@ -19,6 +20,15 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 # What is counted of models is kept between runs of the tests, but not where a user has it.
 os.environ["XDG_CACHE_HOME"] = os.path.join(
     tempfile.gettempdir(), f"orchmllm-tests-{getpass.getuser()}")
+
+
+def pytest_configure() -> None:
+    gc.disable()  # while everything is imported: nothing of it is garbage
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()  # so that no collection looks through it, either
+    gc.enable()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

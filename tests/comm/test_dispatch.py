@@ -38,6 +38,10 @@ def counted():
         comm.all_to_all = original
 
 
+def batches_of_each(world, accumulation: int) -> list[tuple[list, int]]:
+    return [batches(world, dispatch, accumulation) for dispatch in ("load", "bytes", "tensors")]
+
+
 def batches(world, dispatch: str, accumulation: int) -> tuple[list, int]:
     data = SyntheticDataset()
     # Policies that look at home ranks plan differently for `load`: there the LLM comes first.
@@ -58,8 +62,7 @@ def batches(world, dispatch: str, accumulation: int) -> tuple[list, int]:
 
 @pytest.mark.parametrize("accumulation", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_same_batches_bit_for_bit(accumulation):
-    load, moved, tensors = (run_ranks(batches, 3, d, accumulation)
-                            for d in ("load", "bytes", "tensors"))
+    load, moved, tensors = zip(*run_ranks(batches_of_each, 3, accumulation), strict=True)
     assert [sent for _, sent in load] == [0, 0, 0]
     assert all(sent > 0 for _, sent in moved + tensors)
     for ways in zip(load, moved, tensors, strict=True):

@@ -18,7 +18,6 @@ from tests.lib.synthetic import SHALLOW, SyntheticDataset, recipe
 pytestmark = pytest.mark.dist
 NUM_RANKS = 3
 SHARE = BATCH // NUM_RANKS
-HAS = {"images": "V", "audio": "A"}
 
 
 def kinds(missing: str, ranks_without: int) -> list[str]:
