@@ -12,6 +12,7 @@ from orchmllm.data.dataset import ConversationDataset
 from orchmllm.data.sampler import make_sampler
 from orchmllm.plan.layout import AUDIO, TEXT, VISION
 from orchmllm.tools.data.command import dataset_of, main
+from tests.lib import ranks
 from tests.lib.corpora import write_librispeech_hf, write_paper_mix
 from tests.lib.drawn import with_processor
 from tests.lib.recipes import RECIPES
@@ -173,6 +174,8 @@ def test_two_workers_build_the_same_index(recipe, monkeypatch, tmp_path):
     source, reader = dataset.sources[0], dataset.reader
     monkeypatch.setattr(index, "ALONE_BELOW", 1)
     monkeypatch.setattr(index, "CHUNK", 5)
+    # Workers get all that they have from a pickle here, too; torch is imported already.
+    monkeypatch.setattr(index, "get_context", lambda method: ranks._context)
     done: list[int] = []
     one, _ = index.build_index(source, reader, tmp_path / "1", num_workers=1)
     two, count = index.build_index(source, reader, tmp_path / "2", num_workers=2,
