@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import re
-import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -16,7 +18,6 @@ from orchmllm.plan.layout import AUDIO, VISION
 from orchmllm.plan.step import plan_step
 from orchmllm.tools.data.command import dataset_of, main
 from tests.lib import sources
-from tests.lib.commands import ROOT
 from tests.lib.drawn import reader_of, with_processor
 from tests.lib.formats import write_jsonl
 from tests.lib.gradients import (
@@ -128,6 +129,12 @@ def test_preview_shows_frames(videos, capsys):
     assert re.search(r"<clip sound.mp4: 3\.\d\d s at 48000 Hz", out)
 
 
+def lint_without_pyav(world, recipe: Path) -> tuple[int, str]:
+    sys.modules["av"] = None
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        return main(["lint", str(recipe), "--decode"]), out.getvalue()
+
+
 def test_without_pyav_a_video_is_refused_with_the_command(videos):
     clip = [{"from": "human", "value": "<audio>?"}, {"from": "gpt", "value": "a tone"}]
     write_jsonl(videos / "data.jsonl", [ROWS[0][0], {"audios": ["aac.m4a"],
@@ -135,12 +142,10 @@ def test_without_pyav_a_video_is_refused_with_the_command(videos):
     recipe = videos / "none.yaml"
     recipe.write_text(f"data: {{sources: [{{path: {videos}/data.jsonl}}], "
                       f"index_dir: {videos}/none}}\nmodel: {{config: {with_processor()}}}\n")
-    code = ("import sys; sys.modules['av'] = None; from orchmllm.tools.data.command import main; "
-            f"sys.exit(main(['lint', {str(recipe)!r}, '--decode']))")
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 1, done.stderr
-    assert "row 1: plain.mp4: it is read with PyAV, which is not installed: " in done.stdout
-    said = [s for s in done.stdout.splitlines() if s.startswith(f"{videos}/data.jsonl, row")]
+    [(code, said)] = run_ranks(lint_without_pyav, 1, recipe)
+    assert code == 1, said
+    assert "row 1: plain.mp4: it is read with PyAV, which is not installed: " in said
+    said = [s for s in said.splitlines() if s.startswith(f"{videos}/data.jsonl, row")]
     assert len(said) == 2 and all("pip install '.[video]'" in s for s in said)
 
 

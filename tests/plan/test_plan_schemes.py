@@ -1,10 +1,9 @@
 """plan_step with every policy and scheme: permutations, balance, bytes, honest errors."""
 
-import subprocess
+import runpy
 import sys
 from dataclasses import fields, replace
 from itertools import product
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -27,6 +26,7 @@ from orchmllm.plan.layout import AUDIO, ENCODERS, TEXT, VISION, BatchLayout
 from orchmllm.plan.microbatches import plan_microbatches
 from orchmllm.plan.step import StepPlan, build_plan, plan_step
 from orchmllm.tools.predict.workload import sample_layout
+from tests.lib.commands import ROOT
 from tests.lib.corpora import write_llava
 from tests.lib.drawn import with_processor
 from tests.lib.recipes import small_spec
@@ -262,21 +262,26 @@ def test_what_cannot_be_honoured_raises(options: dict, message: str) -> None:
         plan_step(LAYOUT, spec(vision=PhasePolicy(**options)))
 
 
-def overhead(*arguments: object) -> str:
-    script = Path(__file__).parents[2] / "scripts" / "bench_overhead.py"
-    done = subprocess.run([sys.executable, script, "--ranks", "8", "--batch-size", "2",
-                           "--repeats", "1", *map(str, arguments)], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+@pytest.fixture
+def overhead(monkeypatch, capsys):
+    """What the benchmark prints."""
+    def run(*arguments: object) -> str:
+        monkeypatch.setattr(sys, "argv", ["", "--ranks", "8", "--batch-size", "2", "--repeats", "1",
+                                          *map(str, arguments)])
+        monkeypatch.syspath_prepend(ROOT / "scripts")
+        runpy.run_path(str(ROOT / "scripts" / "bench_overhead.py"), run_name="__main__")
+        return capsys.readouterr().out
+
+    return run
 
 
 @pytest.mark.slow
-def test_the_benchmark_knows_its_default_schemes(tmp_path):
+def test_the_benchmark_knows_its_default_schemes(overhead, tmp_path):
     out = overhead("--plot", tmp_path / "overhead.png")
     assert "| 8 | least_move |" in out and (tmp_path / "overhead.png").stat().st_size > 1000
 
 
-def test_the_benchmark_takes_a_recipe_and_its_lengths(tmp_path):
+def test_the_benchmark_takes_a_recipe_and_its_lengths(overhead, tmp_path):
     write_llava(tmp_path)
     recipe = tmp_path / "own.yaml"
     recipe.write_text(f"data: {{path: {tmp_path}/llava_v1_5_mix665k.json}}\n"

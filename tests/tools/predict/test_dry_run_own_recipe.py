@@ -15,7 +15,6 @@ from orchmllm.plan.step import build_plan
 from orchmllm.tools.predict.dry_run import exchange_report
 from orchmllm.tools.predict.dry_run_command import main
 from orchmllm.tools.predict.workload import sample_layout
-from tests.lib.commands import python
 from tests.lib.drawn import with_processor
 from tests.lib.recipes import read, small_spec
 
@@ -33,25 +32,18 @@ def dry_run(tmp_path, capfd):
         path = tmp_path / "own.yaml"
         path.write_text(text, encoding="utf-8")
         code = main([str(path), *args])
-        return checked(code, *capfd.readouterr())
+        stdout, stderr = capfd.readouterr()
+        assert code == 0 and stderr == "", stderr  # no warnings
+        assert "nan" not in stdout
+        assert [x for x in stdout.splitlines() if len(x) > 80] == []
+        return stdout
 
     return run
 
 
-def checked(code: int, stdout: str, stderr: str) -> str:
-    assert code == 0 and stderr == "", stderr  # no warnings
-    assert "nan" not in stdout
-    assert [x for x in stdout.splitlines() if len(x) > 80] == []
-    return stdout
-
-
-def test_a_recipe_without_a_number_of_ranks(tmp_path):
-    """In a process of its own. One node, and said so; a verdict with the GB that are left; no
-    figures of the paper."""
-    path = tmp_path / "own.yaml"
-    path.write_text(TINY, encoding="utf-8")
-    run = python("-m", "orchmllm", "dry-run", path)
-    text = checked(run.returncode, run.stdout, run.stderr)
+def test_a_recipe_without_a_number_of_ranks(dry_run):
+    """One node, and said so; a verdict with the GB that are left; no figures of the paper."""
+    text = dry_run(TINY)
     assert text.startswith("8 ranks (one node")
     assert re.search(r"It fits: the fullest rank needs \d+\.\d GB; tensors may take 74\.0 GB", text)
     assert re.search(r"fsdp.memory_gb is not set\)\. \d+\.\d GB are left", text)
