@@ -22,7 +22,7 @@ os.environ["XDG_CACHE_HOME"] = os.path.join(
     tempfile.gettempdir(), f"orchmllm-tests-{getpass.getuser()}")
 
 
-def pytest_configure() -> None:
+def pytest_collectstart() -> None:
     gc.disable()  # while everything is imported: nothing of it is garbage
 
 
