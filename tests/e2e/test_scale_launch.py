@@ -121,6 +121,7 @@ def test_a_rank_without_known_cores_runs_all_the_same(tmp_path, taskset):
     assert run.stdout == "here\n"
 
 
+PYTHON = f'#!/bin/sh\nexec "{sys.executable}" "$@"\n'
 SHOWN = '#!/bin/sh\necho "$@"\n'  # in place of a program
 SCONTROL = '''#!/bin/sh
 [ "$1" = show ] || { echo "requeued $2"; exit; }
@@ -135,15 +136,14 @@ echo "MASTER_ADDR=$MASTER_ADDR"; shift 2; echo "$@"; exit ${SRUN_EXIT:-0}
 
 
 def programs(folder: Path, **scripts: str) -> str:
-    """A PATH on which these programs, and this Python, come first."""
-    scripts.setdefault("python", f'#!/bin/sh\nexec "{sys.executable}" "$@"\n')
-    for name, text in scripts.items():
+    """A PATH on which these programs, and this Python where none is given, come first."""
+    for name, text in {"python": PYTHON, **scripts}.items():
         (folder / name).write_text(text)
         (folder / name).chmod(0o755)
     return f"{folder}:{Path(sys.executable).parent}:{os.environ['PATH']}"
 
 
-def sbatch(folder: Path, data: Path, model: Path, python: str = "", **env: str
+def sbatch(folder: Path, data: Path, model: Path, python: str, **env: str
            ) -> subprocess.CompletedProcess:
     """What the job's first node runs, of a recipe that says how many ranks it starts by itself.
     python: a script in its place."""
@@ -151,8 +151,7 @@ def sbatch(folder: Path, data: Path, model: Path, python: str = "", **env: str
         ["bash", FOLDER / "slurm.sh", "recipes/demo.yaml", f"data.path={data}",
          f"model.config={model}", f"run.dir={folder / 'run'}"],
         cwd=ROOT, capture_output=True, text=True,
-        env=os.environ | {"PATH": programs(
-            folder, scontrol=SCONTROL, srun=SRUN, **{"python": python} if python else {}),
+        env=os.environ | {"PATH": programs(folder, scontrol=SCONTROL, srun=SRUN, python=python),
                           "PYTHONPATH": str(ROOT), "SLURM_JOB_ID": "7", "SLURM_NTASKS": "16",
                           "SLURM_JOB_NODELIST": "node-of-13-[00-01]", **env})
 
@@ -169,7 +168,7 @@ def test_slurm_takes_the_first_of_many_hosts_and_queues_what_was_stopped_again(
 
 
 def test_what_is_refused_is_not_started(tmp_path, demo_corpus):
-    run = sbatch(tmp_path, tmp_path / "nowhere", demo_corpus / "model")
+    run = sbatch(tmp_path, tmp_path / "nowhere", demo_corpus / "model", PYTHON)
     assert run.returncode == 2 and "nowhere: no such file" in run.stderr
     assert "MASTER_ADDR" not in run.stdout
 

@@ -24,10 +24,9 @@ from tests.lib.launched import Command
 pytestmark = pytest.mark.dist
 
 
-def start(data: Path, folder: Path, *overrides: str, options: tuple = ()) -> subprocess.Popen:
-    return subprocess.Popen(
-        [sys.executable, *options, *train_args(data, folder, *overrides)], cwd=ROOT,
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+def start(data: Path, folder: Path, *options: str) -> subprocess.Popen:
+    return subprocess.Popen([sys.executable, *options, *train_args(data, folder)], cwd=ROOT,
+                            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
 @pytest.mark.parametrize("flags, num, also", [
@@ -135,7 +134,7 @@ def ranks_starting(process: subprocess.Popen) -> str:
 def test_ctrl_c_while_it_starts_is_one_line(tmp_path, demo_corpus, until):
     options = ("-X", "importtime") if until is importing else ()
     process = (Command(*train_args(demo_corpus, tmp_path / "run")[1:]) if until is ranks_starting
-               else start(demo_corpus, tmp_path / "run", options=options))
+               else start(demo_corpus, tmp_path / "run", *options))
     expected = until(process)
     children = psutil.Process(process.pid).children(recursive=True)
     os.kill(process.pid, signal.SIGINT)
