@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from orchmllm.batch import Step
 from orchmllm.comm.errors import AgreedError
-from orchmllm.comm.exchange import RowGather, exchange_group, gather_scalars, node_group
+from orchmllm.comm.exchange import RowGather, exchange_group, gather_scalars
 from orchmllm.config.job import resolve
 from orchmllm.config.recipe import Recipe
 from orchmllm.data.dataset import ConversationDataset
@@ -38,7 +38,7 @@ from orchmllm.runtime.run_checkpoints import RunCheckpoints
 from orchmllm.runtime.run_state import Incidents, MediaCount, Progress
 from orchmllm.runtime.samples import Samples
 from orchmllm.runtime.stop import FOLDER_TAKEN, Stopped, StopSignal
-from orchmllm.sharding.build import agreed_fingerprint, build_model
+from orchmllm.sharding.build import agreed_fingerprint, build_model, share_in_nodes
 from orchmllm.sharding.fsdp import compute_dtype, evaluating, state_tensors
 from orchmllm.sharding.longest import LongExamples
 from orchmllm.sharding.optimizer import (
@@ -95,10 +95,7 @@ class Trainer:
         prove_on_first_rank(recipe, self.dataset, on_cpu, self._log)
         self.model = build_model(recipe, self.device, self.memory.choice, sources, on_cpu,
                                 spec.ranks_per_node, group, self._log)
-        if recipe.balance.llm.max_shares > 1:
-            self.model.check_shares()
-            nodes = [spec.node_of(rank, world.world_size) for rank in range(world.world_size)]
-            self.model.node_group = node_group(nodes, self.device, recipe.launch.timeout_s)
+        share_in_nodes(self.model, recipe, spec, world.world_size, self.device, self._log)
         self._feed, spec = feed_of(self.model, self.dataset, spec, on_cpu, self._log)
         self.orchestrator, self._validation = (
             build_orchestrator(recipe, one, world.world_size, self.device, group)

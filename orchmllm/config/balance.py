@@ -30,7 +30,8 @@ class PhaseConfig(PhasePolicy):
                          "between nodes (OrchMLLM Algorithm 3).")
     max_shares: int = key(
         1, "Ranks of a node that may share an example of the LLM which is too heavy or too long "
-        "for one of them: 2, 4, 8, ...; 1: none does. Of balance.llm alone.", at_least=1)
+        "for one of them: 2, 4, 8, ...; 1: none does (docs/long_examples.md). Of balance.llm "
+        "alone.", at_least=1)
 
     def conflicts(self) -> Iterator[Conflict]:
         """A key that the policy would ignore is refused."""
@@ -44,6 +45,9 @@ class PhaseConfig(PhasePolicy):
         if self.nodewise and not chosen.node_blind:
             yield Conflict(("nodewise", "policy"),
                            f"policy {self.policy!r} knows nodes already: set it to false")
+        if self.max_shares & (self.max_shares - 1):
+            yield Conflict(("max_shares",), "examples are halved, and halved again: use a power "
+                           "of two")
         if self.max_shares > 1 and "held" not in chosen.options:
             yield Conflict(("max_shares", "policy"),
                            f"policy {self.policy!r} cannot balance around pieces of examples: "

@@ -11,11 +11,12 @@ import torch.distributed as dist
 
 from orchmllm.comm.agree import RemoteError, describe, raise_first
 from orchmllm.comm.errors import AgreedError
-from orchmllm.comm.exchange import RowGather, gather_texts
+from orchmllm.comm.exchange import RowGather, gather_texts, node_group
 from orchmllm.config.recipe import Recipe
 from orchmllm.encoders.planned import PlannedEncoders
 from orchmllm.hf.sources import WeightSource, fingerprint
 from orchmllm.models.hf import WholeModel
+from orchmllm.plan.assign import PlanSpec, most_shares
 from orchmllm.sharding.hf import load_whole
 from orchmllm.sharding.optimizer import describe_learning
 
@@ -42,6 +43,21 @@ def build_model(
         log(describe_learning(model))
     model.encoders = PlannedEncoders(model.hf, group)
     return model
+
+
+def share_in_nodes(model: WholeModel, recipe: Recipe, spec: PlanSpec, num_ranks: int,
+                   device: torch.device, log: Callable[[str], None]) -> None:
+    """Lets the ranks of a node share examples, where the recipe says so. Collective. Raises
+    ValueError for a model whose examples cannot be shared."""
+    asked = recipe.balance.llm.max_shares
+    if asked == 1:
+        return
+    model.check_shares()
+    nodes = [spec.node_of(rank, num_ranks) for rank in range(num_ranks)]
+    model.node_group = node_group(nodes, device, recipe.launch.timeout_s)
+    most = most_shares(recipe.balance, len(nodes[0]), num_ranks)
+    log(f"balance.llm.max_shares = {asked}: up to {most} ranks of a node share an example"
+        + " (a node has no more, or balancing is off)" * (most < asked))
 
 
 def agreed(gather: RowGather, error: Exception | None) -> None:
