@@ -222,7 +222,8 @@ class StepPlan:
     @property
     def is_within_caps(self) -> bool:
         """Whether no rank holds more than a phase's max_rank_tokens, or than its memory holds."""
-        return self.spec.allows({phase: self.positions(phase) for phase in self.spec.phases})
+        return not (self.spec.hard_caps or self.spec.room) or self.spec.allows(
+            {phase: self.positions(phase) for phase in self.spec.phases})
 
     @property
     def predicted_gain(self) -> float:

@@ -12,7 +12,7 @@ import pytest
 from orchmllm.config.job import resolve
 from orchmllm.models.flops import Lengths
 from orchmllm.models.whole_flops import plan_spec
-from orchmllm.plan.assign import PHASES
+from orchmllm.plan.assign import PHASES, BalancePolicy, PhasePolicy
 from orchmllm.plan.microbatches import plan_microbatches
 from orchmllm.plan.step import plan_step
 from orchmllm.sharding.caps import with_count
@@ -83,6 +83,27 @@ def test_predicted_peak_is_the_tracked_one(name):
     ranks, recipe = CASES[name]
     peak, moments = tracked(recipe, ranks)
     assert max(moments.values()) == pytest.approx(peak, rel=0.05)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("choice", ["none", "selective", "full"])
+@pytest.mark.parametrize("shares", [1, 2, 4, 8])
+@pytest.mark.parametrize("name", ["mllm10b", "mllm18b", "mllm84b"])
+def test_predicted_peak_where_ranks_share_an_example(name, shares, choice):
+    """One of 40,000 tokens."""
+    recipe = thin(name, activation_checkpointing=choice)
+    job = resolve(recipe, 8, 8)
+    layout = of_mix(recipe).draw(8, 2, 0)
+    tokens = layout.num_tokens.copy()
+    tokens[layout.segments_per_example[0] - 1] = 40_000
+    plan = plan_step(replace(layout, num_tokens=tokens), replace(
+        plan_spec(job), balance=BalancePolicy(dispatch="load", llm=PhasePolicy(max_shares=shares))))
+    assert (plan.pieces is not None) == (shares > 1)
+    memory = MemoryModel.of(job)
+    moments = memory.peaks(loads_of(plan), {p: recipe.fsdp.checkpointing(p) for p in PHASES})
+    moments.pop("optimizer")
+    predicted = max(float(v[0]) for v in moments.values()) - memory.state_bytes()["optimizer"]
+    assert predicted == pytest.approx(tracked_peak(recipe, plan), rel=0.05)
 
 
 @pytest.mark.slow
