@@ -17,7 +17,7 @@ def use(patch) -> None:
     patch.setattr(packing, "ALL_ATTENTION_FUNCTIONS", {"sdpa": _masked})
 
 
-def _causal(q: Tensor, k: Tensor, v: Tensor, seqlens: Any, causal: bool) -> Tensor:
+def _causal(q: Tensor, k: Tensor, v: Tensor, seqlens: Any, causal: bool, keys: None) -> Tensor:
     """q (R, H, D) and k, v (R, Hkv, D) -> (R, H, D)."""
     assert causal
     parts = zip(*(x.transpose(0, 1).split(seqlens.lengths, 1) for x in (q, k, v)), strict=True)
