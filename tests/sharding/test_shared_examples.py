@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from itertools import combinations
 from pathlib import Path
 from unittest import mock
@@ -13,13 +14,15 @@ import torch
 import transformers
 
 from orchmllm.config.balance import PhaseConfig
-from orchmllm.config.recipe import Recipe
+from orchmllm.config.recipe import Recipe, RunConfig
 from orchmllm.models import shared
 from orchmllm.runtime.preflight import checks
+from orchmllm.sharding import compiled
 from orchmllm.trainer import Trainer
 from tests.lib import composed
 from tests.lib.processors import FAMILIES
 from tests.lib.ranks import run_ranks
+from tests.lib.training import train
 from tests.lib.whole_folders import asked, write_medium, write_model
 from tests.sharding.test_planned_phases import (
     compared,
@@ -120,6 +123,25 @@ def test_what_is_frozen_changes_no_other_gradient(ranks, shard_size, tmp_path):
               max_shares=4)
 
 
+def compared_compiled(world, *args) -> list[dict]:
+    """Without the code generator, which takes minutes."""
+    with mock.patch.object(compiled, "compile_block", partial(
+            compiled.compile_block, backend="aot_eager")):
+        return compared(world, *args)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recomputed", ["none", "full"])
+def test_gradients_with_compiled_blocks(recomputed, tmp_path):
+    """Attention of shared examples runs between their graphs."""
+    write_model("qwen3_vl", tmp_path, torch.float64)
+    write_rows(tmp_path, ["image"])
+    run = shares(recipe(tmp_path))
+    run = replace(run, fsdp=replace(run.fsdp, compile=True, llm_checkpointing=recomputed))
+    seen = run_ranks(compared_compiled, 3, tmp_path, "qwen3_vl", [run])[0]
+    assert all(step["shared"] for step in seen)
+
+
 def exchanges(world, run: Recipe) -> list[tuple[bool, int]]:
     """Of each microbatch, whether a rank of this node shares an example, and exchanges of keys and
     values in the forward pass."""
@@ -157,3 +179,25 @@ def test_models_whose_examples_cannot_be_shared(name, told, tmp_path):
     with pytest.raises(ValueError, match=f"balance.llm.max_shares: .*{told}"):
         looked["shared examples"]()
     assert "shared examples" not in dict(checks(recipe(tmp_path), 0))
+
+
+def trained(world, run: Recipe) -> list[float]:
+    """Losses of steps and validations."""
+    FAMILIES["qwen3_vl"](transformers)
+    return [row[name] for row in train(world, run) for name in ("loss", "validation_loss")
+            if name in row]
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_on_other_ranks(tmp_path):
+    write_model("qwen3_vl", tmp_path, torch.float64)
+    write_rows(tmp_path, ["image"])
+    run = recipe(tmp_path, warmup_steps=0, min_lr_ratio=1.0)
+    run = replace(run, data=replace(run.data, num_validation=2),
+                  train=replace(run.train, num_steps=4))
+    alone = run_ranks(trained, 1, replace(run, run=RunConfig(dir=str(tmp_path / "alone"))))[0]
+    start = replace(shares(run), train=replace(run.train, num_steps=2))
+    found = [loss for ranks, part in ((2, start), (3, shares(run)))
+             for loss in run_ranks(trained, ranks, part)[0]]
+    between = [*alone[:3], *found[3:4], *alone[3:]]  # the first part ends with a validation
+    assert len(alone) == 6 and found == pytest.approx(between, rel=1e-9)
