@@ -18,6 +18,7 @@ from torch import Tensor
 from orchmllm.batch import IGNORE_INDEX, ProcessedExample
 from orchmllm.data.dataset import ConversationDataset
 from orchmllm.data.media.kinds import VIDEO
+from orchmllm.data.media.medium import MediaError
 from orchmllm.data.processed import ProcessedReader
 from orchmllm.data.text.processor import Processor
 from orchmllm.plan.layout import AUDIO, TEXT, VISION
@@ -31,8 +32,8 @@ _FRAMES = 4
 def made_by(processor: Processor) -> Iterator[list[ProcessedExample]]:
     """With the tensors and the parts of all media; all tokens but those of media are learnt. At
     first where one example ends with its medium and the next one begins with it; then, since a
-    model may run neither, without the end and without both. Raises ValueError, or MediaError, where
-    the processor does not take such media."""
+    model may run neither, without the end and without both. Several media are left out where the
+    processor takes one. Raises ValueError, or MediaError, where it does not take such media."""
     kinds = [kind for kind in processor.token_ids if kind != VIDEO or (
         processor.videos.processor is not None and processor.tokenizer.writes(VIDEO))]
     features = torch.tensor([*processor.token_ids.values()])
@@ -43,8 +44,13 @@ def made_by(processor: Processor) -> Iterator[list[ProcessedExample]]:
             Path(folder), kinds)), encoding="utf-8")
         data = ConversationDataset(path, index_dir=folder, reader=ProcessedReader(processor))
         for i in range(len(data)):
-            example, segments = data.load(i), np.flatnonzero(data.layout(i).modality != TEXT)
-            ids = example.input_ids
+            try:
+                example = data.load(i)
+            except MediaError:
+                if i == len(kinds) + 1:  # the row of several
+                    continue
+                raise
+            ids, segments = example.input_ids, np.flatnonzero(data.layout(i).modality != TEXT)
             out.append(replace(
                 example, labels=ids.where(~torch.isin(ids, features), IGNORE_INDEX),
                 parts=data.load(i, segments=segments.tolist()).parts))
