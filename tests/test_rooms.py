@@ -55,8 +55,8 @@ from scripts.count_code import count_parts, count_rooms, read_all
 # Predicted memory got the moment when the head's gradients are added up (+12).
 # Examples that ranks of a node share took +530 of the base (pieces and their ranks 190, the plan of
 # a step 70, keys and values 65, rows, masks and attention 65, memory, time and what is told of long
-# examples 50, keys and refusals 80), +100 of the core and +11 of the tools; examples of the proof that
-# a model does not run, +10.
+# examples 50, keys and refusals 80), +100 of the core and +11 of the tools. Examples of the proof
+# that a model does not run took +10.
 MOST = {"base": 23_460, "tools": 5_290, "papers": 1_750, "cpp": 2_320}
 
 
