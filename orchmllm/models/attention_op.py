@@ -32,11 +32,11 @@ def packed(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, host: Tensor, ca
            ) -> tuple[Tensor, Tensor, Tensor]:
     """q (T, Hq, Dh), k and v (T, Hkv, Dh), cu_seqlens and host (n + 1,) int32 on the device and on
     the host -> (out (T, Hq, Dh), what the backward pass needs besides: log-sum-exp and state).
-    Raises ValueError if the sequences do not cover the T rows."""
+    Raises ValueError if the sequences do not cover the T rows of all three."""
     global num_calls
     num_calls += 1
-    if int(host[-1]) != len(q):
-        raise ValueError(f"seqlens covers {int(host[-1])} rows, but q has {len(q)}")
+    if not int(host[-1]) == len(q) == len(k):
+        raise ValueError(f"seqlens covers {int(host[-1])} rows, but q has {len(q)}, k {len(k)}")
     if q.device.type != "cpu":
         longest = int(host.diff().max())
         out, lse, state, *_ = _aten._flash_attention_forward(

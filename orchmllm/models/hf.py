@@ -15,6 +15,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -116,26 +117,28 @@ class WholeModel(nn.Module):
         """One packed row; on the CPU. media, micro: of a planned microbatch, see
         PlannedEncoders.packed; examples are then those of its LLM, without the content of media,
         and for none of them the row is one token, of which nothing is learnt."""
-        row, shared = [(e, 0, len(e.input_ids)) for e in examples or [_FILLER]], None
-        if examples and micro is not None:
-            here = dict(zip(micro.rank_plan.examples.tolist(), examples, strict=True))
-            row = [(here[e], start, start + n) for e, start, n in micro.rank_plan.row.tolist()]
-        lengths = [end - start for _, start, end in row]
-        ids = torch.cat([e.input_ids[start:end] for e, start, end in row])
-        labels = torch.cat([F.pad(e.labels[1:], (0, 1), value=IGNORE_INDEX)[start:end]
-                            for e, start, end in row])
+        is_filled, examples, shared = not examples, examples or [_FILLER], None
+        mine = None if micro is None else micro.rank_plan
+        row = [(k, slice(0, len(e.input_ids))) for k, e in enumerate(examples)]
+        if mine is not None and not is_filled:
+            at = np.searchsorted(mine.examples, mine.row[:, 0]).tolist()
+            row = [(k, slice(start, start + n))
+                   for k, (_, start, n) in zip(at, mine.row.tolist(), strict=True)]
+        positions = [self._positions(e) for e in examples]
+        next_ids = [F.pad(e.labels[1:], (0, 1), value=IGNORE_INDEX) for e in examples]
+        ids = torch.cat([examples[k].input_ids[run] for k, run in row])
+        labels = torch.cat([next_ids[k][run] for k, run in row])
         kept, types = (labels != IGNORE_INDEX).nonzero()[:, 0], [ids]
-        if micro is not None and (plan := micro.rank_plan.shared) is not None:
-            if not examples:
-                plan = replace(plan, places=(None,))
+        lengths = [run.stop - run.start for _, run in row]
+        if mine is not None and mine.shared is not None:
+            plan = replace(mine.shared, places=(None,)) if is_filled else mine.shared
             shared = SharedExamples.of(plan, tuple(lengths), self.node_group)
-            types += [here[e].input_ids for e in plan.texts.tolist()]  # which masks look up
+            types += [examples[k].input_ids for k in np.searchsorted(
+                mine.examples, plan.texts).tolist()]  # masks look them up
         inputs = {
             "input_ids": ids[None],
-            "position_ids": torch.cat([self._positions(e)[..., start:end]
-                                       for e, start, end in row], -1),
+            "position_ids": torch.cat([positions[k][..., run] for k, run in row], -1),
             **{name: self._type_ids(torch.cat(types))[None] for name in self._types}}
-        examples = examples or [_FILLER]
         for name in dict.fromkeys(name for e in examples for name in e.media if name not in TYPES):
             parts = [e.media[name] for e in examples if name in e.media]
             slotted = any(IN_ONE_ROW in e.media for e in examples) and name.startswith("pixel_")
@@ -217,7 +220,7 @@ class WholeModel(nn.Module):
 
     def _positions(self, example: ProcessedExample) -> Tensor:
         """(1, n), or (4, 1, n) for a model with rotary positions of three axes: the first row is
-        the place in the example."""
+        the place in the example. Raises ValueError where the model's own code has none."""
         flat = torch.arange(len(example.input_ids))[None]
         if self._index is None:
             return flat
@@ -230,7 +233,13 @@ class WholeModel(nn.Module):
                  "mm_token_type_ids": self._type_ids(ids)[None]}
         if "feature_attention_mask" in example.media:
             given["audio_seqlens"] = example.media["feature_attention_mask"].sum(-1)
-        axes, _ = self._index(**{n: given[n] for n in self._index_takes if n in given})
+        try:
+            axes, _ = self._index(**{n: given[n] for n in self._index_takes if n in given})
+        except Exception as error:  # whatever the model's own code raises
+            raise ValueError(
+                f"example {example.example_id} has no positions by {type(self.hf).__name__} itself "
+                f"({error}): some models need what follows a medium, which "
+                "data.max_example_tokens may have cut") from error
         return torch.cat([flat[None], axes.long()])
 
 

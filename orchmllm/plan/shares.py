@@ -193,8 +193,8 @@ def ranks_of(pieces: Pieces, shared: Shared, llm: np.ndarray) -> np.ndarray:
 
 def _most_held(spec: PlanSpec) -> float:
     """Positions of the LLM that a rank may have, if it has nothing else."""
-    return min([np.inf, *(cap for phase, cap in spec.hard_caps.items() if phase == "llm"),
-                *(limit.most // limit.each["llm"] for limit in spec.room if limit.each.get("llm"))])
+    return min(spec.hard_caps.get("llm", np.inf), *(
+        limit.most // limit.each["llm"] for limit in spec.room if limit.each.get("llm")), np.inf)
 
 
 def _num_ranks(layout: BatchLayout, spec: PlanSpec) -> np.ndarray:

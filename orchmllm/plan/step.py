@@ -65,7 +65,7 @@ def _balanced(layout: BatchLayout, spec: PlanSpec, solve: NodeSolver) -> StepPla
         if plan.is_within_caps:
             return plan
     except CapError as e:
-        error = error and e
+        error = error and e  # without one before, the plan without shares keeps below the caps
     if error is not None:
         raise error
     return build_plan(layout, encode, llm, spec)

@@ -91,11 +91,8 @@ def gathered_positions(plan: StepPlan) -> np.ndarray:
     """(d,) positions of the examples that each rank shares."""
     if plan.pieces is None:
         return np.zeros(plan.layout.num_ranks)
-    shares = plan.pieces.is_shared[plan.llm.order]
-    n = plan.layout.num_examples
-    rank, example = np.divmod(np.unique(
-        plan.llm.target_rank[shares] * n + plan.pieces.example[plan.llm.order[shares]]), n)
-    return np.bincount(rank, plan.layout.tokens_per_example[example], plan.layout.num_ranks)
+    positions = plan.layout.tokens_per_example * (np.bincount(plan.pieces.example) > 1)
+    return np.bincount(plan.texts.target_rank, positions[plan.texts.order], plan.layout.num_ranks)
 
 
 @dataclass(frozen=True)

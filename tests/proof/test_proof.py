@@ -14,7 +14,9 @@ from torch import nn
 
 from orchmllm.data.text.processor import Processor
 from orchmllm.models.families import read_config
+from orchmllm.models.hf import meta_model
 from orchmllm.proof.compare import EXACT, compare
+from orchmllm.proof.examples import made_by
 from orchmllm.proof.prove import _verdict
 from tests.lib import tiny_models
 from tests.lib.any_models import examples_of
@@ -178,6 +180,15 @@ def test_examples_are_those_that_transformers_runs(name, tmp_path):
         FAMILIES[name](transformers)  # imports a processor that would need torchvision
     write_model(name, tmp_path)
     assert _verdict(read_config(tmp_path), Processor(tmp_path))["why"] == ""
+
+
+def test_an_example_without_positions_is_named(tmp_path):
+    FAMILIES["qwen2_5_omni"](transformers)
+    write_model("qwen2_5_omni", tmp_path)
+    ends_with_its_medium = next(made_by(Processor(tmp_path)))[-2]
+    whole = meta_model.__wrapped__(str(tmp_path))
+    with pytest.raises(ValueError, match="example 4 has no positions .* data.max_example_tokens"):
+        whole.join([ends_with_its_medium])
 
 
 @pytest.mark.parametrize("name", [
