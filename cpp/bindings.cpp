@@ -79,7 +79,7 @@ Array least_move(const Array& weight, const Array& home, const Array& move_cost,
       .cast<Array>();
 }
 
-// (sum of count,) the ranks of each giant, see shares.hpp.
+// (sum of count,) the ranks of each shared example, see shares.hpp.
 Array place_shares(const Array& share, const Array& count, const Array& home, i64 num_ranks,
                    i64 ranks_per_node, i64 room) {
   check_count("num_ranks", num_ranks);

@@ -1,12 +1,12 @@
-// Where examples that are shared by the ranks of a node ("giants") are placed, before all others.
+// Where examples that are shared by the ranks of a node are placed, before all others.
 #pragma once
 
 #include "common.hpp"
 
 namespace orchmllm {
 
-// The ranks of each giant, ascending: count[i] different ones of one node, each of which gets
-// share[i]. In the order given, from loads of zero: a giant takes the least loaded ranks (ties: the
+// The ranks of each shared example, ascending: count[i] different ones of one node, each of which gets
+// share[i]. In the order given, from loads of zero: an example takes the least loaded ranks (ties: the
 // lowest) of the node of home[i], if none of them is then above `room`; else those of the node where
 // the largest of them is least (ties: that of its home, then the lowest). Every count is at most
 // ranks_per_node <= num_ranks.

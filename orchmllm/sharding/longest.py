@@ -239,7 +239,8 @@ def table(found: Sequence[LongItem], room: Room, place: Callable[[int], str]) ->
     if any(item.ratio > 1 for item in found):
         lines += [
             "  on 1 rank: the item alone; no plan makes the slowest rank faster than that",
-            f"  on 2, 4, 8: predicted, by balance.llm.max_shares, which is {room.shares}"]
+            "  on 2, 4, 8: predicted, by balance.llm.max_shares; here "
+            f"{f'up to {room.shares} ranks share' if room.shares > 1 else 'no ranks share'} one"]
     lines += [f"  llm: (L/T)(1 + L/L*) = {x.rule_of_thumb:.2f}; L {x.positions:,}, T "
               f"{x.mean_positions:,.0f} a rank, L* {x.even_at:,.0f}"
               for x in found if x.phase == "llm"]
@@ -258,7 +259,10 @@ class LongExamples:
                  log: Callable[[str], object], shows: bool = True) -> None:
         self._room = Room.of(job, device_bytes, MemoryModel.of(job))
         self._costs, self._place, self._log = spec.costs, dataset.name, log
-        self._shows = shows
+        self._shows, llm = shows, job.recipe.balance.llm
+        self._more = most_shares(  # than now
+            replace(job.recipe.balance, llm=replace(llm, max_shares=2 * self._room.shares)),
+            job.ranks_per_node, job.num_ranks)
         self._told: dict[str, float] = {}
         indexes = getattr(dataset, "indexes", ())
         self._indexes = indexes if shows and None not in indexes else ()
@@ -285,9 +289,8 @@ class LongExamples:
         for item in heaviest(batches, late):
             if item.ratio > TOLD_FROM * self._told[item.phase]:
                 self._told[item.phase] = item.ratio
-                twice = 2 * self._room.shares
-                cure = f" (balance.llm.max_shares={twice}: {item.shared(twice):.2f})" * (
-                    item.phase == "llm" and twice in SHARED)
+                cure = f" (balance.llm.max_shares={self._more}: {item.shared(self._more):.2f})" * (
+                    item.phase == "llm" and self._more > self._room.shares)
                 self._log(
                     f"step {step.index}: {item.phase} waits for one example, "
                     f"{self._place(item.example)}: its {item.positions:,} {UNITS[item.phase]} "

@@ -192,7 +192,7 @@ def test_place_shares(d: int, c: int, k: int, room: int, seed: int) -> None:
 
 
 def test_place_shares_by_hand() -> None:
-    """Two nodes of 2 ranks, and one of 1, which no giant fits in."""
+    """Two nodes of 2 ranks, and one of 1, into which none of the examples fits."""
     def placed(share, home, room):
         return core().place_shares(np.array(share, np.int64), np.full(len(share), 2),
                                    np.array(home, np.int64), 5, 2, room).reshape(-1, 2).tolist()

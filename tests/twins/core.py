@@ -264,8 +264,8 @@ def place_shares(
     share: np.ndarray, count: np.ndarray, home: np.ndarray, num_ranks: int, ranks_per_node: int,
     room: int,
 ) -> np.ndarray:
-    """The ranks of each giant, ascending: the least loaded of the node of its home while none is
-    above `room`, else of the node where the largest of them is least."""
+    """The ranks of each shared example, ascending: the least loaded of the node of its home while
+    none is above `room`, else of the node where the largest of them is least."""
     load, out = [0] * num_ranks, []
     nodes = [range(k, min(num_ranks, k + ranks_per_node))
              for k in range(0, num_ranks, ranks_per_node)]

@@ -268,11 +268,15 @@ def test_statistics_and_the_log_of_a_run_name_the_row(folder, capsys, monkeypatc
         return "\n".join(lines)
 
     without = logged()
+    whole, job = job, resolve(loaded, 2, 1)  # a rank is alone on its node
+    assert "max_shares=" not in logged()
+    job = whole
     assert "  llm: long.jsonl, row 3\n" in without and told(without)["llm"][0] == "146"
     assert data_command(["stats", "own.yaml", "--ranks", "2"]) == 0
     stats = capsys.readouterr().out
     assert without.count("waits for one example, long.jsonl, row 31") == 1
+    assert without.count("(balance.llm.max_shares=2: ") == 1
     for text in (stats, logged()):
-        assert "  llm: long.jsonl, row 31\n" in text
+        assert "  llm: long.jsonl, row 31\n" in text and "here no ranks share one" in text
         assert re.search(r"cannot fit a rank.*\n  long.jsonl, row 31: 3,1\d\d tokens", text)
         assert told(text)["llm"][0].startswith("3,1")
