@@ -84,8 +84,9 @@ def packed_backward(
             g, qr, kr, vr, o, sums, 0.0, causal)
         for place, value in zip(to, found, strict=True):
             place.copy_(value)
-    dq, *rest = grads
-    return dq, *(x.unflatten(1, (k.shape[1], share)).sum(2) for x in rest)
+    dq, *rest = grads  # with the strides of the inputs, as is told to who compiles
+    return dq, *(torch.empty_like(x).copy_(grad.unflatten(1, (x.shape[1], share)).sum(2))
+                 for x, grad in zip((k, v), rest, strict=True))
 
 
 @packed_backward.register_fake

@@ -59,8 +59,16 @@ def test_the_operator_equals_attention_per_sequence(dtype, rtol, causal):
 
 def test_the_operator_keeps_torchs_contract():
     seqlens = SequenceLengths.from_lengths(LENGTHS[0])
-    torch.library.opcheck(attention_op.packed, (
-        *qkv(seqlens.total, torch.float32), seqlens.cu_seqlens, seqlens.host, True))
+    for inputs in (qkv(seqlens.total, torch.float32), [  # as a block makes them, and as models do
+            x.detach().transpose(0, 1).contiguous().transpose(0, 1).requires_grad_()
+            for x in qkv(seqlens.total, torch.float32)]):
+        torch.library.opcheck(attention_op.packed, (
+            *inputs, seqlens.cu_seqlens, seqlens.host, True))
+        grad, out = torch.ones_like(inputs[0]), attention_op.packed(
+            *inputs, seqlens.cu_seqlens, seqlens.host, True)
+        found = attention_op.packed_backward(
+            grad, *inputs, *out, seqlens.cu_seqlens, seqlens.host, True)
+        assert [x.stride() for x in found] == [torch.empty_like(x).stride() for x in inputs]
     with pytest.raises(ValueError, match="seqlens covers 16 rows, but q has 15"):
         attention_op.packed(*qkv(15, torch.float32), seqlens.cu_seqlens, seqlens.host, True)
 
