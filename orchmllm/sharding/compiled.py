@@ -39,21 +39,37 @@ def compile_whole(whole: WholeModel, device: torch.device) -> None:
 
 
 def compile_block(block: nn.Module, backend: str = "inductor") -> None:
-    """Compiles a block in place, before it is sharded; something may run between its graphs, such
-    as attention with a mask for each example. backend: of torch.compile."""
+    """Compiles what a block computes in place, before it is sharded: its hooks, such as those of
+    FSDP2, run outside of its graph. Something may run between its graphs, such as attention with a
+    mask for each example. backend: of torch.compile."""
     torch._dynamo.config.recompile_limit = GRAPHS
     # What norms and attention have of numbers is fixed: else torch traces each block twice.
     torch._dynamo.config.specialize_float = True
     # Otherwise the number of rows is taken for any other size that equals it in the first batch.
     torch.fx.experimental._config.use_duck_shape = False
-    block.compile(dynamic=True, fullgraph=False, backend=backend)
-    compiled, plain = block._compiled_call_impl, block._call_impl
+    compiled = torch.compile(_run, dynamic=True, fullgraph=False, backend=backend)
 
-    def call(x: Tensor, *args: object, **kwargs: object) -> object:
+    def forward(x: Tensor, *args: object, **kwargs: object) -> object:
         small = any(min(a.shape[:2]) < 2 for a in args if isinstance(a, Tensor))
         if small or x.shape[-2] < 2 or kwargs.get("past_key_values") is not None:
-            return plain(x, *args, **kwargs)
+            return _run(block, x, *args, **kwargs)
+        _drop_collectors(block)
         # The first block may be given a view, of which its base would be compiled in too.
-        return compiled(x.clone() if x._is_view() else x, *args, **kwargs)
+        return compiled(block, x.clone() if x._is_view() else x, *args, **kwargs)
 
-    block._compiled_call_impl = call
+    block.forward = forward
+
+
+def _run(block: nn.Module, x: Tensor, *args: object, **kwargs: object) -> object:
+    """By the class that the block has by now: it may have come to recompute."""
+    return type(block).forward(block, x, *args, **kwargs)
+
+
+def _drop_collectors(block: nn.Module) -> None:
+    """Takes hooks of transformers from what a block is made of. They collect weights of attention,
+    which no kernel returns, and would end the graph; the first forward that is asked for the states
+    between blocks adds them."""
+    for module in block.modules():
+        for key, hook in [*module._forward_hooks.items()] if module is not block else ():
+            if hook.__module__ == "transformers.utils.output_capturing":
+                del module._forward_hooks[key]
