@@ -52,13 +52,17 @@ def attention_of_tower(
                   causal=False), None
 
 
-@torch.compiler.disable
 def _lengths(borders: Tensor, device: torch.device) -> SequenceLengths:
-    """Of borders (k + 1,), which all blocks of a forward share. Waits for the device once, where
-    transformers made them there."""
+    """Of borders (k + 1,), which all blocks of a forward share."""
     if not hasattr(borders, "seqlens"):
-        borders.seqlens = SequenceLengths.from_lengths(np.diff(borders.tolist()), device)
+        _read(borders, device)
     return borders.seqlens
+
+
+@torch.compiler.disable
+def _read(borders: Tensor, device: torch.device) -> None:
+    """Waits for the device once, where transformers made them there."""
+    borders.seqlens = SequenceLengths.from_lengths(np.diff(borders.tolist()), device)
 
 
 AttentionInterface.register(NAME, attention_of_tower)

@@ -4,7 +4,7 @@ run goes on, because what a block recomputes changes no result and no collective
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import cache, partial
+from functools import cache, partial, wraps
 
 from torch.utils.checkpoint import (
     CheckpointPolicy,
@@ -37,16 +37,17 @@ class Recomputing:
 
     recomputes = "none"
 
-    def forward(self, *args: object, **kwargs: object) -> object:
-        if self.recomputes == "none":
-            return super().forward(*args, **kwargs)
-        return checkpoint(super().forward, *args, use_reentrant=False, preserve_rng_state=False,
-                          **OPTIONS[self.recomputes], **kwargs)
-
 
 @cache
 def _recomputing(cls: type) -> type:
-    return type(cls.__name__, (Recomputing, cls), {})
+    @wraps(cls.forward)  # also by its arguments it is known what a block is given
+    def forward(self, *args: object, **kwargs: object) -> object:
+        if self.recomputes == "none":
+            return cls.forward(self, *args, **kwargs)
+        return checkpoint(partial(cls.forward, self), *args, use_reentrant=False,
+                          preserve_rng_state=False, **OPTIONS[self.recomputes], **kwargs)
+
+    return type(cls.__name__, (Recomputing, cls), {"forward": forward})
 
 
 def recompute(model: WholeModel, choice: Mapping[str, str]) -> None:
