@@ -164,7 +164,7 @@ class Counted(TorchDispatchMode):
         work = self.stages[self._order[-1] if node is None else self._order[
             bisect_right(self._starts, node._sequence_nr()) - 1]]
         attends = any(name in str(packet) for name in ("attention", "attn"))
-        moved = 0 if attends else _moved(func, args, kwargs, out)
+        moved = 0 if attends else moved_of(func, args, kwargs, out)
         if node is None and (not is_product or packet is _aten.convolution):
             self.moved += moved
         if not is_product:
@@ -182,10 +182,10 @@ class Counted(TorchDispatchMode):
             else:
                 work.backward_pairs[seen] += 2 * flop
         elif node is None:
-            work.forward += _flop(packet, args, kwargs, out)
-            self._flop += _flop(packet, args, kwargs, out)
+            work.forward += flop_of(packet, args, kwargs, out)
+            self._flop += flop_of(packet, args, kwargs, out)
         else:
-            work.backward += _flop(packet, args, kwargs, out)
+            work.backward += flop_of(packet, args, kwargs, out)
         if node is None and packet is not _aten.convolution:
             work.products += sum(t.nbytes for t in tree_leaves(out) if isinstance(t, Tensor))
         return out
@@ -238,7 +238,7 @@ def _kind(module: nn.Module, args: tuple, kwargs: Mapping[str, Any]) -> Hashable
     return settings, weights, tuple(map(of, leaves)), str(form)
 
 
-def _flop(packet: Any, args: tuple, kwargs: dict, out: Any) -> int:
+def flop_of(packet: Any, args: tuple, kwargs: dict, out: Any) -> int:
     """Of a product. Of those of all experts each row is in one."""
     if packet is _aten._grouped_mm:
         return 2 * args[0].numel() * args[1].shape[-1]
@@ -246,7 +246,7 @@ def _flop(packet: Any, args: tuple, kwargs: dict, out: Any) -> int:
     return flop_registry[packet](*args, **kwargs, out_val=out)
 
 
-def _moved(func: Any, args: tuple, kwargs: dict, out: Any) -> int:
+def moved_of(func: Any, args: tuple, kwargs: dict, out: Any) -> int:
     """Bytes that an operator reads and writes, of what it indexes as much as it makes of it; none
     for a view and for memory that nothing is written to."""
     name = func._schema.name
