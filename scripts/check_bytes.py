@@ -3,10 +3,10 @@ product by the bytes that it reads and writes.
 
     python scripts/check_bytes.py [--recipes mllm_1gpu,qwen3_vl_8b] [--json FILE]
 
-Three rates are measured before each part: of a product, of a kernel that writes a new tensor, and
-of one that changes its argument in place, which a CPU does not have to read twice. By these are
-predicted, in float32 and with the real widths of a recipe's model: a block of each of its parts
-forward and backward, the loss of its head, norm, clipping and AdamW, and FSDP2's copies. Each
+Three rates are measured between the runs of each part: of a product, of some kernels that write
+new tensors, and of one that changes its argument in place, for which a CPU reads no line twice. By
+these are predicted, in float32 and with the real widths of a recipe's model: a block of each of its
+parts forward and backward, the loss of its head, norm, clipping and AdamW, and FSDP2's copies. Each
 operator is timed by itself, in CPU seconds of one thread, the shortest of some runs, and counted by
 the rules of the dry run. Exit code 1 if the products of a recipe, or all that is no product
 together, are more than 10% off.
@@ -32,13 +32,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
+import torch.nn.functional as F  # noqa: E402
 from torch import nn  # noqa: E402
 from torch.distributed.fsdp import fully_shard  # noqa: E402
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
-from torch.utils.flop_counter import flop_registry  # noqa: E402
 
 from orchmllm.config.recipe import Recipe, load_recipe  # noqa: E402
-from orchmllm.counts.counted import flop_of, moved_of  # noqa: E402
+from orchmllm.counts.counted import flop_of, moved_of, product_of  # noqa: E402
 from orchmllm.models.loss import LossHead  # noqa: E402
 from orchmllm.models.whole_flops import moved_by_head  # noqa: E402
 from orchmllm.sharding.optimizer import clip_gradients  # noqa: E402
@@ -50,7 +50,7 @@ RECIPES = "mllm_1gpu,pretrained_7b,internvl3_8b,qwen3_vl_8b"
 TOLERANCE = 0.1  # relative
 LENGTH = 256  # of an example of text
 NUMBERS = 2**22  # that a block of the LLM gets
-CHUNK, TARGETS = 128, 256  # rows of the loss
+CHUNK, TARGETS = 256, 512  # rows of the loss
 TERMS = {"norm": "norms", "attention": "rotations, heads", "mlp": "activations"}  # by class names
 COPIES, UPDATE = "FSDP2's copies", "norm, clipping, AdamW"
 
@@ -87,14 +87,14 @@ class Timed(TorchDispatchMode):
         started = time.thread_time()
         out = func(*args, **kwargs)
         seconds = time.thread_time() - started
-        node, packet = torch._C._current_autograd_node(), func._overloadpacket
-        if "record_function_enter" in str(packet):
+        node, packet = torch._C._current_autograd_node(), product_of(func)
+        if "record_function_enter" in str(func):
             self._ranges.append(args[0])
-        elif "record_function_exit" in str(packet):
+        elif "record_function_exit" in str(func):
             self._ranges.pop()
-        if "attention" in str(packet) or func.namespace == "c10d":
+        if "attention" in str(func) or func.namespace == "c10d":
             return out
-        if packet in flop_registry:
+        if packet is not None:
             self.found.append(("products", flop_of(packet, args, kwargs, out), seconds))
         elif moved := moved_of(func, args, kwargs, out):
             term = self._stack[-1] if node is None else self._terms[
@@ -108,7 +108,7 @@ class Timed(TorchDispatchMode):
 def reuse_memory() -> None:
     """Memory is taken once and used again, as a GPU's allocator does: else the kernel would hand
     out zeroed pages for each large tensor."""
-    if not (ctypes.CDLL(None).mallopt(-4, 0) and ctypes.CDLL(None).mallopt(-1, 2**31 - 1)):
+    if not (ctypes.CDLL(None).mallopt(-4, 0) and ctypes.CDLL(None).mallopt(-1, -1)):
         raise OSError("mallopt refuses M_MMAP_MAX or M_TRIM_THRESHOLD: this needs glibc")
 
 
@@ -124,17 +124,22 @@ def best(call: Callable[[], object], repeat: int) -> float:
 
 
 class Rates:
-    """How fast a CPU is at its best: FLOP a second of a product; bytes a second into a new tensor,
-    and in place."""
+    """How fast a CPU is at its best: FLOP a second of a product; bytes a second of some kernels
+    that write new tensors, together, and in place."""
 
     def __init__(self) -> None:
         self._a, self._b = torch.randn(2048, 2048), torch.randn(2048, 4096)
-        self._x, self._y = torch.randn(2, 2048, 8192)
+        self._x, self._y = torch.randn(2, 2048, 4096)
 
     def measure(self) -> tuple[float, float, float]:
         a, b, x, y = self._a, self._b, self._x, self._y
+        kernels = [(lambda: x * y, 3), (lambda: x + y, 3), (lambda: F.silu(x), 2),
+                   (lambda: torch.ops.aten.silu_backward(x, y), 3), (lambda: x.sum(-1), 1),
+                   (lambda: torch.cat([x[:, :2048], y[:, :2048]], 1), 2)]
+        moved = sum(passes for _, passes in kernels) * x.nbytes
         return (2 * a.numel() * b.shape[1] / best(lambda: a @ b, 1),
-                3 * x.nbytes / best(lambda: x * y, 4), 2 * x.nbytes / best(lambda: x.mul_(1.0), 4))
+                moved / sum(best(call, 3) for call, _ in kernels),
+                2 * x.nbytes / best(lambda: x.mul_(1.0), 3))
 
 
 def least(run: Callable[[], Timed], repeat: int, rates: Rates, amount: float = 0.0

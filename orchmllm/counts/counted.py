@@ -158,16 +158,15 @@ class Counted(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        out, packet = _run(func, args, kwargs), func._overloadpacket
+        out, packet = _run(func, args, kwargs), product_of(func)
         node = torch._C._current_autograd_node()  # of the backward pass
-        is_product = packet in flop_registry or packet is _aten._grouped_mm
         work = self.stages[self._order[-1] if node is None else self._order[
             bisect_right(self._starts, node._sequence_nr()) - 1]]
-        attends = any(name in str(packet) for name in ("attention", "attn"))
+        attends = any(name in str(func) for name in ("attention", "attn"))
         moved = 0 if attends else moved_of(func, args, kwargs, out)
-        if node is None and (not is_product or packet is _aten.convolution):
+        if node is None and (packet is None or packet is _aten.convolution):
             self.moved += moved
-        if not is_product:
+        if packet is None:
             if node is None:
                 work.forward_bytes += moved
             else:
@@ -238,6 +237,12 @@ def _kind(module: nn.Module, args: tuple, kwargs: Mapping[str, Any]) -> Hashable
     return settings, weights, tuple(map(of, leaves)), str(form)
 
 
+def product_of(func: Any) -> Any:
+    """Of which an operator is a product; None: it is none."""
+    packet = _aten.addmm if func._overloadpacket is _aten.addmm_ else func._overloadpacket
+    return packet if packet in flop_registry or packet is _aten._grouped_mm else None
+
+
 def flop_of(packet: Any, args: tuple, kwargs: dict, out: Any) -> int:
     """Of a product. Of those of all experts each row is in one."""
     if packet is _aten._grouped_mm:
@@ -257,6 +262,8 @@ def moved_of(func: Any, args: tuple, kwargs: dict, out: Any) -> int:
         return 0
     if name.endswith(WRITING):
         read = read[1:]
+    if name.endswith("_like"):  # memory that is filled
+        read = []
     indexes = sum(t.nbytes for t in read if t.dtype is torch.int64 and t.dim())
     others = [t.nbytes for t in read if t.dtype is not torch.int64]
     if indexes and func._schema.is_mutable:  # elements of the first argument

@@ -14,7 +14,12 @@ import torch
 from torch import Tensor
 
 _aten = torch.ops.aten
-num_calls = 0  # of the forward pass in this process, so that who compiles it knows that it ran
+num_calls = 0  # of causal ones, forward, in this process, so that who compiles it knows that it ran
+
+
+def has_kernel(device: torch.device, dtype: torch.dtype, head_size: int) -> bool:
+    half = dtype in (torch.bfloat16, torch.float16)
+    return device.type == "cpu" or half and head_size % 8 == 0 and head_size <= 256
 
 
 def _runs(host: Tensor, *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
@@ -34,7 +39,7 @@ def packed(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, host: Tensor, ca
     the host -> (out (T, Hq, Dh), what the backward pass needs besides: log-sum-exp and state).
     Raises ValueError if the sequences do not cover the T rows of all three."""
     global num_calls
-    num_calls += 1
+    num_calls += causal  # not those of towers
     if not int(host[-1]) == len(q) == len(k):
         raise ValueError(f"seqlens covers {int(host[-1])} rows, but q has {len(q)}, k {len(k)}")
     if q.device.type != "cpu":

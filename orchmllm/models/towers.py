@@ -13,9 +13,12 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.compiler import is_compiling
 from transformers import AttentionInterface
 
 from orchmllm.batch import SequenceLengths
+from orchmllm.encoders.mirrored import Mirrored
+from orchmllm.models.attention_op import has_kernel
 from orchmllm.models.packing import attend
 from orchmllm.plan.layout import ENCODERS
 
@@ -48,8 +51,10 @@ def attention_of_tower(
     if dropout or is_causal is not False or attention_mask is not None:
         raise RuntimeError(f"{type(module).__name__} attends with dropout, a mask or in one "
                            "direction, which packed media do not know")
-    return attend(query, key, value, _lengths(cu_seq_lens_q, query.device), scaling,
-                  causal=False), None
+    seqlens = _lengths(cu_seq_lens_q, query.device)
+    if is_compiling() and not has_kernel(query.device, query.dtype, query.shape[-1]):
+        return _between_graphs(query, key, value, seqlens, scaling), None
+    return attend(query, key, value, seqlens, scaling, causal=False), None
 
 
 def _lengths(borders: Tensor, device: torch.device) -> SequenceLengths:
@@ -57,6 +62,21 @@ def _lengths(borders: Tensor, device: torch.device) -> SequenceLengths:
     if not hasattr(borders, "seqlens"):
         _read(borders, device)
     return borders.seqlens
+
+
+@torch.compiler.disable
+def _between_graphs(query: Tensor, key: Tensor, value: Tensor, seqlens: SequenceLengths,
+                    scaling: float | None) -> Tensor:
+    return attend(query, key, value, seqlens, scaling, causal=False)
+
+
+def on_host(integers: Mirrored) -> Tensor:
+    """The same for torch.compile, which does not know what a tensor mirrors: borders (k + 1,) as a
+    tensor of the host, with what blocks ask of them, and others as one of the device."""
+    if integers.dim() != 1:
+        return integers.there
+    integers.host.seqlens = _lengths(integers, integers.device)
+    return integers.host
 
 
 @torch.compiler.disable

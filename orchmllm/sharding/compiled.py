@@ -6,12 +6,15 @@ compiles a dimension of 0 and of 1 anew, and a phase is rarely so small.
 
 from __future__ import annotations
 
-import inspect
 from typing import TYPE_CHECKING
 
 import torch
 import torch.fx.experimental._config
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
+
+from orchmllm.encoders.mirrored import Mirrored
+from orchmllm.models import attention_op, towers
 
 if TYPE_CHECKING:
     from orchmllm.models.hf import WholeModel
@@ -20,22 +23,19 @@ GRAPHS = 64  # of all blocks together: phases, with and without gradients, and a
 
 
 def compile_whole(whole: WholeModel, device: torch.device) -> None:
-    """Compiles the blocks of a model of transformers in place: of the LLM, and of towers whose
-    blocks are given tensors alone. Those that are given the borders of sequences read their values.
-    Raises ValueError where the LLM's attention has no kernel that can be compiled: on a GPU it is
-    torch's flash attention alone (orchmllm.models.attention_op)."""
+    """Compiles the blocks of a model of transformers in place, of the LLM and of towers. Raises
+    ValueError where the LLM's attention has no kernel that can be compiled: on a GPU it is torch's
+    flash attention alone (orchmllm.models.attention_op)."""
     text = whole.hf.config.get_text_config(decoder=True)
     size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    half = whole.dtype in (torch.bfloat16, torch.float16)
-    if device.type != "cpu" and (not half or size % 8 or size > 256):
+    if not attention_op.has_kernel(device, whole.dtype, size):
         raise ValueError(
             f"fsdp.compile is true, but the llm phase (head size {size}, {whole.dtype}) has no "
             "attention kernel that can be compiled: use fsdp.compute_dtype=bfloat16 and a head "
             "size that is a multiple of 8 and at most 256, or fsdp.compile=false")
     for stack in whole.blocks().values():
         for block in stack:
-            if "cu_seqlens" not in inspect.signature(block.forward).parameters:
-                compile_block(block)
+            compile_block(block)
 
 
 def compile_block(block: nn.Module, backend: str = "inductor") -> None:
@@ -54,6 +54,7 @@ def compile_block(block: nn.Module, backend: str = "inductor") -> None:
         if small or x.shape[-2] < 2 or kwargs.get("past_key_values") is not None:
             return _run(block, x, *args, **kwargs)
         _drop_collectors(block)
+        args, kwargs = tree_map_only(Mirrored, towers.on_host, (args, kwargs))
         # The first block may be given a view, of which its base would be compiled in too.
         return compiled(block, x.clone() if x._is_view() else x, *args, **kwargs)
 

@@ -42,11 +42,13 @@ INDEX, ROWS = PLACES.nbytes, FEW.nbytes
     (lambda: TABLE.clone().copy_(TABLE), 4 * TABLE.nbytes),
     (lambda: TABLE.clone().zero_(), 3 * TABLE.nbytes),
     (lambda: torch.empty_like(TABLE), 0),
+    (lambda: torch.zeros_like(TABLE), TABLE.nbytes),
     (lambda: TABLE[2:].view(-1), 0),
     (lambda: torch.exp(TABLE, out=TABLE), 2 * TABLE.nbytes),
     (lambda: TABLE.gather(0, PLACES), INDEX + 2 * ROWS),
     (lambda: TABLE.scatter_add_(0, PLACES, FEW), INDEX + 3 * ROWS),
-    (lambda: TABLE @ TABLE.T, 0)])
+    (lambda: TABLE @ TABLE.T, 0),
+    (lambda: torch.empty(100, 100).addmm_(TABLE, TABLE.T), 0)])
 def test_an_operator_moves_what_it_touches(run, size):
     with torch.no_grad(), Counted({}) as counted:
         run()
