@@ -23,7 +23,7 @@ import json
 import sys
 import time
 from bisect import bisect_right
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -57,12 +57,12 @@ COPIES, UPDATE = "FSDP2's copies", "norm, clipping, AdamW"
 
 class Timed(TorchDispatchMode):
     """Times and counts operators, in their order: (term, FLOP of `products` or bytes of all others,
-    seconds). Operators of the backward pass belong to the term of those of the forward pass. term:
-    of what no module that `watch` knows runs."""
+    seconds, whether memory is written that was there). Operators of the backward pass belong to the
+    term of those of the forward pass. term: of what no module that `watch` knows runs."""
 
     def __init__(self, term: str) -> None:
         super().__init__()
-        self.found: list[tuple[str, float, float]] = []
+        self.found: list[tuple[str, float, float, bool]] = []
         self._stack, self._starts, self._terms = [term], [0], [term]
         self._ranges: list[str] = []
 
@@ -95,13 +95,14 @@ class Timed(TorchDispatchMode):
         if "attention" in str(func) or func.namespace == "c10d":
             return out
         if packet is not None:
-            self.found.append(("products", flop_of(packet, args, kwargs, out), seconds))
+            self.found.append(("products", flop_of(packet, args, kwargs, out), seconds, False))
         elif moved := moved_of(func, args, kwargs, out):
+            in_place = func._schema.is_mutable or func.__name__.startswith("zeros_like")
             term = self._stack[-1] if node is None else self._terms[
                 bisect_right(self._starts, node._sequence_nr()) - 1]
             if any(name.startswith("FSDP::") for name in self._ranges):
                 term = COPIES
-            self.found.append((term, moved, seconds))
+            self.found.append((term, moved, seconds, in_place))
         return out
 
 
@@ -142,24 +143,19 @@ class Rates:
                 2 * x.nbytes / best(lambda: x.mul_(1.0), 3))
 
 
-def least(run: Callable[[], Timed], repeat: int, rates: Rates, amount: float = 0.0
-          ) -> Iterator[tuple[str, float, float, float]]:
-    """(Term, amount, seconds predicted and measured): of each operator the shortest of `repeat`
-    runs, and of each rate the highest one between them. amount: of a run that has one term alone,
-    where it is not what its operators move."""
+def least(run: Callable[[], Timed], repeat: int, rates: Rates) -> dict[str, list[float]]:
+    """Term -> [amount, seconds predicted and measured]: of each operator the shortest of `repeat`
+    runs, and of each rate the highest one between them."""
     run()  # which takes the memory
     runs, measured = zip(*((run().found, rates.measure()) for _ in range(repeat)), strict=True)
-    flop, new, in_place = map(max, zip(*measured, strict=True))
-    amounts: Counter[str] = Counter()
-    seconds: Counter[str] = Counter()
+    flop, new, old = map(max, zip(*measured, strict=True))
+    terms: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0, 0.0])
     for calls in zip(*runs, strict=True):
-        term, moved, _ = calls[0]
-        amounts[term] += moved
-        seconds[term] += min(call[2] for call in calls)
-    for term, real in seconds.items():
-        rate = flop if term == "products" else in_place if term == UPDATE else new
-        size = amount if amount and term != "products" else amounts[term]
-        yield term, size, size / rate, real
+        term, amount, _, in_place = calls[0]
+        rate = flop if term == "products" else old if in_place else new
+        for at, value in enumerate((amount, amount / rate, min(call[2] for call in calls))):
+            terms[term][at] += value
+    return terms
 
 
 def text(runner: WholeRunner, count: int) -> list[Alike]:
@@ -209,31 +205,33 @@ def timed_update(block: nn.Module, optimizer: torch.optim.Optimizer) -> Timed:
     return timed
 
 
-def terms_of(recipe: Recipe, repeat: int) -> Iterator[tuple[str, str, float, float, float]]:
-    """(Part, term, amount, seconds predicted and measured)."""
+def terms_of(recipe: Recipe, repeat: int) -> Iterator[tuple[str, str, list[float]]]:
+    """(Part, term, [amount, seconds predicted and measured]). Raises RuntimeError where the loss
+    does not move what the dry run says."""
     runner, rates = WholeRunner(recipe, torch.device("cpu"), torch.float32, CHUNK), Rates()
     width, vocab = runner.whole.token_embedding.shape[::-1]
     kinds = {part: media(runner, part) for part in runner.whole.blocks() if part != "llm"}
     kinds["llm"] = text(runner, NUMBERS // width // LENGTH)
     for part, one in [(part, one) for part, found in kinds.items() for one in found]:
         block = one.forward.__self__
-        for found in least(partial(timed_block, one, block, one.forward), repeat, rates):
-            yield part, *found
-    size, (few,) = sum(p.numel() for p in block.parameters()), text(runner, 1)
+        for term, found in least(partial(timed_block, one, block, one.forward), repeat,
+                                 rates).items():
+            yield part, term, found
+    (few,), size = text(runner, 1), sum(p.numel() for p in block.parameters())  # the LLM's
     optimizer = torch.optim.AdamW(block.parameters(), lr=1e-9, fused=True)  # as on a GPU
-    for found in least(partial(timed_update, block, optimizer), repeat, rates,
-                       4.0 * UPDATE_PASSES * size):
-        yield part, *found
+    found = least(partial(timed_update, block, optimizer), repeat, rates)[UPDATE]
+    passes = 4.0 * UPDATE_PASSES * size / found[0]  # its kernels return nothing
+    yield part, UPDATE, [found[0] * passes, found[1] * passes, found[2]]
     del optimizer, block.forward, runner, kinds, one
     fully_shard(block, reshard_after_forward=True).set_gradient_divide_factor(1.0)  # as in training
-    for found in least(partial(timed_block, few, block, block), repeat, rates):
-        if found[0] == COPIES:
-            yield part, *found
+    yield part, COPIES, least(partial(timed_block, few, block, block), repeat, rates)[COPIES]
     del few, block
-    once, row = moved_by_head(recipe.model, "float32", CHUNK).sum(0)
-    for found in least(partial(timed_loss, LossHead(width, vocab)), repeat, rates,
-                       once + TARGETS * row):
-        yield part, *found
+    said = (moved_by_head(recipe.model, "float32", CHUNK).sum(0) * [1, TARGETS]).sum()
+    terms = least(partial(timed_loss, LossHead(width, vocab)), repeat, rates)
+    if abs(terms["loss"][0] / said - 1) > 0.01:
+        raise RuntimeError(f"the loss moves {terms['loss'][0]:.4g} bytes; the dry run: {said:.4g}")
+    for term, found in terms.items():
+        yield part, term, found
 
 
 def main() -> int:
@@ -251,7 +249,7 @@ def main() -> int:
         recipe = load_recipe(ROOT / "recipes" / f"{name}.yaml", [
             "fsdp.compute_dtype=float32", "fsdp.param_dtype=float32"])
         sums = {"products": [0.0, 0.0], "all that is no product": [0.0, 0.0]}
-        for part, term, amount, said, real in terms_of(recipe, args.repeat):
+        for part, term, (amount, said, real) in terms_of(recipe, args.repeat):
             report.append({"recipe": name, "part": part, "term": term, "amount": amount,
                            "predicted_s": said, "measured_s": real})
             kind = "GFLOP" if term == "products" else "GB"

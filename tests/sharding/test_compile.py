@@ -105,7 +105,8 @@ def test_blocks_of_a_phase_share_one_graph(choices):
 @pytest.mark.whole
 @pytest.mark.parametrize("name, graphs", [
     pytest.param(name, graphs, marks=pytest.mark.slow) for name, graphs in (
-        ("qwen3_vl", 2), ("qwen2_5_vl", 2), ("internvl", 3), ("llava_onevision", 2), ("gemma3", 0),
+        ("qwen3_vl", 2), ("qwen2_5_vl", 2), ("internvl", 3), ("llava_onevision", 2), ("glm4v", 2),
+        ("qwen2_5_omni", 2), ("gemma3", 0),
         ("qwen3_vl_moe", 0), ("qwen3_5", 0))])
 def test_blocks_of_models_of_transformers_are_compiled_once(name, graphs):
     """Gradients are those of the same model eager, and new lengths compile nothing. graphs: of the
