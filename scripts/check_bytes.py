@@ -38,7 +38,7 @@ from torch.distributed.fsdp import fully_shard  # noqa: E402
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 
 from orchmllm.config.recipe import Recipe, load_recipe  # noqa: E402
-from orchmllm.counts.counted import flop_of, moved_of, product_of  # noqa: E402
+from orchmllm.counts.counted import WRITING, flop_of, moved_of, product_of  # noqa: E402
 from orchmllm.models.loss import LossHead  # noqa: E402
 from orchmllm.models.whole_flops import moved_by_head  # noqa: E402
 from orchmllm.sharding.optimizer import clip_gradients  # noqa: E402
@@ -57,7 +57,7 @@ COPIES, UPDATE = "FSDP2's copies", "norm, clipping, AdamW"
 
 class Timed(TorchDispatchMode):
     """Times and counts operators, in their order: (term, FLOP of `products` or bytes of all others,
-    seconds, whether memory is written that was there). Operators of the backward pass belong to the
+    seconds, whether what is written was read). Operators of the backward pass belong to the
     term of those of the forward pass. term: of what no module that `watch` knows runs."""
 
     def __init__(self, term: str) -> None:
@@ -97,7 +97,8 @@ class Timed(TorchDispatchMode):
         if packet is not None:
             self.found.append(("products", flop_of(packet, args, kwargs, out), seconds, False))
         elif moved := moved_of(func, args, kwargs, out):
-            in_place = func._schema.is_mutable or func.__name__.startswith("zeros_like")
+            in_place = (func._schema.is_mutable and func.namespace == "aten"
+                        and not func._schema.name.endswith(WRITING))
             term = self._stack[-1] if node is None else self._terms[
                 bisect_right(self._starts, node._sequence_nr()) - 1]
             if any(name.startswith("FSDP::") for name in self._ranges):
