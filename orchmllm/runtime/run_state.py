@@ -181,7 +181,7 @@ class Incidents:
                     if self._recipe.data.num_workers else "data.num_workers")
             self._log(f"step {step.index} waited {longest_s:.3g} s for data, "
                       f"{longest_s / step_s:.0%} of its time. {place(int(example))} took longest "
-                      f"to load: {load_s:.3g} s on rank {rank}; what helps is {cure}")
+                      f"to load: {load_s:.3g} s on rank {rank}; what may help: {cure}")
 
     def nonfinite(self, step: Step, loss: float, grad_norm: float, progress: Progress) -> None:
         """Counts the step and writes which examples it had. Raises NonFiniteError where the recipe

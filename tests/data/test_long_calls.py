@@ -152,4 +152,4 @@ def test_the_log_says_which_example_a_step_waited_for(tmp_path):
                          lambda i: f"data.jsonl, row {i + 1}")
     assert said == [
         "step 2 waited 4 s for data, 40% of its time. data.jsonl, row 8 took longest to load: 9 s "
-        "on rank 1; what helps is data.num_workers"]
+        "on rank 1; what may help: data.num_workers"]
