@@ -213,7 +213,8 @@ class Step:
     examples excluded), None if some rank could not count its own; num_shifted_targets: of a
     model that shifts the labels itself (loaders of whole examples). failed: media that could not
     be decoded, of this rank until COMMIT, then of all. plan_s: seconds spent in agreements and
-    planning. wait_s: seconds the caller waited. state: of a stream of examples after the step;
+    planning. wait_s: seconds the caller waited. slowest: (seconds, dataset index) of the example
+    that took this rank longest to load. state: of a stream of examples after the step;
     known: what a loader then knows of its batches.
     error: why it cannot be loaded. phases: figures of the plans (orchmllm.plan.step.phase_figures),
     of the trainer's steps. useful_flop: of the global batch, where the loader counts it
@@ -236,6 +237,7 @@ class Step:
     seen: np.ndarray | None = None
     plan_s: float = 0.0
     wait_s: float = 0.0
+    slowest: tuple[float, int] = (0.0, -1)
     state: Any = None
     known: dict[str, Any] = field(default_factory=dict)
     error: Exception | None = None

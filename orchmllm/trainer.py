@@ -259,6 +259,7 @@ class Trainer:
         clock.switch("data")
         wall_s, cpu_s, core_wait_s = (thread_times() - started).tolist()
         step_s = wall_s + step.wait_s
+        self.incidents.waited(step, step_s, facts.wait_s, facts.slowest, self.dataset.name)
         return {
             "lr": lr, "step_s": step_s, "nonfinite": nonfinite,
             "mfu": mfu(step.useful_flop, step_s, self.world.world_size, self._peak_flops),

@@ -54,7 +54,7 @@ class WholeExamples(WholeFeed):
         for micro in self._requested.popleft():
             calls = [((i,), {}) for i in micro.rank_plan.example_ids.tolist()]
             micro.content = self._model.join([
-                example for example, _ in self._workers.request("load", calls)()])
+                example for example, *_ in self._workers.request("load", calls)()])
         return -1, -1
 
     def announce(self, step):

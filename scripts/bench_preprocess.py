@@ -15,29 +15,26 @@ import json
 import os
 import tempfile
 import time
-from functools import partial
 from pathlib import Path
 
 import numpy as np
-import torch
 import torch.distributed as dist
 from PIL import Image
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
-from orchmllm.config.job import resolve
 from orchmllm.config.recipe import load_recipe
-from orchmllm.data.loading.ray_workers import join_pool, own_cluster
-from orchmllm.data.loading.step_loader import StepLoader
-from orchmllm.data.sampler import make_sampler
-from orchmllm.models.whole_flops import plan_spec
-from orchmllm.runtime.build import build_dataset, build_orchestrator
+from orchmllm.data.loading.ray_workers import own_cluster
+from orchmllm.launch import World
 from orchmllm.tools.compose.drawn import shapes, write_drawn
 from orchmllm.tools.init.demo import LLM, TOWER
+from orchmllm.trainer import Trainer
 
 RECIPE = """
 data: {{path: {folder}/data.jsonl, index_dir: {folder}/index}}
-model: {{config: {folder}/model}}
+model: {{config: {folder}/model, proof: false}}
+train: {{batch_size: {images}, num_steps: {steps}}}
 balance: {{dispatch: load}}
+run: {{dir: {folder}/run}}
 """
 
 
@@ -57,30 +54,23 @@ def write_data(folder: Path, args: argparse.Namespace) -> None:
     tokenizer.save(str(folder / "tokenizer.json"))
     write_drawn(shapes(LLM, TOWER, vocab_size=512), folder / "tokenizer.json", folder / "model",
                 args.side)
-    (folder / "r.yaml").write_text(RECIPE.format(folder=folder))
+    (folder / "r.yaml").write_text(RECIPE.format(
+        folder=folder, images=args.images, steps=args.steps))
 
 
-def measure(recipe, args: argparse.Namespace, prefetch: int, compute_s: float
+def measure(recipe, args: argparse.Namespace, compute_s: float
             ) -> tuple[list[float], float, float]:
     """(seconds waited by step, CPU seconds of this process a step, images a second)."""
-    dataset = build_dataset(recipe)
-    rows, _ = dataset.split(0)
-    orchestrator = build_orchestrator(recipe, plan_spec(resolve(recipe, 1, 1)), 1,
-                                      torch.device("cpu"))
-    sampler = make_sampler(dataset, rows, args.images, seed=0)
-    loader = StepLoader(dataset, sampler, orchestrator, num_steps=args.steps, prefetch=prefetch,
-                        num_workers=recipe.data.num_workers, pool=join_pool(
-                            recipe.data, partial(build_dataset, recipe, seen=True), dataset, 0, 1,
-                            lambda numbers: np.array([numbers])))
+    trainer = Trainer(recipe, World(0, 1, 0, 1, "", 0))
     waits = []
-    for step in loader:
+    for step in trainer.loader():
         if not waits:  # the first one waits for whatever is first
             cpu_s, wall_s = time.process_time(), time.perf_counter()
         waits.append(step.wait_s)
         time.sleep(compute_s)
-    later = len(waits) - 1
-    return (waits[1:], (time.process_time() - cpu_s) / later,
-            args.images * later / (time.perf_counter() - wall_s))
+    cpu_s, wall_s, later = time.process_time() - cpu_s, time.perf_counter() - wall_s, len(waits) - 1
+    trainer.close()
+    return waits[1:], cpu_s / later, args.images * later / wall_s
 
 
 def main() -> None:
@@ -104,10 +94,10 @@ def main() -> None:
                 ("in the trainer", 0, []), ("in its thread", 2, []),
                 (f"by {args.workers} workers", 2, [workers]),
                 (f"by {args.workers} actors", 2, [workers, "data.preprocess=ray"])):
-            recipe = load_recipe(folder / "r.yaml", more)
+            recipe = load_recipe(folder / "r.yaml", [f"data.prefetch={prefetch}", *more])
             with own_cluster(recipe.data):
-                waits, cpu, _ = measure(recipe, args, prefetch, args.compute_s)
-                rate = measure(recipe, args, prefetch, 0.0)[2]
+                waits, cpu, _ = measure(recipe, args, args.compute_s)
+                rate = measure(recipe, args, 0.0)[2]
             print(f"{title:<20} {1e3 * np.median(waits):8.2f} {1e3 * max(waits):9.2f} "
                   f"{1e3 * cpu:17.1f} {rate:17.1f}")
     dist.destroy_process_group()

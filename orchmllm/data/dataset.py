@@ -161,10 +161,10 @@ class ConversationDataset:
         return self.reader.load(row or self._row(i), partial(self.name, i), text=text,
                                 **wanted)
 
-    def kept(self, i: int) -> MeasuredExample | None:
+    def kept(self, i: int, *, read: bool = False) -> MeasuredExample | None:
         """What planning read of example i, if that is still there: for `load` in a process that
-        would have to read it again."""
-        return self._cache.get(i)
+        would have to read it again. read: it is read where it is not there."""
+        return self._cache.get(i) or (self._row(i) if read else None)
 
     def media_of(self, i: int) -> list[tuple[int, int, Medium]]:
         """(segment index, modality, medium) of example i's media in reading order; those after the

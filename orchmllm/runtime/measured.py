@@ -46,7 +46,7 @@ def peak_bytes(device: torch.device) -> float:
 
 class StepFacts(NamedTuple):
     """What all d ranks reported at the end of a step (StepTimer.gather). loss_sum, update_s,
-    exchange_s, wait_s, signal, save, peak_bytes: (d, 1); host_gb: (d, 1);
+    exchange_s, wait_s, signal, save, peak_bytes, host_gb: (d, 1); slowest (d, 2): see Step;
     cpu_s, measured_s: (d, CLOCK_PHASES); norms (d, 1 + parts): of the gradient and of its parts,
     the same on all ranks."""
 
@@ -54,6 +54,7 @@ class StepFacts(NamedTuple):
     update_s: np.ndarray
     exchange_s: np.ndarray
     wait_s: np.ndarray
+    slowest: np.ndarray
     signal: np.ndarray
     save: np.ndarray
     cpu_s: np.ndarray
@@ -108,7 +109,8 @@ class StepTimer:
         cpu_s = [clock.cpu_s[p] for p in CLOCK_PHASES]
         update_s = clock.cpu_s.pop("update")  # what follows is reported with the next step
         mine = StepFacts(  # lists of this rank's numbers
-            loss_sum=[loss_sum], wait_s=[step.wait_s], signal=[signal], save=[save],
+            loss_sum=[loss_sum], wait_s=[step.wait_s], slowest=list(step.slowest),
+            signal=[signal], save=[save],
             cpu_s=cpu_s,
             update_s=[self._update_s if clock.has_events else update_s],
             exchange_s=self._seconds[-1:] if clock.has_events else [clock.wall_s["exchange"]],

@@ -19,6 +19,7 @@ from orchmllm.runtime.metrics import JsonLines, read_rows
 VERSION = 1
 MIN_MEDIA_FOR_PERCENT = 100
 MIN_UNREADABLE = 16  # media of one modality, when none of that modality was ever decoded
+TOLD_SHARE = 0.1  # of a step that waited for data, from which it is told
 _NAMES = {code: name for name, code in ENCODERS.items()}
 
 
@@ -144,6 +145,7 @@ class Incidents:
         self._logs: dict[Path, JsonLines] = {}
         self._listed: set[tuple] = set()  # what quarantine.jsonl has
         self._warned = False  # of a medium that cannot be decoded
+        self._waited_s = -1.0  # as was told; none before the first step, which starts workers
 
     def media(self, step: Step, counted: MediaCount, describe: Callable[[int, int], dict]) -> None:
         """Counts and quarantines what could not be decoded. describe: of the dataset. Raises
@@ -162,6 +164,24 @@ class Incidents:
         except MediaLimitError:
             vars(counted).update(before)  # what is saved now is of the steps before
             raise
+
+    def waited(self, step: Step, step_s: float, wait_s: np.ndarray, slowest: np.ndarray,
+               place: Callable[[int], str]) -> None:
+        """Says which example took longest to load where a step waited for data, and twice as long
+        as was told before. wait_s (d, 1), slowest (d, 2): of the ranks, see Step; place: of an
+        example."""
+        longest_s, told_s = float(wait_s.max()), self._waited_s
+        rank = int(slowest[:, 0].argmax())
+        load_s, example = slowest[rank].tolist()
+        if told_s < 0:
+            self._waited_s = 0.0
+        elif self._writes and load_s and longest_s > max(TOLD_SHARE * step_s, 2 * told_s):
+            self._waited_s = longest_s
+            cure = ("more of data.num_workers, which divide it, or of data.prefetch"
+                    if self._recipe.data.num_workers else "data.num_workers")
+            self._log(f"step {step.index} waited {longest_s:.3g} s for data, "
+                      f"{longest_s / step_s:.0%} of its time. {place(int(example))} took longest "
+                      f"to load: {load_s:.3g} s on rank {rank}; what may help: {cure}")
 
     def nonfinite(self, step: Step, loss: float, grad_norm: float, progress: Progress) -> None:
         """Counts the step and writes which examples it had. Raises NonFiniteError where the recipe

@@ -401,7 +401,7 @@ def test_worker_processes_load_the_same(tmp_path):
             there = workers.request("load", calls)()
         finally:
             workers.close()
-        for mine, (theirs, failed) in zip(here, there, strict=True):
+        for mine, (theirs, failed, _) in zip(here, there, strict=True):
             assert not failed and (mine.labels is None) == (theirs.labels is None)
             assert mine.labels is None or torch.equal(mine.input_ids, theirs.input_ids) and (
                 torch.equal(mine.labels, theirs.labels))

@@ -53,6 +53,13 @@ def test_lengths_are_those_of_decoding(videos, name):
                 np.testing.assert_array_equal(got[medium], pixels)
 
 
+@pytest.mark.parametrize("name", ["groups.mp4", "open.mp4", "uneven.mkv", "vp8.webm"])
+def test_a_header_has_as_many_groups_as_key_frames(videos, name):
+    with av.open(str(videos / name)) as file:
+        want = sum(packet.is_keyframe for packet in file.demux(video=0) if packet.size)
+    assert expand(medium_at(videos / name), ALL, {})[0].frame.video.num_groups == want
+
+
 @pytest.mark.parametrize("name", ["groups.mp4", "open.mp4", "parts.mp4", "uneven.mkv", "vp8.webm"])
 def test_one_frame_is_the_same_as_among_all(videos, name):
     """Only the groups of frames that are needed are decoded."""

@@ -176,7 +176,7 @@ def test_results_keep_their_order_and_errors_their_text():
     try:
         calls = [((i,), {}) for i in range(24)]
         results = pool.request("load", calls)()
-        assert [value.example_id for value, _ in results] == list(range(24))
+        assert [value.example_id for value, *_ in results] == list(range(24))
         with pytest.raises(RuntimeError, match="a data worker failed: AttributeError: .*nothing"):
             pool.request("nothing", [((0,), {})])()
         assert pool.request("load", [])() == []
@@ -264,7 +264,7 @@ def test_a_fork_that_is_stuck_is_forked_anew(stuck_once, monkeypatch):
     pool = Workers(Failing(), 2)
     try:
         results = pool.request("load", [((i,), {}) for i in range(8)])()
-        assert [value.example_id for value, _ in results] == list(range(8))
+        assert [value.example_id for value, *_ in results] == list(range(8))
         assert stuck_once.exists()
         assert [w.is_alive() for w in pool.processes] == [True, True]
     finally:
@@ -288,7 +288,7 @@ def test_a_worker_that_is_killed_for_being_late_holds_no_lock(monkeypatch):
     pool = Workers(Failing(), 2)
     try:
         results = pool.request("load", [((i,), {}) for i in range(8)])()
-        assert [value.example_id for value, _ in results] == list(range(8))
+        assert [value.example_id for value, *_ in results] == list(range(8))
     finally:
         pool.close()
 

@@ -156,16 +156,17 @@ class RayWorkers:
     num_workers = 0  # a reader reads rows itself
 
     def __init__(self, dataset: Any, pool: Any, num_workers: int, rank: int) -> None:
-        self._pool, self._num_workers, self._rank = pool, num_workers, rank
+        self._pool, self.at_once, self._rank = pool, num_workers, rank
         self._local, self._numbers = Workers(dataset, 0), count()
 
     def start(self) -> None:
         """There is nothing to start: the pool serves all loaders of a run."""
 
-    def request(self, method: str, calls: Sequence[Call], step: int) -> Callable[[], list[Result]]:
+    def request(self, method: str, calls: Sequence[Call], step: int, *, alone: bool = False
+                ) -> Callable[[], list[Result]]:
         """See Workers.request."""
         asked = []
-        for chunk in chunks_of(calls, self._num_workers):
+        for chunk in chunks_of(calls, self.at_once, alone):
             order = step, self._rank, next(self._numbers)
             asked.append((order, chunk, self._pool.load.remote(order, method, chunk)))
         return lambda: [result for order, chunk, reply in asked
@@ -192,7 +193,7 @@ class RayWorkers:
                 raise RuntimeError(str(error.cause)) from error
             except ray.exceptions.ObjectLostError:  # with the node that had it
                 reply = self._pool.load.remote(order, method, calls)
-        wrong = [k for k, (_, failed) in enumerate(results) if failed]
+        wrong = [k for k, (_, failed, _) in enumerate(results) if failed]
         own = self._local.request(method, [calls[k] for k in wrong], order[0])() if wrong else []
         for k, result in zip(wrong, own, strict=True):  # a node may lack files that are here
             if result[1] != results[k][1]:

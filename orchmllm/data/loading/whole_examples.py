@@ -24,6 +24,7 @@ from orchmllm.comm.exchange import RowGather
 from orchmllm.comm.exchange_bytes import Postponed, exchange_bytes
 from orchmllm.comm.pieces import Media, Piece
 from orchmllm.data.lengths import MeasuredExample
+from orchmllm.data.loading.long_calls import ask
 from orchmllm.data.loading.rank_messages import packed, unpacked
 from orchmllm.data.loading.ray_workers import RayWorkers
 from orchmllm.data.loading.workers import Workers
@@ -63,21 +64,25 @@ class Request:
                 keys["segments"].append(segment)
                 if (example, segment) in leaving:
                     keys.setdefault("encoded", []).append(segment)
-        kept = getattr(dataset, "kept", None) if workers.num_workers else None
-        calls = []
+        self._ids = {e: int(layout.example_id[e]) for e in wanted}
+        calls, rows = [], []
         for example, keys in wanted.items():
-            index = int(layout.example_id[example])
-            if kept is not None:  # a worker would have to read the row again
-                keys["row"] = kept(index)
-            calls.append(((index,), keys))
-        self._examples, self._results = list(wanted), workers.request("load", calls, step)
+            rows.append(None)
+            if workers.at_once and hasattr(dataset, "kept"):
+                rows[-1] = dataset.kept(self._ids[example], read=len(keys["segments"]) > 1)
+                if workers.num_workers:  # a worker would have to read the row again
+                    keys["row"] = rows[-1]
+            calls.append(((self._ids[example],), keys))
+        self._results = ask(workers, calls, rows, step)
 
     def loaded(self, step: Step) -> dict[int, Any]:
         """Waits. What the dataset loaded of each example; what could not be decoded is added to
         step.failed."""
         out = {}
-        for example, (value, failures) in zip(self._examples, self._results(), strict=True):
+        for (example, index), (value, failures, seconds) in zip(
+                self._ids.items(), self._results(), strict=True):
             out[example] = value
+            step.slowest = max(step.slowest, (seconds, index))
             position = int(self.micro.positions[example])
             step.failed += [FailedSegment(position, *failure) for failure in failures]
         return out
@@ -200,7 +205,7 @@ class WholeFeed:
                             **self.options}))
                         places.append((came, slot, segment, int(micro.positions[example])))
         results = self._workers.request("load", calls, step.index)()
-        for (came, slot, segment, position), (loaded, failures) in zip(
+        for (came, slot, segment, position), (loaded, failures, _) in zip(
                 places, results, strict=True):
             came[slot] = loaded.parts[segment]
             step.failed += [FailedSegment(position, *failure) for failure in failures]

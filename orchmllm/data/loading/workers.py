@@ -39,9 +39,9 @@ ORPHAN_CHECK_S = 0.5
 
 
 Call = tuple[tuple, dict[str, Any]]  # arguments of a method of the dataset; on_error is added
-# What a call returned, and (segment, reason, modality) of each medium that failed; the modality is
-# TEXT where a row failed as a whole.
-Result = tuple[Any, list[tuple[int, str, int]]]
+# What a call returned; (segment, reason, modality) of each medium that failed, TEXT where a row
+# failed as a whole; and the seconds that it took.
+Result = tuple[Any, list[tuple[int, str, int]], float]
 Answer = tuple[list[Result], str, str]  # results, or an error and its traceback
 
 
@@ -82,15 +82,16 @@ class Workers:
         if num_workers < 0:
             raise ValueError(f"num_workers is {num_workers}: must be >= 0")
         self.dataset, self.num_workers = dataset, num_workers
+        self.at_once = num_workers  # calls that are answered at the same time
         self.processes: list[_Worker] = []
         self._idle: SimpleQueue[_Worker] = SimpleQueue()
         self._threads: ThreadPoolExecutor | None = None  # one waits for each worker
         self._at_exit: Finalize | None = None
 
-    def request(self, method: str, calls: Sequence[Call], step: int = 0
+    def request(self, method: str, calls: Sequence[Call], step: int = 0, *, alone: bool = False
                 ) -> Callable[[], list[Result]]:
         """Starts calls of the dataset's `load` or `decode`; what is returned waits for their
-        results, in order. step: that needs them.
+        results, in order. step: that needs them. alone: a worker gets one at a time.
 
         It raises RuntimeError with the text of what a call raised in a worker, and if a worker died
         or could not be started."""
@@ -98,7 +99,7 @@ class Workers:
             return lambda: _results(self.dataset, method, calls)
         self.start()
         futures = [self._threads.submit(self._ask, method, chunk)
-                   for chunk in chunks_of(calls, self.num_workers)]
+                   for chunk in chunks_of(calls, self.num_workers, alone)]
         return lambda: [result for future in futures
                         for result in results_of(ForkingPickler.loads(future.result()))]
 
@@ -148,9 +149,9 @@ def _end(processes: list[_Worker]) -> None:
         worker.end()
 
 
-def chunks_of(calls: Sequence[Call], num_workers: int) -> list[Sequence[Call]]:
+def chunks_of(calls: Sequence[Call], num_workers: int, alone: bool) -> list[Sequence[Call]]:
     """What is asked of a worker at a time."""
-    size = max(1, -(-len(calls) // (CHUNKS_PER_WORKER * num_workers)))
+    size = 1 if alone else max(1, -(-len(calls) // (CHUNKS_PER_WORKER * num_workers)))
     return [calls[at: at + size] for at in range(0, len(calls), size)]
 
 
@@ -159,7 +160,7 @@ def results_of(answer: Answer) -> list[Result]:
     results, error, traceback_text = answer
     if error:
         raise RuntimeError(f"a data worker failed: {error}") from RemoteTraceback(traceback_text)
-    return [(_convert(value, np.ndarray, torch.from_numpy), failed) for value, failed in results]
+    return [(_convert(value, np.ndarray, torch.from_numpy), *rest) for value, *rest in results]
 
 
 # In the worker.
@@ -190,8 +191,8 @@ def answer_to(dataset: Any, method: str, calls: Sequence[Call]) -> Answer:
     """What a worker sends back. Tensors are arrays: they would travel as descriptors of shared
     memory and need their worker to stay alive."""
     try:
-        return [(_convert(value, Tensor, Tensor.numpy), failed)
-                for value, failed in _results(dataset, method, calls)], "", ""
+        return [(_convert(value, Tensor, Tensor.numpy), *rest)
+                for value, *rest in _results(dataset, method, calls)], "", ""
     except Exception as error:  # as text: not every exception can be pickled
         return [], describe(error), traceback.format_exc()
 
@@ -215,7 +216,9 @@ def _run(dataset: Any, method: str, call: Call) -> Result:
         failed.append((segment, getattr(error, "reason", str(error)),
                        getattr(error, "modality", TEXT)))
 
-    return getattr(dataset, method)(*call[0], **call[1], on_error=on_error), failed
+    started = time.perf_counter()
+    value = getattr(dataset, method)(*call[0], **call[1], on_error=on_error)
+    return value, failed, time.perf_counter() - started
 
 
 def _convert(value: Any, kind: type, to: Callable) -> Any:

@@ -33,10 +33,11 @@ def video_header(file: BinaryIO, demuxer: str) -> VideoHeader:
         _check_size(stream.width, stream.height)
         table = _sample_table(stream, demuxer)
         if table is None:
-            times = sorted({pts for pts, _ in _packets(container, stream)})
+            packets = list(_packets(container, stream))
+            times, num_groups = sorted({pts for pts, _ in packets}), sum(key for _, key in packets)
             num_frames, duration = len(times), _span(times, stream)
         else:
-            num_frames, duration = table
+            num_frames, duration, num_groups = table
         has_audio = bool(container.streams.audio)
     if num_frames > MAX_VIDEO_FRAMES or not 0 <= duration <= MAX_VIDEO_S:
         raise BadFile(f"{num_frames} frames, {duration:.6g} s: the limits are {MAX_VIDEO_FRAMES} "
@@ -49,7 +50,8 @@ def video_header(file: BinaryIO, demuxer: str) -> VideoHeader:
         _check_size(first.width, first.height)
         size = first.width, first.height
         turned = getattr(first, "rotation", 0) % 180 != 0
-    return VideoHeader(*(size[::-1] if turned else size), num_frames, duration, has_audio)
+    return VideoHeader(*(size[::-1] if turned else size), num_frames, duration, has_audio,
+                       max(num_groups, 1))
 
 
 def _check_size(width: int, height: int) -> None:
@@ -57,12 +59,13 @@ def _check_size(width: int, height: int) -> None:
         raise BadFile(f"{width}x{height} pixels: the limit is {MAX_VIDEO_PIXELS} a frame")
 
 
-def _sample_table(stream, demuxer: str) -> tuple[int, float] | None:
-    """(frames, seconds) as the table of an MP4 tells them; None where it does not."""
+def _sample_table(stream, demuxer: str) -> tuple[int, float, int] | None:
+    """(frames, seconds, key frames) as the table of an MP4 tells them; None where it does not."""
     entries = getattr(stream, "index_entries", None) if demuxer == "mov" else None
     if not entries or not stream.frames == len(entries) or not stream.duration:
         return None
-    return sum(not e.is_discard for e in entries), float(stream.duration * stream.time_base)
+    return (sum(not e.is_discard for e in entries), float(stream.duration * stream.time_base),
+            sum(e.is_keyframe for e in entries))
 
 
 def _packets(container, stream) -> Iterator[tuple[int, bool]]:

@@ -66,13 +66,15 @@ class MediaError(Exception):
 
 class VideoHeader(NamedTuple):
     """Size in pixels as displayed. num_frames: that decoding yields. duration_s: from the first
-    frame to the end of the last. has_audio: whether there is an audio track."""
+    frame to the end of the last. has_audio: whether there is an audio track. num_groups: runs of
+    frames that decoding can begin at, from one key frame to the next."""
 
     width: int
     height: int
     num_frames: int
     duration_s: float
     has_audio: bool
+    num_groups: int = 1
 
 
 class Frame(NamedTuple):

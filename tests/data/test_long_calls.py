@@ -1,0 +1,155 @@
+"""Calls that take long: workers get them first and in parts, and what comes is the same."""
+
+from __future__ import annotations
+
+import multiprocessing
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from orchmllm.config.recipe import Recipe
+from orchmllm.data.loading import long_calls
+from orchmllm.data.loading.workers import Workers
+from orchmllm.plan.layout import TEXT
+from orchmllm.runtime.run_state import Incidents
+from tests.data.test_processed import edited, indexed, opened, talk, write_rows
+from tests.lib.processors import write_video_settings
+from tests.lib.videos import write_video
+
+WHAT = {"type": "text", "text": "What"}
+GROUPED = {"g": "6", "sc_threshold": "0"}  # 8 groups of 48 frames
+
+
+@pytest.fixture(params=["qwen2_5_vl", "gemma3"])
+def corpus(request, tmp_path):
+    """Of a model with videos of its own, and of one that sees their frames as images: rows of a
+    video of 8 groups, of one of a single group, of a damaged one, and of images."""
+    messages = [[{"type": "video", "video": f"{name}.mp4", "nframes": 16}, WHAT]
+                for name in ("groups", "single", "damaged")]
+    write_rows(tmp_path, request.param, [[]] * 3 + [[(40, 60), (30, 30), (56, 28)]])
+    if request.param.startswith("qwen"):
+        write_video_settings(tmp_path, 14)
+    for k, parts in enumerate(messages):
+        edited(tmp_path, k, messages=talk(parts, "the red row"))
+    for name in ("groups", "damaged"):
+        write_video(tmp_path / f"{name}.mp4", count=48, size=(64, 32), options=GROUPED)
+    write_video(tmp_path / "single.mp4", count=48, size=(64, 32), options={"g": "1000"})
+    path = tmp_path / "damaged.mp4"
+    data = bytearray(path.read_bytes())
+    at = data.index(b"mdat")
+    at += int.from_bytes(data[at - 4: at], "big") * 3 // 4  # in a group of its own
+    data[at: at + 40] = bytes(40)
+    path.write_bytes(data)
+    return tmp_path
+
+
+def call(rows, i: int) -> tuple:
+    media = np.flatnonzero(rows.layout(i).modality != TEXT).tolist()
+    return (i,), {"text": True, "segments": media, "row": rows.kept(i, read=True)}
+
+
+@pytest.fixture
+def all_are_long(monkeypatch):
+    monkeypatch.setattr(long_calls, "LONG_S", 0.0)
+    monkeypatch.setattr(long_calls, "PART_S", 1e-9)
+
+
+@pytest.mark.parametrize("opening", [opened, indexed])
+def test_parts_are_what_the_whole_call_makes(corpus, opening, all_are_long):
+    """Also of a file that fails, which fails once."""
+    rows = opening(corpus)
+    calls = [call(rows, i) for i in range(4)]
+    asked = [keys["row"] for _, keys in calls]
+    parts = [long_calls.divided(each, row, 3)[1] for each, row in zip(calls, asked, strict=True)]
+    assert [len(part) for part in parts] == [3, 1, 3, 3]
+    for (_, keys), part in zip(calls, parts, strict=True):
+        assert [s for _, some in part for s in some["segments"]] == keys["segments"]
+        assert [some["text"] for _, some in part] == [True] + [False] * (len(part) - 1)
+    workers = Workers(rows, 3)
+    try:
+        whole = workers.request("load", calls)()
+        found = long_calls.ask(workers, calls, asked, 0)()
+    finally:
+        workers.close()
+    assert [bool(failed) for _, failed, _ in whole] == [False, False, True, False]
+    for (want, failed, _), (got, also_failed, _) in zip(whole, found, strict=True):
+        assert failed == also_failed
+        assert torch.equal(want.input_ids, got.input_ids) and torch.equal(want.labels, got.labels)
+        assert want.parts.keys() == got.parts.keys() and want.arguments == got.arguments
+        for one, other in ((want.media, got.media),
+                           *((want.parts[s], got.parts[s]) for s in want.parts)):
+            assert one.keys() == other.keys()
+            assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+def test_what_is_short_unknown_or_made_by_one_worker_is_not_divided(corpus):
+    rows = opened(corpus)
+    short = call(rows, 0)
+    row = short[1]["row"]
+    seconds, parts = long_calls.divided(short, row, 2)
+    assert 0 < seconds < long_calls.LONG_S and not parts
+    assert long_calls.divided(short, None, 2) == (0.0, [])
+    assert long_calls.divided(short, row, 1) == (0.0, [])
+    assert long_calls.divided(((0,), {**short[1], "segments": []}), row, 2) == (0.0, [])
+
+
+def test_seconds_grow_with_what_has_to_be_decoded(corpus):
+    """Not with the frames that are read: a video of one group is decoded as a whole."""
+    rows = opened(corpus)
+    (_, grouped), (_, single) = call(rows, 0), call(rows, 1)
+    few = grouped["segments"][:2]
+    of_few = long_calls.predicted_s(grouped["row"], few, 2).sum()
+    of_all = long_calls.predicted_s(grouped["row"], grouped["segments"], 2)
+    assert of_few < of_all.sum() / 3 and (of_all > 0).all()
+    alone = long_calls.predicted_s(single["row"], single["segments"], 2)
+    assert not alone[:-1].any() and alone[-1] == pytest.approx(of_all.sum())
+
+
+class Meeting:
+    """The load of a dataset in which the parts of an example wait for each other, and the others
+    until all of these have begun."""
+
+    def __init__(self, load, example: int, num_parts: int) -> None:
+        self.load, self.example = load, example
+        self.parts = multiprocessing.get_context("fork").Barrier(num_parts)
+        self.began = multiprocessing.get_context("fork").Event()
+
+    def __call__(self, i, **keys):
+        if i == self.example:
+            self.parts.wait(300)  # BrokenBarrierError where one worker gets two of them
+            self.began.set()
+        elif not self.began.is_set():
+            raise AssertionError(f"example {i} came before the one that takes long")
+        return self.load(i, **keys)
+
+
+def test_parts_come_first_and_to_as_many_workers(corpus, monkeypatch):
+    """The verdict does not depend on how fast anything is: parts that one worker made one after
+    the other would wait for each other in vain."""
+    rows = opened(corpus)
+    calls = [call(rows, i) for i in (3, 1, 3, 0, 3)]
+    monkeypatch.setattr(long_calls, "LONG_S", 0.0)
+    monkeypatch.setattr(long_calls, "PART_S", 1e-9)
+    rows.load = Meeting(rows.load, 0, 2)
+    asked = [each[1]["row"] if each[0] == (0,) else None for each in calls]
+    workers = Workers(rows, 2)
+    try:
+        found = long_calls.ask(workers, calls, asked, 0)()
+    finally:
+        workers.close()
+    assert [value.example_id for value, *_ in found] == [3, 1, 3, 0, 3]
+
+
+def test_the_log_says_which_example_a_step_waited_for(tmp_path):
+    """Not of the first step, nor of a wait that is short, nor again of one that is as long."""
+    said: list[str] = []
+    incidents = Incidents(Recipe(), writes=True, log=said.append)
+    slowest = np.array([[0.2, 5], [9.0, 7]])
+    for index, wait_s in enumerate((30.0, 0.05, 4.0, 5.0)):
+        incidents.waited(SimpleNamespace(index=index), 10.0, np.array([[0.0], [wait_s]]), slowest,
+                         lambda i: f"data.jsonl, row {i + 1}")
+    assert said == [
+        "step 2 waited 4 s for data, 40% of its time. data.jsonl, row 8 took longest to load: 9 s "
+        "on rank 1; what may help: data.num_workers"]
