@@ -111,7 +111,8 @@ class PackedExamples:
     phases: encoder phase -> an orchmllm.encoders.planned.EncodedItems, what this rank encodes of
     it, for a model whose encoders are planned; without an entry the media are in `inputs`, or no
     rank has any. shared: an orchmllm.models.shared.SharedExamples where a rank of this node shares
-    an example with others; the row then has pieces of examples, and seqlens are theirs.
+    an example with others; the row then has pieces of examples, and seqlens are theirs. made: an
+    orchmllm.models.made.MadeItems where any rank makes images.
     """
 
     inputs: dict[str, Tensor]
@@ -120,6 +121,7 @@ class PackedExamples:
     seqlens: SequenceLengths
     phases: dict[str, Any] = field(default_factory=dict)
     shared: Any = None
+    made: Any = None
 
     @property
     def read(self) -> dict[str, Tensor]:
@@ -134,12 +136,12 @@ class PackedExamples:
         there = replace(self, inputs={n: v for n, v in self.inputs.items() if n not in read}).moved(
             partial(on_device, device=device))
         return replace(
-            there, inputs=there.inputs | read,
+            there, inputs=there.inputs | read, made=self.made and self.made.to(device),
             seqlens=SequenceLengths.from_lengths(np.array(self.seqlens.lengths), device))
 
     def exchanged(self, group: Any) -> PackedExamples:
         """With the media that come from other ranks of a process group; collective."""
-        return replace(self, phases={
+        return replace(self, made=self.made and self.made.exchanged(group), phases={
             name: items.exchanged(group) for name, items in self.phases.items()})
 
     def moved(self, move: Callable[[Tensor], Tensor]) -> PackedExamples:
@@ -148,6 +150,7 @@ class PackedExamples:
             self, inputs={name: move(value) for name, value in self.inputs.items()},
             kept=move(self.kept), targets=move(self.targets),
             shared=self.shared and self.shared.moved(move),
+            made=self.made and self.made.moved(move),
             phases={name: items.moved(move) for name, items in self.phases.items()})
 
     def without_labels(self, lost: np.ndarray) -> PackedExamples:
@@ -210,7 +213,8 @@ class Step:
     """One optimizer step of k microbatches: as planned, then loaded, then agreed on.
 
     layout: of its global batch. num_global_targets: labels of all ranks and microbatches (failed
-    examples excluded), None if some rank could not count its own; num_shifted_targets: of a
+    examples excluded), None if some rank could not count its own; num_made_rows: of the images
+    that are made, alike; num_shifted_targets: of a
     model that shifts the labels itself (loaders of whole examples). failed: media that could not
     be decoded, of this rank until COMMIT, then of all. plan_s: seconds spent in agreements and
     planning. wait_s: seconds the caller waited. slowest: (seconds, dataset index) of the example
@@ -231,6 +235,7 @@ class Step:
     layout: BatchLayout
     micro: list[Microbatch] = field(default_factory=list)
     num_global_targets: int | None = None
+    num_made_rows: int = 0
     num_shifted_targets: int | None = None
     failed: list[FailedSegment] = field(default_factory=list)
     geometry: int = 0

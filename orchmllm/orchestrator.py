@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import astuple
+from dataclasses import astuple, replace
 from functools import partial
 
 import numpy as np
@@ -191,4 +191,6 @@ class Orchestrator:
         packed = micro.content
         if len(micro.ignored):
             packed = packed.without_labels(np.isin(micro.rank_plan.row[:, 0], micro.ignored))
+            if packed.made is not None:
+                packed = replace(packed, made=packed.made.without_labels(micro.ignored))
         return packed.to(self.device).exchanged(self._device_group)

@@ -189,8 +189,7 @@ class Trainer:
     def _validate(self) -> None:
         """Logs the loss of the weights as they are; nothing without data.num_validation."""
         if self.validation_rows:
-            self.display.validation(self._emit(
-                {"step": self.progress.step, "validation_loss": self.validate()}))
+            self.display.validation(self._emit({"step": self.progress.step, **self.validate()}))
 
     def _sample(self) -> None:
         """Logs what the weights as they are answer; nothing without train.sample_every."""
@@ -239,11 +238,10 @@ class Trainer:
                                   signal=self.stop.asked or self.display.stop_signal,
                                   save=self.checkpointer.is_due())
         measured = self.timer.measured(step, facts.measured_s)
-        loss = float(facts.loss_sum.sum()) / max(step.num_global_targets, 1)
-        norm = float(facts.norms[0, 0])
+        loss, norm = float(facts.loss_sum.sum()), float(facts.norms[0, 0])
         nonfinite = not (math.isfinite(loss) and math.isfinite(norm))
         if nonfinite:
-            self.incidents.nonfinite(step, loss, norm, self.progress)
+            self.incidents.nonfinite(step, facts.losses(step)[0], norm, self.progress)
         clock.switch("update")
         # From here on every rank decides alike: loss, norm and targets are global.
         if nonfinite or not step.num_global_targets or step.index in self.progress.skip:
@@ -265,24 +263,26 @@ class Trainer:
             "mfu": mfu(step.useful_flop, step_s, self.world.world_size, self._peak_flops),
             "waiting_s": max(wall_s - cpu_s, 0.0), "core_wait_s": core_wait_s,
             "logging_s": logging_s, "skipped_steps": self.progress.skipped_steps,
-            **facts.row(step, loss, step_s, list(self.parts)), "measured": measured}
+            **facts.row(step, step_s, list(self.parts)), "measured": measured}
 
     def _accumulate(self, step: Step) -> torch.Tensor:
-        """Forward and backward of all microbatches -> this rank's loss sum."""
-        clock = self.model.clock
-        loss_sum = torch.zeros((), dtype=torch.float64, device=self.device)
+        """Forward and backward of all microbatches -> this rank's sums of losses, (losses,)."""
+        clock, weight = self.model.clock, self.recipe.train.generator_loss_weight
+        counts = max(step.num_global_targets, 1), max(step.num_made_rows, 1) / weight
+        loss_sum = torch.zeros(self.model.num_losses, dtype=torch.float64, device=self.device)
         clock.switch("exchange")
         for micro in step.micro:
             batch = self.orchestrator.dispatch(micro)
             clock.switch("forward")
-            out = self.model(batch)
-            (out / max(step.num_global_targets, 1)).backward()
+            out = self.model(batch).reshape(-1)
+            sum(one / count for one, count in zip(out, counts, strict=False)).backward()
             clock.switch("exchange")
             loss_sum += out.detach()
         return loss_sum
 
-    def validate(self) -> float:
-        """Mean loss per target over the held-out rows; nan without targets."""
+    def validate(self) -> dict[str, float]:
+        """Over the held-out rows the mean validation_loss per target, and of a model that makes
+        images validation_generator_loss; nan without any."""
         data, count = self.recipe.data, self.recipe.train.batch_size * self.world.world_size
         sampler = GlobalSampler(self.validation_rows, count, shuffle=False)
         loader = StepLoader(self.dataset, sampler, self._validation, num_steps=len(sampler),
@@ -290,7 +290,7 @@ class Trainer:
                             prefetch=data.prefetch, num_workers=data.num_workers,
                             pool=self._pool, feed=self._feed)
         media = MediaCount()  # of this pass alone
-        total = torch.zeros(2, dtype=torch.float64, device=self.device)
+        total = torch.zeros(2, self.model.num_losses, dtype=torch.float64, device=self.device)
         with evaluating(self.model), memory_errors(lambda _: IN_VALIDATION):
             for step in loader:
                 self.incidents.media(step, media, self.dataset.describe)
@@ -298,9 +298,12 @@ class Trainer:
                     batch = self._validation.dispatch(micro)
                     total[0] += self.model(batch)
                     self.model.clock.switch("data")
-                total[1] += step.num_global_targets / self.world.world_size
+                counts = step.num_global_targets, step.num_made_rows
+                total[1] += torch.tensor(counts[:self.model.num_losses], dtype=total.dtype,
+                                         device=self.device) / self.world.world_size
         dist.all_reduce(total)
-        return float(total[0] / total[1])
+        return dict(zip(("validation_loss", "validation_generator_loss"),
+                        (total[0] / total[1]).tolist(), strict=False))
 
     def _emit(self, row: dict) -> dict:
         if self._metrics is not None:

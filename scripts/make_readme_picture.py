@@ -19,7 +19,8 @@ from orchmllm.config.job import resolve
 from orchmllm.config.recipe import Recipe
 from orchmllm.models.whole_flops import plan_spec
 from orchmllm.papers.mixes import MODELS
-from orchmllm.plan.step import PHASES, plan_step
+from orchmllm.plan.assign import PHASES
+from orchmllm.plan.step import plan_step
 from orchmllm.tools.data.composition import COLOURS
 from orchmllm.tools.predict.workload import sample_layout
 

@@ -100,7 +100,7 @@ class Rank:
             lambda numbers: np.tile(np.array(numbers, float), (step.layout.num_ranks, 1)), step,
             torch.zeros(()), torch.zeros(1), signal=0, save=False)
         measured = self.timer.measured(step, facts.measured_s)
-        return json.dumps(as_logged({**facts.row(step, 1.0, 1.0, []), "measured": measured}))
+        return json.dumps(as_logged({**facts.row(step, 1.0, []), "measured": measured}))
 
 
 class Timed:

@@ -17,14 +17,18 @@ class ComposedConfig(PreTrainedConfig):
     itself); image_size: height and width in pixels of the images or tiles that a tower for images
     of one size gets, which may have been trained with others; audio_stack: positions of a clip
     that become one; audio_packed: a clip is encoded without silence after it, by Whisper's encoder
-    (orchmllm.composition.whisper), and not as a window of one length."""
+    (orchmllm.composition.whisper), and not as a window of one length.
+    generator_config: of a model that makes images: `transformer`, the configuration of diffusers,
+    with its class; `side`, pixels of the side of a square, one of its rows; `max_pixels` of an
+    image, which is made smaller; `condition_dropout`, share of the images that are learnt without
+    a condition; `token_id`, the token after which an image is made."""
 
     model_type = COMPOSED
     def __init__(
         self, text_config: Any = None, vision_config: Any = None, audio_config: Any = None, *,
         image_token_id: int | None = None, audio_token_id: int | None = None,
         spatial_merge_size: int = 1, image_size: Sequence[int] | None = None, audio_stack: int = 2,
-        audio_packed: bool = False, **options: Any,
+        audio_packed: bool = False, generator_config: dict[str, Any] | None = None, **options: Any,
     ) -> None:
         for name, part in (("text_config", text_config), ("vision_config", vision_config),
                            ("audio_config", audio_config)):
@@ -35,6 +39,8 @@ class ComposedConfig(PreTrainedConfig):
         self.image_token_id, self.audio_token_id = image_token_id, audio_token_id
         self.spatial_merge_size, self.audio_stack = spatial_merge_size, audio_stack
         self.image_size, self.audio_packed = image_size, audio_packed
+        if generator_config:
+            self.generator_config = generator_config
         tied = getattr(getattr(self, "text_config", None), "tie_word_embeddings", False)
         super().__init__(**{"tie_word_embeddings": tied, **options})
 

@@ -28,6 +28,7 @@ from transformers import (
     PreTrainedConfig,
     PreTrainedModel,
 )
+from transformers import initialization as init
 from transformers.modeling_outputs import (
     BaseModelOutputWithPast,
     BaseModelOutputWithPooling,
@@ -36,6 +37,7 @@ from transformers.modeling_outputs import (
 
 from orchmllm.composition.clips import windows
 from orchmllm.composition.configuration import ComposedConfig, audio_rows
+from orchmllm.composition.generator import Generator
 from orchmllm.composition.weights import load_linked
 from orchmllm.models.parts import Connector
 
@@ -150,6 +152,17 @@ class ComposedPreTrainedModel(PreTrainedModel):
     _skip_keys_device_placement = ("past_key_values",)
     _supports_flash_attn = _supports_sdpa = _supports_flex_attn = True
     _supports_attention_backend = True
+
+    def _init_weights(self, module: nn.Module) -> None:
+        generator = getattr(self, "generator", None)
+        if generator is None or not any(m is module for m in generator.modules()):
+            super()._init_weights(module)
+            return
+        if hasattr(module, "reset_parameters"):  # as diffusers has it
+            module.reset_parameters()
+        for name, parameter in module.named_parameters(recurse=False):
+            if name == "scale_shift_table":
+                init.normal_(parameter, std=parameter.shape[-1]**-0.5)
 
     def _get_feat_extract_output_lengths(self, frames: int) -> tuple[int, int]:
         """(Positions, rows of features) of a clip of so many frames, as audio towers of
@@ -274,6 +287,8 @@ class ComposedForConditionalGeneration(ComposedPreTrainedModel, GenerationMixin)
         self.model = ComposedModel(config)
         text = config.text_config
         self.lm_head = nn.Linear(text.hidden_size, text.vocab_size, bias=False)
+        if hasattr(config, "generator_config"):
+            self.generator = Generator(config.generator_config, text.hidden_size)
         self.post_init()
 
     def forward(
@@ -282,10 +297,12 @@ class ComposedForConditionalGeneration(ComposedPreTrainedModel, GenerationMixin)
         input_features_mask: Tensor | None = None, feature_attention_mask: Tensor | None = None,
         attention_mask: Tensor | None = None, position_ids: Tensor | None = None,
         past_key_values: Any = None, inputs_embeds: Tensor | None = None,
-        labels: Tensor | None = None, logits_to_keep: int | Tensor = 0, **options: Any,
+        labels: Tensor | None = None, logits_to_keep: int | Tensor = 0,
+        states_of: Tensor | None = None, **options: Any,
     ) -> CausalLMOutputWithPast:
         """Logits (b, k, vocabulary), see ComposedModel.forward; labels (b, n) as other models take
-        them."""
+        them. states_of (s,): positions whose last states, (b, s, width), are given instead of all
+        hidden states, for the generator."""
         out = self.model(
             input_ids=input_ids, pixel_values=pixel_values, image_grid_thw=image_grid_thw,
             input_features=input_features, input_features_mask=input_features_mask,
@@ -300,7 +317,8 @@ class ComposedForConditionalGeneration(ComposedPreTrainedModel, GenerationMixin)
                                       vocab_size=self.config.text_config.vocab_size, **options)
         return CausalLMOutputWithPast(
             loss=loss, logits=logits, past_key_values=out.past_key_values,
-            hidden_states=out.hidden_states, attentions=out.attentions)
+            hidden_states=out.hidden_states if states_of is None else
+            out.last_hidden_state[:, states_of], attentions=out.attentions)
 
 
 AutoModel.register(ComposedConfig, ComposedModel)

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from orchmllm.config.schema import Conflict, key, section
 from orchmllm.plan.assign import DISPATCHES, BalancePolicy, PhasePolicy
 from orchmllm.plan.balance import DEFAULT_TOLERANCE, POLICIES
+from orchmllm.plan.layout import OF_MEDIA
 from orchmllm.plan.nodewise import SOLVERS
 
 SOLVER_PACKAGES = {"cbc": ("cvxpy", "cylp"), "highs": ("cvxpy", "highspy")}
@@ -85,6 +86,7 @@ class BalanceConfig(BalancePolicy):
     vision: PhaseConfig = section(PhaseConfig)
     audio: PhaseConfig = section(PhaseConfig)
     llm: PhaseConfig = section(PhaseConfig)
+    generator: PhaseConfig = section(PhaseConfig)
 
     def conflicts(self) -> Iterator[Conflict]:
         """balance.nodewise_solver: its packages are installed, some phase has `nodewise`, and
@@ -93,7 +95,7 @@ class BalanceConfig(BalancePolicy):
         if self.measure_every == 1:
             yield Conflict(("measure_every",), "no step would be balanced: set it to 2 or more, or "
                            "set balance.enabled to false")
-        for phase in ("vision", "audio"):
+        for phase in OF_MEDIA:
             if getattr(self, phase).max_shares > 1:
                 yield Conflict((f"{phase}.max_shares",), "ranks share examples of the LLM alone: "
                                "set balance.llm.max_shares")

@@ -65,6 +65,7 @@ class FsdpConfig:
                               "empty: as fsdp.reshard_after_forward.", choices=("", *RESHARD))
     audio_reshard: str = key("", "The same for the audio encoder.", choices=("", *RESHARD))
     llm_reshard: str = key("", "The same for the LLM's layers.", choices=("", *RESHARD))
+    generator_reshard: str = key("", "The same for the generator.", choices=("", *RESHARD))
     cpu_offload: bool = key(False, "Keep parameters, gradients and optimizer state in the host's "
                             "memory, and update them there: slow, for a model that does not fit "
                             "otherwise.")
@@ -77,6 +78,7 @@ class FsdpConfig:
                                     "`selective`, and the rest `none`; empty: as all phases.")
     audio_checkpointing: str = key("", "The same for the audio encoder.")
     llm_checkpointing: str = key("", "The same for the LLM.")
+    generator_checkpointing: str = key("", "The same for the generator.")
     memory_gb: float = key(0.0, "Memory of a rank, in 1e9 bytes, that tensors may take: for "
                            "`auto` and the dry run; 0: 87% of the GPU's.", at_least=0)
     loss_chunk_rows: int = key(
@@ -106,11 +108,10 @@ class FsdpConfig:
         return self.reduce_dtype or self.param_dtype
 
     def reshard(self, phase: str) -> str:
-        """What is freed between forward and backward in `vision`, `audio` or `llm`: full, node or
-        none."""
+        """What is freed between forward and backward in a phase: full, node or none."""
         return getattr(self, f"{phase}_reshard") or (
             "full" if self.reshard_after_forward else "none")
 
     def checkpointing(self, phase: str) -> str:
-        """The choice for `vision`, `audio` or `llm`."""
+        """The choice for a phase."""
         return getattr(self, f"{phase}_checkpointing") or self.activation_checkpointing

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 
 from orchmllm.config.recipe import Recipe
-from orchmllm.plan.assign import PHASES
+from orchmllm.plan.assign import EVERY_PHASE
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ def check_world(job: Job) -> None:
     if recipe.balance.group == "shard" and size % per_node and per_node % size:
         raise ValueError(f"balance.group is shard, but fsdp.shard_size {size} and nodes of "
                          f"{per_node} ranks overlap: make one a multiple of the other")
-    kept = [p for p in PHASES if recipe.fsdp.reshard(p) == "node"]
+    kept = [p for p in EVERY_PHASE if recipe.fsdp.reshard(p) == "node"]
     if kept and size > per_node and (size % per_node or per_node == 1):
         raise ValueError(f"fsdp.{kept[0]}_reshard is node, but shard groups of {size} ranks are "
                          f"not made of whole nodes of {per_node} ranks: use full or none")

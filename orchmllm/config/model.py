@@ -12,7 +12,7 @@ from orchmllm.config.schema import Conflict, key, section
 
 @dataclass(frozen=True)
 class PartConfig:
-    """A tower of the model, or its LLM."""
+    """A tower of the model, its LLM, or its generator."""
 
     GONE: ClassVar[dict[str, str]] = {
         **dict.fromkeys(
@@ -26,7 +26,8 @@ class PartConfig:
         "mode": "`orchmllm compose` decides how a model computes clips (--audio-packed)",
     }
     frozen: bool = key(False, "This part does not learn. The LLM's embeddings and head belong to "
-                       "it; a tower's connector does not (model.connectors_frozen).")
+                       "it, and the generator's connector to that; a tower's connector does "
+                       "not (model.connectors_frozen).")
 
 
 @dataclass(frozen=True)
@@ -68,6 +69,7 @@ class ModelConfig:
     vision: PartConfig = section(PartConfig)
     audio: PartConfig = section(PartConfig)
     llm: PartConfig = section(PartConfig)
+    generator: PartConfig = section(PartConfig)
     connectors_frozen: bool = key(False, "No connector learns.")
     pretrained: str = key("", "Folder of a model, with its weights and its processor.",
                           aliases=("model_name_or_path", "pretrained_model_name_or_path"))
@@ -83,7 +85,7 @@ class ModelConfig:
         return os.path.expanduser(self.pretrained or self.config)
 
     def learns(self, part: str) -> bool:
-        """Whether anything in vision, audio, connector or llm does."""
+        """Whether anything in vision, audio, connector, llm or generator does."""
         if part == "connector":
             return not self.connectors_frozen and (not self.lora.rank or self.lora.connector)
         return not getattr(self, part).frozen

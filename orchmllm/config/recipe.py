@@ -18,7 +18,7 @@ from orchmllm.config.model import ModelConfig
 from orchmllm.config.parse import Loaded, RecipeError, explain, read, to_yaml
 from orchmllm.config.schema import MAX_INT, Conflict, did_you_mean, key, section
 from orchmllm.config.train import TRAIN_PARTS, TrainConfig
-from orchmllm.plan.assign import PHASES
+from orchmllm.plan.assign import EVERY_PHASE
 
 __all__ = ["TRAIN_PARTS", "DataConfig", "FsdpConfig", "Recipe", "RecipeError", "RemoteConfig",
            "RemoteRoot", "SourceConfig", "TrainConfig", "explain", "load_recipe", "read_recipe",
@@ -178,7 +178,7 @@ class Recipe:
 
     def _of_layers(self) -> Iterator[Conflict]:
         """fsdp.*_checkpointing: known words. Layers are counted when the model is read."""
-        for phase in PHASES:
+        for phase in EVERY_PHASE:
             choice = self.fsdp.checkpointing(phase)
             try:
                 if choice != "auto":

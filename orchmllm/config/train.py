@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from orchmllm.config.schema import Conflict, key
 
-TRAIN_PARTS = ("vision", "audio", "connector", "llm")
+TRAIN_PARTS = ("vision", "audio", "connector", "llm", "generator")
 # What the optimizer (orchmllm.sharding.optimizer) keeps of a parameter that learns, in its shape.
 OPTIMIZER_STATE = ("exp_avg", "exp_avg_sq")
 
@@ -40,6 +40,10 @@ class TrainConfig:
     audio_lr: float = key(0.0, "For the audio encoder; 0: train.lr.", at_least=0)
     connector_lr: float = key(0.0, "For the connectors; 0: train.lr.", at_least=0)
     llm_lr: float = key(0.0, "For the LLM; 0: train.lr.", at_least=0)
+    generator_lr: float = key(0.0, "For the generator; 0: train.lr.", at_least=0)
+    generator_loss_weight: float = key(1.0, "The loss is that of the text and so many times that "
+                                       "of the images that are made (docs/generator.md).",
+                                       above=0)
     warmup_steps: int = key(10, "Steps until lr is reached.", at_least=0)
     schedule: str = key("cosine", "`cosine`, or `wsd`: lr stays, and falls linearly over the last "
                         "train.decay_ratio of the steps.", choices=("cosine", "wsd"),
@@ -56,6 +60,8 @@ class TrainConfig:
     connector_weight_decay: float = key(-1.0, "For the connectors; below 0: train.weight_decay.",
                                         at_least=-1)
     llm_weight_decay: float = key(-1.0, "For the LLM; below 0: train.weight_decay.", at_least=-1)
+    generator_weight_decay: float = key(-1.0, "For the generator; below 0: train.weight_decay.",
+                                        at_least=-1)
     beta1: float = key(0.9, "Decay of the mean of the gradients.", at_least=0, below=1,
                        aliases=("adam_beta1", "betas"))
     beta2: float = key(0.95, "Decay of the mean of their squares.", at_least=0, below=1,

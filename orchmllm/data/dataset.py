@@ -199,7 +199,7 @@ class ConversationDataset:
         turns: Conversation = ()
         sizes, none = index.sizes(number), np.zeros(0, np.int32)
         try:
-            turns = self.conversation(i)
+            turns = self.reader.taken(self.conversation(i))
             media = self.reader.media(turns)
         except ValueError as error:
             problem = MediaError(self.name(i), "the row has changed since it was indexed (`data "

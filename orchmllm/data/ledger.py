@@ -26,7 +26,7 @@ from orchmllm.data.lengths import LengthReader, MeasuredExample
 from orchmllm.data.media.kinds import modality_of
 from orchmllm.data.media.medium import MediaError, Medium, RowError, given_by
 from orchmllm.data.text.spans import Span
-from orchmllm.plan.layout import TEXT
+from orchmllm.plan.layout import MADE, TEXT
 
 FATES = {"learnt": "learnt", "read": "read", "cut": "cut by data.max_example_tokens",
          "left out": "left out by the chat template", "refused": "in rows that are refused",
@@ -192,7 +192,8 @@ class Ledger:
                      ) -> tuple[set[int], list[str]]:
         """(Ids of the contents, names) by which a row gives media."""
         there = {_file(medium) for medium in media_of(turns)}
-        shown = {_file(medium) for medium in kept.media_at.values()} if kept else set()
+        shown = {_file(medium): "learnt" if medium.modality == MADE else "read"
+                 for medium in kept.media_at.values()} if kept else {}
         contents, names = set(), []
         for value, medium in taken:
             content, name = given_by(value)
@@ -201,7 +202,7 @@ class Ledger:
             contents |= {id(content)} if has_content else set()
             names += [name] * has_name
             file = medium and _file(medium)
-            self.media["refused" if kept is None else "read" if file in shown else
+            self.media["refused" if kept is None else shown[file] if file in shown else
                        "cut" if file in there else "unread"] += has_content or has_name
         return contents, names
 

@@ -68,6 +68,10 @@ class LengthReader(ABC):
     def measure(self, turns: Conversation, example_id: int) -> MeasuredExample:
         """Of a conversation. Never raises for bad data."""
 
+    def taken(self, turns: Conversation) -> Conversation:
+        """A conversation as the model takes it."""
+        return turns
+
     def plan(self, read_row: Callable[[int], Conversation], rows: Sequence[int]
              ) -> list[MeasuredExample]:
         """Lengths of `rows`, as `read_row` (DataSource.conversation) gives them; their numbers are
@@ -75,7 +79,7 @@ class LengthReader(ABC):
         read: list[Conversation | MediaError] = []
         for row in rows:
             try:
-                read.append(read_row(row))
+                read.append(self.taken(read_row(row)))
             except RowError as error:
                 read.append(MediaError(error.file, error.reason, modality=error.modality))
             except OSError as error:

@@ -11,7 +11,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
-from itertools import chain
+from itertools import chain, compress
+from operator import not_
 from typing import Any
 
 import numpy as np
@@ -35,7 +36,7 @@ from orchmllm.data.segments import KINDS, VIDEOS, is_content
 from orchmllm.data.text.processor import Processor
 from orchmllm.data.text.spans import Tokens, before
 from orchmllm.plan.geometry import AudioGeometry
-from orchmllm.plan.layout import TEXT, VISION, BatchLayout
+from orchmllm.plan.layout import AUDIO, MADE, TEXT, VISION, BatchLayout
 
 
 class ProcessedReader(LengthReader):
@@ -60,6 +61,10 @@ class ProcessedReader(LengthReader):
         """What decides, beside the rows, what examples hold."""
         return {"tokenizer": self.tokenizer.digest, "processor": self.processor.digest}
 
+    def taken(self, turns: Conversation) -> Conversation:
+        """With the images marked that the model makes."""
+        return turns if self.processor.made is None else self.processor.made.told(turns)
+
     def media(self, turns: Conversation) -> list[Medium]:
         """One for each segment that is no text."""
         return [item[0] for item in chain.from_iterable(items_of(turns, self.processor.videos))]
@@ -69,7 +74,11 @@ class ProcessedReader(LengthReader):
             spans = self.processor.rendered(turns)
             every = items_of(turns, self.processor.videos)
             sizes = [self._size([*chain.from_iterable(items)]) for items in every]
-            tokens = self.processor.tokens(spans, sizes, self.max_example_tokens)
+            made = [items[0][0].modality == MADE for items in every]
+            tokens = self.processor.tokens(spans, [*compress(sizes, map(not_, made))],
+                                           self.max_example_tokens)
+            if any(made):
+                tokens = self.processor.made.counted(tokens, [*compress(sizes, made)])
             layout = layout_of(example_id, tokens)
         except RowError as error:
             return self.stand_in(MediaError(error.file, error.reason), example_id)
@@ -85,7 +94,7 @@ class ProcessedReader(LengthReader):
         """Of an image, a clip, or the frames of a video. Raises MediaError, and RowError."""
         first = media[0]
         try:
-            if first.modality != VISION:
+            if first.modality == AUDIO:
                 return Size(0, self.processor.audio.resampled(*audio_header(first)))
             sizes = sorted({image_header(medium)[::-1] for medium in media})
         except MediaError as error:
@@ -130,8 +139,10 @@ class ProcessedReader(LengthReader):
         return example if text else replace(example, input_ids=None, labels=None)
 
     def blank(self, modality: int) -> dict[str, Tensor]:
-        """The tensors of a small black image or a silent clip, for a rank that encodes nothing
-        where others do."""
+        """The tensors of a small black image or a silent clip, for a rank that encodes, or makes,
+        nothing where others do."""
+        if modality == MADE:
+            return self.processor.made.blank()
         size = Size(224, 224) if modality == VISION else Size(0, self.processor.audio.sample_rate)
         return self.processor.parts([blank(size)])[0]
 
@@ -154,6 +165,7 @@ class ProcessedReader(LengthReader):
         layout, every = row.layout, items_of(row.turns, self.processor.videos)
         segments = np.flatnonzero(layout.modality != TEXT).tolist()
         sizes = {s: Size(*size) for s, size in zip(segments, row.sizes, strict=True)}
+        made = {s: sizes[s] for s in segments if layout.modality[s] == MADE}
         content, failed = self._decoded({
             s: item for s, item in zip(segments, chain.from_iterable(every), strict=False)
             if wanted is None or s in wanted}, sizes, on_error)
@@ -163,33 +175,40 @@ class ProcessedReader(LengthReader):
         tokens, arguments = self.processor.load(
             spans, media, self.max_example_tokens, self._options(raw), known)
         if tokens is not known:
+            if made:
+                tokens = self.processor.made.counted(tokens, [*made.values()])
             found = layout_of(int(layout.example_id[0]), tokens)
             if found.to_payload().tolist() != layout.to_payload().tolist():
                 raise RowError("the processor makes other lengths of it")
         arguments.pop(VIDEOS, None)  # without pixels
         slices = [self.processor.videos.pixels(frames, *layout.grid[s, 1:].tolist(),
                                                AS_BYTES if VIDEOS in raw else NOTHING)
-                  for s, frames in content.items() if names[s] == VIDEOS]
+                  for s, frames in content.items() if names.get(s) == VIDEOS]
         if slices:
             arguments[VIDEOS] = torch.cat(slices)
         ids = torch.from_numpy(tokens.ids.astype(np.int64))
         learnt = torch.from_numpy(tokens.learnt & (not failed))
         return ProcessedExample(
             int(layout.example_id[0]), ids, ids.where(learnt, torch.tensor(IGNORE_INDEX)),
-            arguments, layout, arguments=names)
+            arguments, layout, arguments=names, parts={
+                s: self.processor.made.squares(content[s][0], layout.grid[s, 1:].tolist())
+                for s in made.keys() & content.keys()})
 
     @staticmethod
     def _media(every: list[list[list[Medium]]], segments: Sequence[int],
                sizes: Mapping[int, Size], content: Mapping[int, list[Content]]
                ) -> tuple[list[Content], dict[int, str]]:
-        """(Of each medium of a row, up to the cut, what the processor is given; of each segment the
-        argument that holds it). every: see items_of; content: of the segments that were decoded. Of
-        a video, and of what was not decoded, the processor is given the size."""
+        """(Of each medium of a row that the model takes, up to the cut, what the processor is
+        given; of each segment the argument that holds it). every: see items_of; content: of the
+        segments that were decoded. Of a video, and of what was not decoded, the processor is given
+        the size."""
         media, names = [], {}
         for items in every:
-            own = segments[len(names): len(names) + len(items)]
+            own, segments = segments[:len(items)], segments[len(items):]
             if not own:  # it comes after the cut
                 break
+            if items[0][0].modality == MADE:
+                continue
             size = sizes[own[0]]._replace(sampled=items[0][0].sampled)
             is_shown = own[0] in content and not size.sampled
             media.append(content[own[0]][0] if is_shown else sized(size))
@@ -217,11 +236,16 @@ class ProcessedReader(LengthReader):
         """An example of the planned lengths that nothing is learnt of: media are black or silent.
         wanted: segments whose content is loaded (None: all). raw: see `_example`."""
         layout, processor = row.layout, self.processor
-        segments = np.flatnonzero(layout.modality != TEXT)
+        is_made = layout.modality == MADE
+        segments = np.flatnonzero((layout.modality != TEXT) & ~is_made)
         token = {TEXT: self.tokenizer.end_id or 0, **processor.token_ids}
+        if is_made.any():
+            token[MADE] = processor.made.id
         names = {s: KINDS[m].content for s, m in zip(
             segments.tolist(), layout.modality[segments].tolist(), strict=True)}
-        sizes, options = [Size(*size) for size in row.sizes], self._options(raw)
+        sizes = [Size(*size) for size, made in zip(
+            row.sizes, is_made[layout.modality != TEXT], strict=True) if not made]
+        options = self._options(raw)
         if processor.videos and sizes:  # the row, which says what is an image, may be gone
             sizes, options = self._as_videos(layout, segments), {"do_resize": False}
             token[VISION], names = token[VIDEO], dict.fromkeys(names, VIDEOS)
@@ -231,8 +255,10 @@ class ProcessedReader(LengthReader):
         if VIDEOS in arguments:
             rows = sum(int(layout.rows[s]) for s in names if wanted is None or s in wanted)
             arguments[VIDEOS] = torch.zeros(rows, arguments[VIDEOS].shape[1])
-        return ProcessedExample(int(layout.example_id[0]), ids, torch.full_like(ids, IGNORE_INDEX),
-                                arguments, layout, arguments=names)
+        return ProcessedExample(
+            int(layout.example_id[0]), ids, torch.full_like(ids, IGNORE_INDEX), arguments, layout,
+            arguments=names, parts={s: processor.made.blank(int(layout.rows[s]))
+                                    for s in np.flatnonzero(is_made).tolist()})
 
     def _as_videos(self, layout: BatchLayout, segments: np.ndarray) -> list[Size]:
         """Videos that have the grids of these items of the vision encoder: one for each run of
@@ -264,8 +290,10 @@ def _parted(example: ProcessedExample, segments: Collection[int], raw: Collectio
                  if name == kind.content and (name != VIDEOS or s in segments)]
         if media:
             cut |= zip(media, kind.parts(example.media, example.lengths.grid[media]), strict=True)
-    return replace(example, parts={s: with_bytes(cut[s], raw, patch) for s in segments}, media={
-        n: v for n, v in example.media.items() if not is_content(n)})
+    return replace(
+        example, parts={s: example.parts[s] if s in example.parts else with_bytes(
+            cut[s], raw, patch) for s in segments},
+        media={n: v for n, v in example.media.items() if not is_content(n)})
 
 
 def _decoded(medium: Medium, size: Size, picture: np.ndarray | MediaError | None,
@@ -274,7 +302,7 @@ def _decoded(medium: Medium, size: Size, picture: np.ndarray | MediaError | None
     video. Raises MediaError, also for another size than planned."""
     if isinstance(picture, MediaError):
         raise picture
-    if medium.modality != VISION:
+    if medium.modality == AUDIO:
         samples = decode_samples(medium, audio)
         if len(samples) != size.width:
             raise _changed(medium, f"{len(samples)} samples at {audio.sample_rate} Hz", size.width)

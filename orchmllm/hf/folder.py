@@ -13,6 +13,8 @@ from safetensors import SafetensorError, safe_open
 
 ELEMENT_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+VAE = "vae"  # folder of the VAE in that of a model that makes images
+DIFFUSERS = "diffusion_pytorch_"  # stands before these names in a folder of diffusers
 # Of a composed model that has no weights of its own: how the names of its tensors begin -> [folder,
 # how they begin there].
 PARTS = "parts.json"
@@ -96,20 +98,22 @@ def read_json(path: Path) -> dict:
 
 def _files(path: Path) -> list[Path]:
     """The weight files of a folder."""
-    if (path / INDEX).is_file():
-        weights = read_json(path / INDEX).get("weight_map")
+    prefix = DIFFUSERS * any(path.glob(f"{DIFFUSERS}model*"))
+    single, index = prefix + SINGLE, prefix + INDEX
+    if (path / index).is_file():
+        weights = read_json(path / index).get("weight_map")
         names = sorted(set(weights.values())) if isinstance(weights, dict) else []
         for name in names:
             if not isinstance(name, str) or Path(name).name != name:
-                raise ValueError(f"{INDEX}: {name!r} is not a file name")
+                raise ValueError(f"{index}: {name!r} is not a file name")
         missing = [n for n in names if not (path / n).is_file()]
         if missing or not names:
-            raise ValueError(f"{INDEX}: {', '.join(missing[:3]) or 'every file'} "
+            raise ValueError(f"{index}: {', '.join(missing[:3]) or 'every file'} "
                              f"{'are' if len(missing) > 1 else 'is'} missing: copy the folder "
                              "completely")
         return [path / name for name in names]
-    if (path / SINGLE).is_file():
-        return [path / SINGLE]
+    if (path / single).is_file():
+        return [path / single]
     pickles = sorted(p.name for p in path.iterdir() if p.suffix in (".bin", ".pt", ".pth"))
     if pickles:
         raise ValueError(

@@ -11,7 +11,7 @@ from pathlib import Path
 from orchmllm.config.model import ModelConfig
 from orchmllm.hf.folder import ELEMENT_BYTES, Stored, open_folder
 from orchmllm.models.families import read_config
-from orchmllm.plan.layout import ENCODERS
+from orchmllm.plan.layout import OF_MEDIA
 
 SAMPLE_BYTES = 4096  # of a tensor, in its fingerprint
 
@@ -39,11 +39,11 @@ def find_sources(model: ModelConfig) -> list[WeightSource]:
     path = Path(model.folder)
     try:
         config = read_config(path)
-        for part in ENCODERS:
+        for part in OF_MEDIA:
             if getattr(model, part).frozen and not hasattr(config, f"{part}_config"):
                 raise ValueError(f"model.{part}.frozen has no effect with a {config.model_type}, "
                                  "which has no such part: leave it out")
-        parts = [*(p for p in ENCODERS if hasattr(config, f"{p}_config")), "llm"]
+        parts = [*(p for p in OF_MEDIA if hasattr(config, f"{p}_config")), "llm"]
         if not any(map(model.learns, (*parts, "connector"))):
             raise ValueError(f"nothing would learn: a {config.model_type} has {', '.join(parts)} "
                              "and connectors, and all of them are frozen: set one to false")

@@ -35,6 +35,9 @@ def check_adapters(model: ModelConfig) -> None:
 
     need_peft()
     whole = meta_model(model.folder)
+    if whole.generator is not None:
+        raise ValueError("model.lora: adapters are not trained beside a generator: freeze parts "
+                         "(model.llm.frozen) instead")
     found = targets(whole, model)
     if whole.hf.config.model_type == "glm4v_moe" and (
             taken := next((n for n in found if n.endswith(EXPERTS)), None)):

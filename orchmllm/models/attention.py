@@ -37,12 +37,10 @@ def packed_attention(
     """Scaled dot-product attention of each sequence to itself alone.
 
     q: (T, Hq, Dh); k, v: (T, Hkv, Dh), Hq a multiple of Hkv. keys: lengths of the sequences in k
-    and v where these are longer, so that q has the last rows of each, causal; None: those of
-    seqlens. Returns (T, Hq, Dh) in q's dtype,
-    never a view of an input. With T = 0 the result is still attached to q, k and v: FSDP2 reduces
-    only parameters that have a gradient, so a rank without rows must give all of them one.
-    Raises ValueError if seqlens does not cover the T rows.
-    """
+    and v where these are others: causal, q has the last rows of each; None: those of seqlens.
+    Returns (T, Hq, Dh) in q's dtype, never a view of an input. With T = 0 the result is still
+    attached to q, k and v: FSDP2 reduces only parameters that have a gradient, so a rank without
+    rows must give all of them one. Raises ValueError if seqlens does not cover the T rows. """
     if is_compiling():  # the lengths would be compiled in, anew for every step
         return attention_op.packed(q, k, v, seqlens.cu_seqlens, seqlens.host, causal)[0]
     if not (seqlens.total == len(q) and (keys or seqlens).total == len(k) == len(v)):
@@ -116,7 +114,7 @@ def sdpa_per_sequence(
     """The implementation that runs anywhere; see AttentionBackend. q: (tokens, heads, head size);
     k, v: with as many or fewer heads."""
     if keys is not None:
-        return torch.cat([_to_longer(*parts) for parts in zip(
+        return torch.cat([_to_longer(*parts, causal) for parts in zip(
             q.split(seqlens.lengths), k.split(keys.lengths), v.split(keys.lengths), strict=True)])
     # Neighbours of equal length share a call: images of one size are common, and forward and
     # backward of short sequences cost mostly calls (4x at 16 rows each, 1.4x at 64).
@@ -134,10 +132,11 @@ def sdpa_per_sequence(
     return torch.cat(outputs)
 
 
-def _to_longer(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def _to_longer(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
     """q: the last rows of a sequence; k, v: all of them. is_causal would take q for the first."""
     n, whole = len(q), len(k)
-    mask = torch.ones(n, whole, dtype=torch.bool, device=q.device).tril(whole - n)
+    seen = torch.ones(n, whole, dtype=torch.bool, device=q.device)
+    mask = seen.tril(whole - n) if causal else None
     out = F.scaled_dot_product_attention(
         *(x.transpose(0, 1)[None] for x in (q, k, v)), attn_mask=mask,
         enable_gqa=q.shape[1] != k.shape[1])

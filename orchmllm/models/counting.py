@@ -11,7 +11,7 @@ from functools import lru_cache
 import numpy as np
 import torch
 
-from orchmllm.batch import UNKNOWN, ProcessedExample
+from orchmllm.batch import UNKNOWN, ProcessedExample, SequenceLengths
 from orchmllm.counts import masks
 from orchmllm.counts.counted import EXACT, Counted, Seen, Work, fitted
 from orchmllm.counts.on_a_gpu import fused
@@ -20,23 +20,24 @@ from orchmllm.encoders.planned import PlannedEncoders
 from orchmllm.models.flops import Lengths
 from orchmllm.models.hf import WholeModel, meta_model
 from orchmllm.models.whole_flops import Attention, BlockCounts, PartCounts, pairs
-from orchmllm.plan.layout import NO_EXAMPLES
+from orchmllm.plan.layout import GENERATOR, NO_EXAMPLES
 
 TOKENS = (64, 128, 192, 320)  # of texts: whole chunks of linear attention
 SIDE = 12  # patches of an image: a multiple of what is usually merged
 POSITIONS = 960  # of a clip
+STATES = (80, 240)  # that an image is made from; no number of TOKENS, as which they would count
 FAR = 6  # times as many rows and columns show windows, and FAR times as many again larger ones
 
 
 def count(folder: str, learns: Container[str], adapters: bool, dtype: str
           ) -> dict[str, PartCounts]:
-    """vision, audio, llm -> what they compute, of those that the model of a folder has. learns:
+    """Phase -> what it computes, of those that the model of a folder has. learns:
     those of them, and connector, that do; adapters: beside the weights of parts, which do not;
     dtype: of forward and backward. Raises ValueError where the FLOP of a part are not those of its
     lengths."""
     whole = meta_model(folder)
     return {part: _count(folder, dtype, part, part in learns and not adapters,
-                         part == "llm" or adapters and part in learns,
+                         part in ("llm", GENERATOR) or adapters and part in learns,
                          part != "llm" and "connector" in learns) for part in whole.blocks()}
 
 
@@ -53,7 +54,8 @@ def _count(folder: str, dtype: str, part: str, weights: bool, inputs: bool, conn
         inputs) else None
     try:
         with fused():
-            return _llm(whole) if part == "llm" else _encoder(whole, part)
+            made_by = {"llm": _llm, GENERATOR: _generator}
+            return made_by[part](whole) if part in made_by else _encoder(whole, part)
     except Exception as error:  # whatever the model's own code raises
         raise ValueError(f"{folder}: what its {part} computes cannot be counted: {error!r}"
                          ) from error
@@ -100,6 +102,40 @@ def _llm(whole: WholeModel) -> PartCounts:
     return PartCounts(item, row, position, attention, moved, _blocks(TOKENS, runs, len(stack)),
                       _saved(rows, runs, ["head"]), _saved(TOKENS, runs, ["front", "behind"]),
                       runs[0].stages[0].width, len(head.weight), attended=runs[0].attended)
+
+
+def _generator(whole: WholeModel) -> PartCounts:
+    part, stack = whole.generator, whole.blocks()[GENERATOR]
+    width = whole.token_embedding.shape[1]
+
+    def run(n: int, states: int) -> Counted:
+        rows, times, seen = (torch.empty(*size, dtype=whole.dtype, device="meta") for size in (
+            (n, part.transformer.config.in_channels), (n,), (states, width)))
+        with Counted(dict(enumerate(stack)), model=whole) as found:
+            flow = part.flow(rows, times, seen, np.array([[1, 1, n]]),
+                             SequenceLengths.from_lengths([states], "meta"))
+            if flow.requires_grad:
+                _backward(flow)
+        return found
+
+    with part.attention.by(masks.attention):
+        (few, more) = ([run(n, states) for n in TOKENS] for states in STATES)
+    blocks, between = [*range(len(stack))], STATES[1] - STATES[0]
+    item, position, square = _products(TOKENS, few, [*blocks, "front", "behind"])
+    row, crossed, _ = (_products(TOKENS, more, [*blocks, "front", "behind"])
+                       - [item, position, square]) / between
+    attention: dict[Attention, np.ndarray] = defaultdict(lambda: np.zeros(3))
+    for block in blocks:
+        for flop in _attended(few[0].stages[block]).values():
+            attention[Attention("all")] += flop
+    attention[Attention("crossed")] += crossed
+    kept_row = sum(_saved(STATES, [few[0], more[0]], [stage])
+                   for stage in [*blocks, "front", "behind"])
+    return PartCounts(
+        item - row * STATES[0], row, position - crossed * STATES[0], attention,
+        _moved(TOKENS, few, [*blocks, "front", "behind"]), _blocks(TOKENS, few, len(stack)),
+        kept_row, _saved(TOKENS, few, ["front", "behind"]), few[0].stages[0].width,
+        part.transformer.config.in_channels, *[3 * part.codec.side**2] * 2)
 
 
 def _encoder(whole: WholeModel, part: str) -> PartCounts:

@@ -9,16 +9,17 @@ from orchmllm.config.model import ModelConfig
 from orchmllm.config.recipe import Recipe
 from orchmllm.config.train import TrainConfig
 from orchmllm.models.families import COMPOSED, read_config
-from orchmllm.plan.layout import ENCODERS
+from orchmllm.plan.layout import OF_MEDIA
 
 
 def check_parts(recipe: Recipe) -> None:
-    """Raises ValueError for a learning rate or a weight decay of an encoder that the model has
-    not."""
+    """Raises ValueError for a learning rate, a weight decay or the weight of a loss of a part that
+    the model has not."""
     config = read_config(Path(recipe.model.folder))
-    for part in ENCODERS:
-        for name in (f"{part}_lr", f"{part}_weight_decay"):
-            if getattr(recipe.train, name) != getattr(TrainConfig, name) and (
+    for part in OF_MEDIA:
+        for name in (f"{part}_lr", f"{part}_weight_decay", f"{part}_loss_weight"):
+            unset = getattr(TrainConfig, name, None)
+            if getattr(recipe.train, name, None) != unset and (
                     not hasattr(config, f"{part}_config")):
                 raise ValueError(f"train.{name} has no effect with a {config.model_type}, which "
                                  "has no such part: leave it out")

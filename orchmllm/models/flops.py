@@ -15,17 +15,18 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from orchmllm.models.gpus import GPUS, kind_of
-from orchmllm.plan.layout import ENCODERS, BatchLayout
+from orchmllm.plan.layout import ENCODERS, GENERATOR, MADE, BatchLayout
 from orchmllm.plan.step import StepPlan
 
 
 @dataclass(frozen=True)
 class Lengths:
     """A phase's items, (n,) int64 each: rows that arrive (patches, mel frames) or, in the LLM, its
-    targets; positions that attention sees (patches, frames after the convolutions, tokens); LLM
-    tokens they become. grid: (n, 3) tiles, rows and columns of patches, which windows are cut
-    from; None: unknown. before: of pieces of examples, the positions of the example before them,
-    to which they attend, too; None: these are whole."""
+    targets, or states that an image is made from; positions that attention sees (patches, frames
+    after the convolutions, tokens); LLM tokens they become, or states again. grid: (n, 3) tiles,
+    rows and columns of patches, which windows are cut from; None: unknown. before: of pieces of
+    examples, the positions of the example before them, to which they attend, too; None: these are
+    whole."""
 
     rows: np.ndarray
     positions: np.ndarray
@@ -54,6 +55,8 @@ def phase_lengths(layout: BatchLayout, phase: str) -> Lengths:
     if phase == "llm":
         tokens = layout.tokens_per_example
         return Lengths(layout.num_targets, tokens, tokens)
+    if phase == GENERATOR:
+        return Lengths(layout.conditions, layout.attn_len[layout.segments[MADE]], layout.conditions)
     seg = layout.segments[ENCODERS[phase]]
     # That of a clip has its frames, of which two make a position.
     grid = layout.grid[seg] if phase == "vision" else None

@@ -83,6 +83,8 @@ def fuse(model: nn.Module) -> None:
     norms: dict[tuple[type, float], type] = {}
     for module in model.modules():
         cls, eps = type(module), _number_of_norm(module)
+        if cls.__module__.startswith("torch."):  # a kernel of its own
+            continue
         if eps is None:
             module.__class__ = _rotating(cls)
             continue

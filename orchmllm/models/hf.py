@@ -42,21 +42,24 @@ from orchmllm.models.families import model_class, read_config
 from orchmllm.models.fused import fuse
 from orchmllm.models.generate import generated
 from orchmllm.models.loss import answers_with_loss
+from orchmllm.models.made import MadeItems
 from orchmllm.models.phase_clock import PhaseClock
 from orchmllm.models.shared import SharedExamples
-from orchmllm.plan.layout import NO_EXAMPLES
+from orchmllm.plan.layout import GENERATOR, NO_EXAMPLES
 
 
 class WholeModel(nn.Module):
     """hf: a model of orchmllm.models.families, in train mode, whose configuration nobody else has.
     dtype: of forward and backward. The phases' times are in `clock`. encoders: an
     orchmllm.encoders.planned.PlannedEncoders of hf, for batches that were planned; node_group: the
-    ranks that may share examples. loss_chunk_rows:
-    see orchmllm.models.loss.LossHead. num_layers: of the text model, each of which has to keep the
-    examples of a row apart."""
+    ranks that may share examples. seed: of what is drawn for images that are made; device_group:
+    the ranks that move their conditions. loss_chunk_rows: see orchmllm.models.loss.LossHead.
+    num_layers: of the text model, each of which has to keep the examples of a row apart."""
 
     encoders: Any = None
     loss_chunk_rows = 0
+    seed = 0
+    device_group: dist.ProcessGroup | None = None
     node_group: dist.ProcessGroup | None = None
 
     def __init__(self, hf: nn.Module, dtype: torch.dtype) -> None:
@@ -88,21 +91,33 @@ class WholeModel(nn.Module):
                    "position, so that ranks would wait for each other")
         elif any(encoder.padded for encoder in infer_encoders(self.hf)[1]):
             why = f"{type(self.hf).__name__} reads lengths of whole media beside their features"
+        elif self.generator is not None:
+            why = "an image is made from the states of all that is before it"
         if why:
             raise ValueError(f"balance.llm.max_shares: {why}: set it to 1")
 
     def part_of(self, name: str) -> str:
-        """The part that a parameter or a module of `hf` belongs to: vision, audio, connector or
-        llm. name: such as model.visual.merger.norm.weight."""
+        """The part that a parameter or a module of `hf` belongs to: vision, audio, connector, llm
+        or generator. name: such as model.visual.merger.norm.weight."""
         return structure.part_of(self._places, name)
 
     @property
     def token_embedding(self) -> nn.Parameter:
         return self.hf.get_input_embeddings().weight
 
+    @property
+    def generator(self) -> nn.Module | None:
+        """The part that makes images, see orchmllm.composition.generator."""
+        return getattr(self.hf, GENERATOR, None)
+
+    @property
+    def num_losses(self) -> int:
+        """See forward."""
+        return 1 + (self.generator is not None)
+
     def blocks(self) -> dict[str, nn.ModuleList]:
-        """The stack of transformer blocks of vision, audio and llm, where the model has them: in
-        each the list of modules that has most parameters."""
+        """The stack of transformer blocks of each part that the model has: in each the list of
+        modules that has most parameters."""
         stacks: dict[str, nn.ModuleList] = {}
         for name, module in self.hf.named_modules():
             part = self.part_of(f"{name}.")
@@ -112,11 +127,12 @@ class WholeModel(nn.Module):
 
     def join(
         self, examples: Sequence[ProcessedExample], media: Mapping[str, Any] | None = None,
-        micro: Microbatch | None = None,
+        micro: Microbatch | None = None, step: int = 0,
     ) -> PackedExamples:
         """One packed row; on the CPU. media, micro: of a planned microbatch, see
         PlannedEncoders.packed; examples are then those of its LLM, without the content of media,
-        and for none of them the row is one token, of which nothing is learnt."""
+        and for none of them the row is one token, of which nothing is learnt. step: its number, by
+        which noise is drawn."""
         is_filled, examples, shared = not examples, examples or [_FILLER], None
         mine = None if micro is None else micro.rank_plan
         row = [(k, slice(0, len(e.input_ids))) for k, e in enumerate(examples)]
@@ -143,14 +159,19 @@ class WholeModel(nn.Module):
             parts = [e.media[name] for e in examples if name in e.media]
             slotted = any(IN_ONE_ROW in e.media for e in examples) and name.startswith("pixel_")
             inputs[name] = joined(parts, int(slotted))
-        phases = {} if micro is None else self.encoders.packed(examples, media, micro)
+        phases, made = {}, None
+        if micro is not None:
+            phases = self.encoders.packed(examples, media, micro)
+            if GENERATOR in media:
+                made = MadeItems.of(media[GENERATOR], micro, self.seed, step)
         return PackedExamples(inputs, kept, labels[kept], SequenceLengths.from_lengths(lengths),
-                              phases, shared)
+                              phases, shared, made)
 
     def forward(self, batch: PackedExamples, asked: Mapping[str, Any] | None = None
                 ) -> Tensor | list[int]:
-        """Sum of the cross entropy over this rank's targets, a scalar. The caller divides by the
-        targets of all ranks. Raises RuntimeError where packing or the model's head did not do what
+        """Sum of the cross entropy over this rank's targets, a scalar; of a model that makes images
+        (2,), the second is Generator.forward's. The caller divides by the targets, and the rows of
+        images, of all ranks. Raises RuntimeError where packing or the model's head did not do what
         the loss relies on.
 
         asked: options of transformers' generate, for a row of one example: the token ids that
@@ -174,20 +195,30 @@ class WholeModel(nn.Module):
                                        self.loss_chunk_rows)
         with answering, packing.packed(
                 batch.seqlens, self.num_layers, batch.shared), losing as made:
-            logits = self.logits(inputs, batch.kept)
-        loss = self._summed(logits, batch.targets, made)
+            out = self._outputs(inputs, batch.kept, None if batch.made is None else batch.made.at)
+        loss = self._summed(out.logits, batch.targets, made)
+        if self.generator is not None:
+            loss = torch.stack([loss, loss.new_zeros(()) if batch.made is None else batch.made.loss(
+                self.generator, out.hidden_states[0], self.device_group, self.clock).to(loss)])
         if torch.is_grad_enabled() and not loss.requires_grad:
             loss.requires_grad_()  # the text model is frozen, and no rank has media
         return loss
 
     def logits(self, inputs: Mapping[str, Any], kept: Tensor) -> Tensor:
         """(1, k, V) of the positions kept (k,) of a row."""
+        return self._outputs(inputs, kept).logits
+
+    def _outputs(self, inputs: Mapping[str, Any], kept: Tensor, states_of: Tensor | None = None
+                 ) -> Any:
+        """What the model returns. states_of: see ComposedForConditionalGeneration."""
         inputs, keeping = dict(inputs), packing.positions(self.hf.get_output_embeddings(), kept)
         if self._keeps:
             inputs["logits_to_keep"], keeping = kept, nullcontext()
+        if states_of is not None:
+            inputs["states_of"] = states_of
         ones = torch.ones_like(inputs["input_ids"])  # without it some models look for examples
         with keeping:
-            return self.hf(**inputs, attention_mask=ones, use_cache=False).logits
+            return self.hf(**inputs, attention_mask=ones, use_cache=False)
 
     def _generated(self, inputs: dict[str, Any], asked: Mapping[str, Any]) -> list[int]:
         """With the attention and the positions of transformers: one example is not packed."""

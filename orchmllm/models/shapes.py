@@ -11,9 +11,9 @@ from orchmllm.counts.kept import kept
 
 
 class Placed(NamedTuple):
-    """A parameter of a part: vision, audio, connector or llm. role: `block`, with `block`, its
-    number in the part's stack; `embed` or `head`, where these are two tables; else `root`. learns:
-    unless its class fixes it."""
+    """A parameter of a part: vision, audio, connector, llm or generator. role: `block`, with
+    `block`, its number in the part's stack; `embed` or `head`, where these are two tables; else
+    `root`. learns: unless its class fixes it."""
 
     name: str
     shape: tuple[int, ...]

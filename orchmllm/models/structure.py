@@ -10,6 +10,7 @@ from torch import nn
 
 from orchmllm.encoders.infer import infer_encoders
 from orchmllm.encoders.spec import Encoder
+from orchmllm.plan.layout import GENERATOR
 
 # Layers of a tower, after its blocks, that make features as the LLM takes them; that they are no
 # last layers of the tower itself, only their names tell.
@@ -17,13 +18,13 @@ _CONNECTORS = re.compile(r"merger|connector|projector|aligner|^proj\d*$")
 
 
 def places(model: nn.Module) -> dict[str, str]:
-    """Name of a module, with a dot behind it -> vision, audio, connector or llm. A parameter is of
-    the longest name that it begins with. Raises ValueError for a model whose encoders are not
-    understood."""
+    """Name of a module, with a dot behind it -> vision, audio, connector, llm or generator. A
+    parameter is of the longest name that it begins with. Raises ValueError for a model whose
+    encoders are not understood."""
     owner, encoders = infer_encoders(model)
     table = owner.get_input_embeddings()
     prefix = next(f"{name}." if name else "" for name, m in model.named_modules() if m is owner)
-    found = {"": "llm", prefix: "llm"}
+    found = {"": "llm", prefix: "llm", f"{GENERATOR}.": GENERATOR}
     for name, _ in owner.named_parameters(recurse=False):  # such as the end of a line of an image
         found[f"{prefix}{name}"] = "connector"
     for encoder in encoders:

@@ -17,9 +17,9 @@ from orchmllm.config.model import ModelConfig
 from orchmllm.counts.kept import kept
 from orchmllm.models.flops import Lengths, Work, phase_lengths
 from orchmllm.models.shapes import description
-from orchmllm.plan.assign import PHASES, PlanSpec
+from orchmllm.plan.assign import EVERY_PHASE, PHASES, PlanSpec
 from orchmllm.plan.cost import CostModel
-from orchmllm.plan.layout import ENCODERS, BatchLayout
+from orchmllm.plan.layout import ENCODERS, OF_MEDIA, BatchLayout
 
 ARRAYS = ("item", "row", "position", "moved")  # of PartCounts
 
@@ -28,7 +28,7 @@ class Attention(NamedTuple):
     """Which positions of an item attend to each other. kind: `all`; those of a `frame` of a grid;
     those of a `square` of `size` x `size` positions of it, or of a `run` of `size`; `causal`, each
     with those before it, `size` with its own at most (0: all); those of a `tile` of `size`, all of
-    which are alike, so that a position has as many in each item."""
+    which are alike, so that a position has as many in each item; `crossed`, each to all rows."""
 
     kind: str
     size: int = 0
@@ -54,7 +54,8 @@ class PartCounts:
 
     FLOP, (3,) float64 each: of the forward pass, of the backward pass, and what activation
     checkpointing repeats. item, row, position: of products, of an item beside those of its rows
-    (frames of sound, or the LLM's targets) and of its positions. attention: of a pair of positions.
+    (frames of sound, the LLM's targets, or states that an image is made from) and of its
+    positions. attention: of a pair of positions.
     Bytes: moved, (2, 3), see moved_by; blocks, in their order; kept_row, kept_position: what is
     kept around them; row_bytes: of a patch or a frame that moves. Numbers: width, in a position of
     the blocks; outputs, in a token for the LLM or in a row of its logits; row_values, in a patch or
@@ -89,9 +90,9 @@ class PartCounts:
 
 
 def part_counts(model: ModelConfig, dtype: str = "bfloat16") -> dict[str, PartCounts]:
-    """vision, audio, llm -> what was counted, of those that the model has. dtype: of forward and
-    backward, by which bytes differ. Raises ValueError where they cannot be counted."""
-    learns = {part: model.learns(part) for part in (*PHASES, "connector")}
+    """Phase -> what was counted, of those that the model has. dtype: of forward and backward, by
+    which bytes differ. Raises ValueError where they cannot be counted."""
+    learns = {part: model.learns(part) for part in (*EVERY_PHASE, "connector")}
     return _known(model.folder, tuple(part for part in learns if learns[part]),
                   bool(model.lora.rank), dtype)
 
@@ -117,6 +118,8 @@ def pairs(attention: Attention, lengths: Lengths) -> np.ndarray:
         return pairs(attention, ends) - pairs(attention, before)
     n, size = lengths.positions.astype(float), attention.size
     match attention.kind:
+        case "crossed":
+            return n * lengths.rows
         case "tile":
             return n * np.minimum(n, size)
         case "causal":
@@ -168,7 +171,7 @@ def pair_flop(phase: str, model: ModelConfig) -> float:
 def step_flops(model: ModelConfig, layout: BatchLayout) -> dict[str, float]:
     """phase -> useful FLOP of a global batch."""
     return {phase: float(phase_work(phase, model, phase_lengths(layout, phase)).useful.sum())
-            for phase in PHASES}
+            for phase in EVERY_PHASE if phase in PHASES or phase in part_counts(model)}
 
 
 def plan_spec(job: Job) -> PlanSpec:
@@ -176,13 +179,15 @@ def plan_spec(job: Job) -> PlanSpec:
     (orchmllm.data.loading.whole_examples), frames of clips in float32. A medium costs by its
     positions and an example by its tokens what they compute, without the logits of what is learnt:
     exactly, but for an LLM with sliding windows, whose cost is exact for examples of one and of
-    four windows, and for the edges of windows of images."""
+    four windows, for the edges of windows of images, and for an image that is made, whose cost does
+    not count the states that it is made from."""
     recipe, parts = job.recipe, part_counts(job.recipe.model)
     costs = {phase: _cost(phase, parts[phase]) if phase in parts else CostModel(1, 0)
-             for phase in PHASES}  # what the model has not has no items
+             for phase in EVERY_PHASE  # what the model has not has no items
+             if phase in parts or phase in PHASES}
     return PlanSpec(
         costs=costs,
-        row_bytes={part: parts[part].row_bytes if part in parts else 0 for part in ENCODERS},
+        row_bytes={part: parts[part].row_bytes if part in parts else 0 for part in OF_MEDIA},
         feature_bytes=feature_width(recipe.model) * DTYPE_BYTES[recipe.fsdp.forward_dtype],
         ranks_per_node=job.ranks_per_node, fills=True, balance=recipe.balance,
         group_size=job.shard_size if recipe.balance.group == "shard" else 0)
@@ -194,9 +199,10 @@ def _cost(phase: str, flops: PartCounts) -> CostModel:
                  default=1)
     n = window * np.array([1, 4])
     near, far = sum((flop[:2].sum() * pairs(kind, Lengths(n, n, n)) / n
-                     for kind, flop in flops.attention.items()), np.zeros(2))
+                     for kind, flop in flops.attention.items() if kind.kind != "crossed"),
+                    np.zeros(2))
     square = (far - near) / (3 * window)
-    rows = {"llm": 0, "vision": 1, "audio": 2}[phase]  # of a position
+    rows = {"vision": 1, "audio": 2}.get(phase, 0)  # of a position
     products = (flops.position + rows * flops.row)[:2].sum()
     return CostModel(round(products + near - square * window), round(square),
                      max(0, round(flops.item[:2].sum())))
@@ -204,7 +210,8 @@ def _cost(phase: str, flops: PartCounts) -> CostModel:
 
 def feature_width(model: ModelConfig) -> int:
     """Numbers that the LLM gets for a token of a medium, those of several layers, too."""
-    return max(counts.outputs for part, counts in part_counts(model).items() if part in ENCODERS)
+    return max((counts.outputs for part, counts in part_counts(model).items() if part in ENCODERS),
+               default=part_counts(model)["llm"].width)
 
 
 @lru_cache(maxsize=64)

@@ -28,12 +28,13 @@ from orchmllm.plan.balance import (
     core,
 )
 from orchmllm.plan.cost import CostModel
-from orchmllm.plan.layout import ENCODERS, TEXT, BatchLayout
+from orchmllm.plan.layout import ENCODERS, GENERATOR, OF_MEDIA, TEXT, BatchLayout
 from orchmllm.plan.nodewise import assign_nodes
 from orchmllm.plan.rearrange import sums_of
 from orchmllm.plan.room import Limit, Share, caps_below
 
 PHASES = (*ENCODERS, "llm")
+EVERY_PHASE = (*PHASES, GENERATOR)  # in the order of a forward pass; few models have the last one
 _FACTORS = np.random.PCG64(0).random_raw(2**16) | np.uint64(1)  # the same everywhere
 DISPATCHES = ("tensors", "bytes", "load")
 TEXT_BYTES = 8  # an int32 token id and an int32 label
@@ -71,14 +72,15 @@ class BalancePolicy:
     vision: PhasePolicy = PhasePolicy()
     audio: PhasePolicy = PhasePolicy()
     llm: PhasePolicy = PhasePolicy()
+    generator: PhasePolicy = PhasePolicy()
 
     @property
     def num_programs(self) -> int:
         """Integer programs of a microbatch."""
         if self.nodewise_solver == "search" or not self.enabled:
             return 0
-        phases = (self.llm,) if self.whole_examples else (self.vision, self.audio, self.llm)
-        return sum(phase.nodewise for phase in phases)
+        phases = ("llm",) if self.whole_examples else EVERY_PHASE
+        return sum(getattr(self, phase).nodewise for phase in phases)
 
     def measures(self, step: int) -> bool:
         """Whether a step is one that runs as sampled, to measure what balancing gains."""
@@ -95,8 +97,8 @@ def most_shares(balance: BalancePolicy, ranks_per_node: int, num_ranks: int) -> 
 class PlanSpec:
     """What the planner knows of the model and the cluster; equal on all ranks.
 
-    costs: phase -> cost of one item; an encoder phase without one is not planned (a loader of whole
-    examples has the LLM phase alone). row_bytes: encoder phase -> bytes of one input row.
+    costs: phase -> cost of one item; a phase of media without one is not planned (a loader of whole
+    examples has the LLM phase alone). row_bytes: phase of media -> bytes of one input row.
     feature_bytes: bytes of one feature row (LLM width in the compute dtype). group_size:
     consecutive ranks that balance among themselves; 0: all. fills: whether every rank gets an
     example in every microbatch where there are enough: beside a long example balancing may leave a
@@ -115,14 +117,14 @@ class PlanSpec:
     cut_media: tuple[str, ...] = ()
 
     @cached_property
-    def encoders(self) -> dict[str, int]:
-        """Encoder phases that are planned, in their fixed order -> modality."""
-        return {phase: code for phase, code in ENCODERS.items() if phase in self.costs}
+    def of_media(self) -> dict[str, int]:
+        """Phases of media that are planned, in their fixed order -> modality."""
+        return {phase: code for phase, code in OF_MEDIA.items() if phase in self.costs}
 
     @cached_property
     def phases(self) -> tuple[str, ...]:
         """All phases that are planned, in their fixed order."""
-        return (*self.encoders, "llm")
+        return tuple(phase for phase in EVERY_PHASE if phase in self.costs)
 
     @cached_property
     def hard_caps(self) -> dict[str, int]:
@@ -221,7 +223,7 @@ def _assigned(
 ) -> tuple[dict[str, np.ndarray], np.ndarray]:
     """assign_phases by cost and max_rank_tokens alone."""
     sampled = layout.rank_of_example
-    owner = {m: layout.item_owner(m) for m in spec.encoders}  # (s_m,) each
+    owner = {m: layout.item_owner(m) for m in spec.of_media}  # (s_m,) each
     if not spec.balance.enabled:
         return {m: sampled[owner[m]] for m in owner}, sampled
     if 0 < spec.group_size < layout.num_ranks:
@@ -265,7 +267,7 @@ def example_pieces(
     encode: modality -> (segments,) encoder ranks."""
     rank = layout.rank_of_example[layout.example_of_segment]
     for phase, rank_of in (encode or {}).items():
-        rank[layout.segments[ENCODERS[phase]]] = rank_of
+        rank[layout.segments[OF_MEDIA[phase]]] = rank_of
     return rank, layout.example_of_segment, segment_bytes(layout, feature_bytes)
 
 
@@ -325,7 +327,7 @@ def _assign(
         rank, item, num_bytes = example_pieces(layout, encode, spec.feature_bytes)
     else:
         rank, item = home, np.arange(len(home))
-        segments = layout.segments[ENCODERS[phase]]
+        segments = layout.segments[OF_MEDIA[phase]]
         # With `load` features alone move, to the home, and their gradients back.
         num_bytes = (segment_bytes(layout, spec.feature_bytes) if spec.balance.dispatch == "load"
                      else layout.rows * spec.row_bytes[phase])[segments]

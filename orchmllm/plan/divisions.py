@@ -118,7 +118,7 @@ def _tables(
     """(costs of each example (rows, phases), that of its most expensive item (rows, phases), its
     positions by phase). rows: at least n; the others are zeros."""
     columns = np.array([[
-        spec.encoders.get(phase, TEXT), cost.constant, cost.linear, cost.quadratic, cost.unit,
+        spec.of_media.get(phase, TEXT), cost.constant, cost.linear, cost.quadratic, cost.unit,
         cost.window] for phase in spec.phases for cost in [spec.costs[phase]]])
     costs, longest, held = core().example_tables(
         layout.modality, layout.attn_len, layout.num_tokens, layout.segments_per_example, columns,

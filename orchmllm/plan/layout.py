@@ -18,9 +18,11 @@ from orchmllm.plan.balance import core
 from orchmllm.plan.geometry import SegmentLengths
 from orchmllm.plan.rearrange import ranges, sums_of
 
-TEXT, VISION, AUDIO = 0, 1, 2
-MODALITIES = {"text": TEXT, "vision": VISION, "audio": AUDIO}
+TEXT, VISION, AUDIO, MADE = range(4)  # MADE: an image that the model makes
+MODALITIES = {"text": TEXT, "vision": VISION, "audio": AUDIO, "made": MADE}
 ENCODERS: dict[str, int] = {"vision": VISION, "audio": AUDIO}  # fixed order of the encoder phases
+GENERATOR = "generator"  # the phase after the LLM
+OF_MEDIA = {**ENCODERS, GENERATOR: MADE}  # phases whose items are segments
 
 
 @dataclass(frozen=True)
@@ -113,17 +115,17 @@ class BatchLayout:
         return sums_of(self.num_tokens, self.segments_per_example)
 
     def item_lengths(self, phase: str) -> np.ndarray:
-        """Length of each item of a phase (an encoder's segments, the LLM's examples) in source
-        order, as its cost model takes it."""
+        """Length of each item of a phase (segments, or the LLM's examples) in source order, as its
+        cost model takes it."""
         if phase == "llm":
             return self.tokens_per_example
-        return self.attn_len[self.segments[ENCODERS[phase]]]
+        return self.attn_len[self.segments[OF_MEDIA[phase]]]
 
     def item_owner(self, phase: str) -> np.ndarray:
         """Example of each item of a phase, as item_lengths orders them."""
         if phase == "llm":
             return np.arange(self.num_examples)
-        return self.example_of_segment[self.segments[ENCODERS[phase]]]
+        return self.example_of_segment[self.segments[OF_MEDIA[phase]]]
 
     @cached_property
     def segments(self) -> list[np.ndarray]:
@@ -135,6 +137,14 @@ class BatchLayout:
         """By modality, (n,) segments of it in each example."""
         return [sums_of((self.modality == m).astype(np.int64), self.segments_per_example)
                 for m in MODALITIES.values()]
+
+    @cached_property
+    def conditions(self) -> np.ndarray:
+        """(k,) tokens of each image that is made and of what is before it in its example, in source
+        order: positions of the LLM whose states it is made from."""
+        made = self.segments[MADE]
+        before = np.concatenate([[0], np.cumsum(self.num_tokens)])
+        return before[made + 1] - before[self.segment_start[self.example_of_segment[made]]]
 
     def in_order(self, num_microbatches: int) -> np.ndarray:
         """(n,) microbatch of each example, where every rank's share is cut in order."""

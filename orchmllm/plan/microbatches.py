@@ -32,7 +32,7 @@ from typing import Any
 import numpy as np
 
 from orchmllm.plan.assign import (
-    PHASES,
+    EVERY_PHASE,
     PlanSpec,
     assign_phases,
     most_shares,
@@ -235,7 +235,7 @@ def _below_caps(
 ) -> tuple[dict[str, np.ndarray], np.ndarray]:
     """What assign_phases returns, where every item is on the rank of its example (n,). Raises
     CapError if that is above a cap."""
-    encode = {phase: rank[layout.item_owner(phase)] for phase in spec.encoders}
+    encode = {phase: rank[layout.item_owner(phase)] for phase in spec.of_media}
     if not spec.allows(positions_of(layout, encode, rank, spec)):
         raise CapError("no plan found in which every rank keeps below its caps")
     return encode, rank
@@ -258,7 +258,8 @@ def _time_of_ranks(layout: BatchLayout, division: Division, count: int) -> float
             part.num_ranks).max(initial=0)) for phase in spec.phases)
 
     spec = division.spec
-    phases = {phase: replace(getattr(spec.balance, phase), nodewise=False) for phase in PHASES}
+    phases = {phase: replace(getattr(spec.balance, phase), nodewise=False)
+              for phase in EVERY_PHASE}
     division = division._replace(  # nodes do not change the loads
         spec=replace(spec, balance=replace(spec.balance, **phases)))
     try:

@@ -17,7 +17,6 @@ from types import MappingProxyType
 import numpy as np
 
 from orchmllm.plan.assign import (
-    PHASES,
     TEXT_BYTES,
     NodeSolver,
     PlanSpec,
@@ -27,7 +26,7 @@ from orchmllm.plan.assign import (
 )
 from orchmllm.plan.balance import CapError
 from orchmllm.plan.cost import CostModel
-from orchmllm.plan.layout import ENCODERS, BatchLayout
+from orchmllm.plan.layout import ENCODERS, GENERATOR, MADE, OF_MEDIA, BatchLayout
 from orchmllm.plan.nodewise import assign_nodes
 from orchmllm.plan.rearrange import Exchange, Rearrangement, ranges, sums_of
 from orchmllm.plan.shares import Pieces, Shared, SharedRows, ranks_of, share, shared_rows
@@ -96,13 +95,13 @@ def build_plan(
         parts, rank = pieces.layout, ranks_of(pieces, shared, llm)
     llm_move = Rearrangement.from_rank_of(rank, parts.examples_per_rank)
     encode_moves, feature_moves = {}, {}
-    for phase, modality in spec.encoders.items():
+    for phase, modality in spec.of_media.items():
         sizes = sums_of(layout.items_per_example[modality], layout.examples_per_rank)
         encode_moves[phase] = encoded = Rearrangement.from_rank_of(encode[phase], sizes)
         if pieces is not None:
             encoded = encoded.expand(pieces.cuts[layout.segments[modality]])
-        feature_moves[phase] = encoded.inverse.then(
-            llm_move.expand(parts.items_per_example[modality]))
+        feature = encoded.inverse.then(llm_move.expand(parts.items_per_example[modality]))
+        feature_moves[phase] = feature.inverse if phase == GENERATOR else feature
     return StepPlan(layout, spec, encode_moves, feature_moves, llm_move, pieces)
 
 
@@ -125,7 +124,7 @@ def sampled_costs(
         slot = layout.rank_of_example * num_microbatches + layout.in_order(num_microbatches)
         sizes = np.bincount(slot, minlength=layout.num_ranks * num_microbatches)
     if phase != "llm":
-        sizes = sums_of(layout.items_per_example[ENCODERS[phase]], sizes)
+        sizes = sums_of(layout.items_per_example[OF_MEDIA[phase]], sizes)
     costs = run_costs(spec.costs[phase], layout.item_lengths(phase), sizes)
     return costs.reshape(layout.num_ranks, num_microbatches).T
 
@@ -139,10 +138,11 @@ def run_costs(model: CostModel, lengths: np.ndarray, sizes: np.ndarray) -> np.nd
 
 @dataclass(frozen=True)
 class StepPlan:
-    """The same on all ranks. encode[m] and feature[m] move the phase's segments (the first from
-    the sampling rank to the encoder rank, the second from there to the LLM rank), llm moves
-    examples from the sampling rank. pieces: where ranks share examples, what llm moves, and
-    feature[m] the segments that they are cut into, instead."""
+    """The same on all ranks. encode[m] and feature[m] move the phase's segments (the first from the
+    sampling rank to the rank that processes them, the second from there to the LLM rank, or of
+    images that are made from the LLM rank to there), llm moves examples from the sampling rank.
+    pieces: where ranks share examples, what llm moves, and feature[m] the segments that they are
+    cut into, instead."""
 
     layout: BatchLayout
     spec: PlanSpec
@@ -198,7 +198,7 @@ class StepPlan:
         items, layout = self.rearrangement(phase).items_on(rank), self.layout
         if phase == "llm":
             return self.parts.tokens_per_example[items], self.parts.example_id[items]
-        segments = layout.segments[ENCODERS[phase]][items]
+        segments = layout.segments[OF_MEDIA[phase]][items]
         return (layout.attn_len[segments],
                 layout.example_id[layout.example_of_segment[segments]])
 
@@ -240,12 +240,15 @@ class StepPlan:
             return [(self.texts, layout.tokens_per_example * TEXT_BYTES)] if inputs_move else []
         out = [(self.feature[phase], self.moved_tokens(phase) * self.spec.feature_bytes)]
         if inputs_move:
-            seg = layout.segments[ENCODERS[phase]]
+            seg = layout.segments[OF_MEDIA[phase]]
             out.append((self.encode[phase], layout.rows[seg] * self.spec.row_bytes[phase]))
         return out
 
     def moved_tokens(self, phase: str) -> np.ndarray:
         """Positions of the LLM of each item that self.feature[phase] moves, in its source order."""
+        if phase == GENERATOR:
+            made = self.llm.expand(self.layout.items_per_example[MADE])
+            return self.layout.conditions[made.order]
         move, of_phase = self.encode[phase], ENCODERS[phase]
         if self.pieces is not None:
             move = move.expand(self.pieces.cuts[self.layout.segments[of_phase]])
@@ -256,7 +259,7 @@ class StepPlan:
         layout, parts = self.layout, self.parts
         encode, feature, media, grid, taken = {}, {}, {}, {}, {}
         examples, mine = self.texts.items_on(rank), self.llm.items_on(rank)
-        for phase, modality in self.spec.encoders.items():
+        for phase, modality in self.spec.of_media.items():
             move, seg = self.encode[phase], layout.segments[modality]
             encode[phase] = move.exchange(layout.rows[seg], rank)
             feature[phase] = self.feature[phase].exchange(self.moved_tokens(phase), rank)
@@ -317,7 +320,7 @@ def phase_figures(
     cost / sum of the mean), that mean in kFLOP, and bytes moved between ranks and between nodes.
     layout: of the whole step."""
     out = {}
-    for phase in PHASES:
+    for phase in plans[0].spec.phases:
         before = sampled_costs(layout, plans[0].spec, phase, len(plans))
         after = np.array([plan.planned_cost(phase) for plan in plans])
         stats = [plan.stats[phase] for plan in plans]

@@ -3,6 +3,7 @@ small model like it, once for each configuration, processor and version, and kep
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import inspect
 import time
@@ -20,6 +21,7 @@ from orchmllm.counts.kept import kept
 from orchmllm.data.dataset import ConversationDataset
 from orchmllm.data.text.processor import Processor
 from orchmllm.models.families import model_class, read_config
+from orchmllm.models.hf import meta_model
 from orchmllm.proof.compare import compare
 from orchmllm.proof.examples import made_by
 from orchmllm.proof.small import small
@@ -55,7 +57,7 @@ def prove(folder: Path, processor: Processor, log: Callable[[str], object]) -> N
             if name not in ("_name_or_path", "transformers_version", "dtype")}
     started = time.process_time()
     verdict = kept(["proof", repr(sorted(said.items())), processor.digest, _code(config)],
-                   lambda: _verdict(config, processor))
+                   lambda: _verdict(config, processor, meta_model(str(folder)).generator))
     seconds = time.process_time() - started
     if verdict["why"]:
         raise ValueError(f"{folder}: {verdict['why']}: {_CURE}")
@@ -63,12 +65,18 @@ def prove(folder: Path, processor: Processor, log: Callable[[str], object]) -> N
         f"{verdict['difference']:.0e} of a gradient ({seconds:.1f} s of CPU)")
 
 
-def _verdict(config: Any, processor: Processor) -> dict[str, Any]:
+def _verdict(config: Any, processor: Processor, generator: nn.Module | None = None
+             ) -> dict[str, Any]:
     """why: it cannot be trained; "" if it can."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # sizes are small
     try:
-        found = compare(*_small(config, processor))
+        found = 0.0
+        if generator is not None:
+            found = generator.compared()
+            config = copy.deepcopy(config)
+            del config.generator_config
+        found = max(found, compare(*_small(config, processor)))
         return {"why": "", "difference": found}
     except Exception as error:  # whatever the model's own code raises
         kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "

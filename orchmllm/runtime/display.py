@@ -11,14 +11,15 @@ import os
 import signal
 import sys
 import time
+from collections import defaultdict
 from collections.abc import Iterator
+from functools import partial
 
 import numpy as np
 from tqdm import tqdm
 
 from orchmllm.config.recipe import RunConfig
 from orchmllm.launch import drop_output, say
-from orchmllm.plan.assign import PHASES
 from orchmllm.plan.gain import Gain, describe
 from orchmllm.runtime.log_schema import METRICS, NUMBERS
 from orchmllm.runtime.trackers import Trackers
@@ -92,9 +93,10 @@ class RunDisplay:
         """row: of a validation."""
         self._stepped_at = time.perf_counter()
         if self._trackers is not None:
-            self._trackers.log({"validation_loss": row["validation_loss"]}, row["step"])
-        loss = row["validation_loss"]
+            self._trackers.log({k: v for k, v in row.items() if k != "step"}, row["step"])
+        loss, images = row["validation_loss"], row.get("validation_generator_loss")
         shown = f"{loss:.4f}" if math.isfinite(loss) else f"{loss} (no targets, or not finite)"
+        shown += "" if images is None else f", of images {images:.4f},"
         self.note(f"validation loss {shown} after {row['step']} steps")
 
     def note(self, text: str) -> None:
@@ -171,7 +173,7 @@ class Totals:
         self.last_loss: float | None = None
         self.bytes = {"moved_bytes": 0, "internode_bytes": 0}
         # phase -> cost of the slowest rank before, after, and of the mean rank
-        self.cost = {phase: np.zeros(3) for phase in PHASES}
+        self.cost = defaultdict(partial(np.zeros, 3))
         self.gains: list[Gain] = []
 
     def add(self, row: dict) -> None:
@@ -196,7 +198,7 @@ class Totals:
 
     def saved(self) -> float:
         """Share of the phases' time that balancing saved, by the cost model; 0 without any cost."""
-        before, after, _ = sum(self.cost.values())
+        before, after, _ = sum(self.cost.values(), np.zeros(3))
         return float(1 - after / before) if before else 0.0
 
     def gain(self) -> str:
@@ -250,7 +252,7 @@ def facts(row: dict, left: str, saved: float) -> list[str]:
     follow from several. left: the time that the run still takes. saved: the share of a step that
     balancing saved so far, as predicted."""
     shown = {name: metric.line.format(row[name]) for name, metric in METRICS.items()
-             if metric.line and row[name] is not None}
+             if metric.line and row.get(name) is not None}
     if not row["num_global_targets"]:
         shown["loss"] = "no targets"
     return [*shown.values(), f"{left} left", f"saved {100 * saved:.0f}% (predicted)",
@@ -261,7 +263,7 @@ def facts(row: dict, left: str, saved: float) -> list[str]:
 def scalars(row: dict) -> Iterator[tuple[str, float]]:
     """(name in a tracker, value) of a step."""
     for name in NUMBERS:
-        if row[name] is not None and (name != "loss" or row["num_global_targets"]):
+        if row.get(name) is not None and (name != "loss" or row["num_global_targets"]):
             yield name, row[name]
     for part, norm in row["grad_norms"].items():
         yield f"{part}/grad_norm", norm

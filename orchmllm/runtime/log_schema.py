@@ -12,7 +12,8 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from orchmllm.config.recipe import TRAIN_PARTS
-from orchmllm.plan.assign import PHASES
+from orchmllm.plan.assign import EVERY_PHASE
+from orchmllm.plan.layout import GENERATOR
 
 SCHEMA_VERSION = 1
 NUMBER = {"type": "number"}
@@ -42,7 +43,8 @@ class Metric(NamedTuple):
         return {**self.kind, "description": self.meaning + f" ({self.unit})" * bool(self.unit)}
 
 
-def _keys(metrics: Mapping[str, Metric], optional: tuple[str, ...] = ()) -> dict[str, Any]:
+def _keys(metrics: Mapping[str, Metric], optional: tuple[str, ...] = (GENERATOR,)
+          ) -> dict[str, Any]:
     """The kind of an object with these keys and no others."""
     return {"type": "object", "properties": {name: m.schema for name, m in metrics.items()},
             "required": [name for name in metrics if name not in optional],
@@ -69,14 +71,15 @@ _SLOWEST = Metric(_keys({
 }), "The slowest rank of a phase.")
 _MEASURED = {
     "step": Metric(COUNT, "the step that was measured"),
-    "imbalance": Metric(_keys({p: Metric(SIZE, f"{p} phase") for p in PHASES}),
+    "imbalance": Metric(_keys({p: Metric(SIZE, f"{p} phase") for p in EVERY_PHASE}),
                         "slowest rank / mean rank"),
     "slowest_s": Metric(_keys({
-        p: Metric(SIZE, f"{p} phase" if p in PHASES else "moving rows and features")
-        for p in (*PHASES, "exchange")}), "time of the slowest rank: CPU time of its thread, or "
-        "on the GPU, waiting for parameters included", "s"),
-    "slowest": Metric(_keys(dict.fromkeys(PHASES, _SLOWEST)), "what the slowest rank had to do"),
-    "slow_ranks": Metric(_keys(dict.fromkeys((*PHASES, "exchange"), Metric(_keys({
+        p: Metric(SIZE, f"{p} phase" if p in EVERY_PHASE else "moving rows and features")
+        for p in (*EVERY_PHASE, "exchange")}), "time of the slowest rank: CPU time of its thread, "
+        "or on the GPU, waiting for parameters included", "s"),
+    "slowest": Metric(_keys(dict.fromkeys(EVERY_PHASE, _SLOWEST)),
+                      "what the slowest rank had to do"),
+    "slow_ranks": Metric(_keys(dict.fromkeys((*EVERY_PHASE, "exchange"), Metric(_keys({
         "ranks": Metric(COUNTS, "at most eight, the slowest first"),
         "s": Metric({"type": "array", "items": SIZE}, "their times", "s"),
     }), "The slowest ranks of a phase."))), "the ranks that took longest, as slowest_s"),
@@ -93,6 +96,9 @@ METRICS = {
     "as_sampled": Metric(FLAG, "the step ran unbalanced, for balance.measure_every"),
     "loss": Metric(MEASURED, "cross entropy per target of the whole step; null without targets, "
                    "and where it is not finite", line="loss {:.4f}"),
+    "generator_loss": Metric(MEASURED, "mean squared error per number of the images that are made; "
+                             "null in steps without any; of models with a generator alone",
+                             line="images {:.4f}", chart="Loss of images"),
     "grad_norm": Metric(MEASURED, "norm of the gradient before clipping"),
     "grad_norms": Metric(_keys({p: Metric(MEASURED, f"{p} parameters") for p in TRAIN_PARTS},
                                optional=TRAIN_PARTS),
@@ -123,10 +129,10 @@ METRICS = {
     "num_global_targets": Metric(COUNT, "labels the loss is a mean of"),
     "skipped_steps": Metric(COUNT, "steps so far that did not update the parameters"),
     "num_ranks": Metric(COUNT, "ranks of the run"),
-    "phases": Metric(_keys(dict.fromkeys(PHASES, _PHASE)), "per phase"),
-    "costs": Metric(_keys(dict.fromkeys(PHASES, _COSTS)), "per phase, what the step was planned "
-                    "by"),
-    "cpu_s": Metric(_keys(dict.fromkeys((*PHASES, "exchange"), Metric(
+    "phases": Metric(_keys(dict.fromkeys(EVERY_PHASE, _PHASE)), "per phase"),
+    "costs": Metric(_keys(dict.fromkeys(EVERY_PHASE, _COSTS)),
+                    "per phase, what the step was planned by"),
+    "cpu_s": Metric(_keys(dict.fromkeys((*EVERY_PHASE, "exchange"), Metric(
         {"type": "array", "items": NUMBER}, "one number a rank"))),
         "per phase, CPU time of each rank's thread, forward and backward; above "
         f"{ALL_RANKS_UP_TO} ranks only in every {ALL_RANKS_EVERY}th step", "s"),
@@ -143,7 +149,7 @@ METRICS = {
 NUMBERS = tuple(name for name, metric in METRICS.items()
                 if metric.kind in (SIZE, COUNT, MEASURED, FLAG) and name != "step")
 STEP_ROW = {"title": "A step", "description": "One optimizer step of all ranks.",
-            **_keys(_SCHEMA | METRICS, optional=("cpu_s",))}
+            **_keys(_SCHEMA | METRICS, optional=("cpu_s", "generator_loss"))}
 VALIDATION_ROW = {
     "title": "A validation",
     "description": "The held-out rows (data.num_validation), before the first and after the last "
@@ -151,7 +157,9 @@ VALIDATION_ROW = {
     **_keys(_SCHEMA | {
         "step": Metric(COUNT, "steps done"),
         "validation_loss": Metric(MEASURED, "mean cross entropy per target; null without targets"),
-    })}
+        "validation_generator_loss": Metric(
+            MEASURED, "mean squared error per number of the images that are made"),
+    }, optional=("validation_generator_loss",))}
 ROW_SCHEMA: dict[str, Any] = {
     "$schema": "https://json-schema.org/draft/2020-12/schema",
     "title": "A line of metrics.jsonl", "oneOf": [STEP_ROW, VALIDATION_ROW],

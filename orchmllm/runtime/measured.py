@@ -19,11 +19,12 @@ import torch
 
 from orchmllm.batch import Step
 from orchmllm.models.phase_clock import PhaseClock
+from orchmllm.plan.assign import EVERY_PHASE
 from orchmllm.plan.gain import GainMeter, slowest_costs
-from orchmllm.plan.step import PHASES, StepPlan, imbalance
+from orchmllm.plan.step import StepPlan, imbalance
 from orchmllm.runtime.host_memory import resident_gb
 
-CLOCK_PHASES = (*PHASES, "exchange")
+CLOCK_PHASES = (*EVERY_PHASE, "exchange")
 NAMED_ITEMS = 3  # of the slowest rank, the longest ones
 NAMED_RANKS = 8  # of each phase, the slowest ones
 SCHEDSTAT = Path("/proc/thread-self/schedstat")
@@ -45,8 +46,9 @@ def peak_bytes(device: torch.device) -> float:
 
 
 class StepFacts(NamedTuple):
-    """What all d ranks reported at the end of a step (StepTimer.gather). loss_sum, update_s,
-    exchange_s, wait_s, signal, save, peak_bytes, host_gb: (d, 1); slowest (d, 2): see Step;
+    """What all d ranks reported at the end of a step (StepTimer.gather). loss_sum: (d, losses),
+    see WholeModel.forward; slowest (d, 2): see Step; update_s, exchange_s, wait_s, signal, save,
+    peak_bytes, host_gb: (d, 1);
     cpu_s, measured_s: (d, CLOCK_PHASES); norms (d, 1 + parts): of the gradient and of its parts,
     the same on all ranks."""
 
@@ -63,12 +65,19 @@ class StepFacts(NamedTuple):
     peak_bytes: np.ndarray
     host_gb: np.ndarray
 
-    def row(self, step: Step, loss: float, step_s: float, parts: Sequence[str]) -> dict:
+    def losses(self, step: Step) -> list[float]:
+        """Of the text, and of the images that are made; nan of what the step has not."""
+        totals, counts = self.loss_sum.sum(axis=0), (step.num_global_targets, step.num_made_rows)
+        return [float(total) / count if count else math.nan
+                for total, count in zip(totals, counts, strict=False)]
+
+    def row(self, step: Step, step_s: float, parts: Sequence[str]) -> dict:
         """Its part of the step's row of metrics. parts: those of the gradient."""
+        loss, *of_images = self.losses(step)
         norm, *part_norms = self.norms[0].tolist()
         return {
             "step": step.index, "as_sampled": step.as_sampled,
-            "loss": loss if step.num_global_targets else math.nan,
+            "loss": loss, **({"generator_loss": of_images[0]} if of_images else {}),
             "grad_norm": norm, "grad_norms": dict(zip(parts, part_norms, strict=True)),
             "tokens_per_s": sum(int(p.layout.num_tokens.sum()) for p in step.plans) / step_s,
             "update_s": float(self.update_s.max()),
@@ -79,7 +88,7 @@ class StepFacts(NamedTuple):
             "num_ranks": len(self.cpu_s), "phases": step.phases,
             "costs": {phase: {"linear": cost.linear, "quadratic": cost.quadratic}
                       for phase, cost in step.plans[0].spec.costs.items()},
-            "cpu_s": dict(zip(CLOCK_PHASES, self.cpu_s.T.tolist(), strict=True)),
+            "cpu_s": {p: self.cpu_s[:, i].tolist() for i, p in _columns(step.plans)},
             "num_failed_media": len(step.failed), "stop_signal": int(self.signal.max()),
             "save_due": bool(self.save.max()),
         }
@@ -109,8 +118,8 @@ class StepTimer:
         cpu_s = [clock.cpu_s[p] for p in CLOCK_PHASES]
         update_s = clock.cpu_s.pop("update")  # what follows is reported with the next step
         mine = StepFacts(  # lists of this rank's numbers
-            loss_sum=[loss_sum], wait_s=[step.wait_s], slowest=list(step.slowest),
-            signal=[signal], save=[save],
+            loss_sum=list(loss_sum.reshape(-1)), wait_s=[step.wait_s],
+            slowest=list(step.slowest), signal=[signal], save=[save],
             cpu_s=cpu_s,
             update_s=[self._update_s if clock.has_events else update_s],
             exchange_s=self._seconds[-1:] if clock.has_events else [clock.wall_s["exchange"]],
@@ -135,14 +144,21 @@ class StepTimer:
         slow = np.argsort(-seconds, axis=0, kind="stable")[:NAMED_RANKS]  # (8, CLOCK_PHASES) ranks
         slowest_s = seconds.max(axis=0)
         gain = self._gain.add(*costs, float(slowest_s.sum()), as_sampled)
+        *phases, exchange = _columns(plans)
         return {"step": index,
-                "imbalance": {p: imbalance(seconds[:, i]) for i, p in enumerate(PHASES)},
-                "slowest_s": dict(zip(CLOCK_PHASES, slowest_s.tolist(), strict=True)),
-                "slowest": {p: _had_to_do(plans, p, int(slow[0, i])) for i, p in enumerate(PHASES)},
+                "imbalance": {p: imbalance(seconds[:, i]) for i, p in phases},
+                "slowest_s": {p: float(slowest_s[i]) for i, p in (*phases, exchange)},
+                "slowest": {p: _had_to_do(plans, p, int(slow[0, i])) for i, p in phases},
                 "slow_ranks": {
                     p: {"ranks": slow[:, i].tolist(), "s": seconds[slow[:, i], i].tolist()}
-                    for i, p in enumerate(CLOCK_PHASES)},
+                    for i, p in (*phases, exchange)},
                 "gain": gain and gain._asdict()}
+
+
+def _columns(plans: Sequence[StepPlan]) -> list[tuple[int, str]]:
+    """Of the CLOCK_PHASES those that are planned, and the exchange, which is the last."""
+    planned = (*plans[0].spec.phases, "exchange")
+    return [(i, p) for i, p in enumerate(CLOCK_PHASES) if p in planned]
 
 
 def _had_to_do(plans: Sequence[StepPlan], phase: str, rank: int) -> dict:

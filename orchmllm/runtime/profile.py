@@ -14,7 +14,6 @@ import torch
 from orchmllm.batch import Step
 from orchmllm.config.recipe import Recipe
 from orchmllm.models.phase_clock import PhaseClock
-from orchmllm.plan.assign import PHASES
 from orchmllm.runtime.files import write_text
 
 EXHAUSTED = "recompute.json"
@@ -74,8 +73,8 @@ class StepProfiler:
         path = self._folder / "oom" / f"step_{step.index}_rank{self._rank}.json"
         path.parent.mkdir(parents=True, exist_ok=True)
         report = {"step": step.index, "rank": self._rank, "error": str(error), "microbatches": [
-            {"example_ids": one.rank_plan.example_ids.tolist(),
-             "positions": {phase: one.plan.positions(phase).tolist() for phase in PHASES}}
+            {"example_ids": one.rank_plan.example_ids.tolist(), "positions": {
+                phase: one.plan.positions(phase).tolist() for phase in one.plan.spec.phases}}
             for one in step.micro]}
         path.write_text(json.dumps(report, indent=1), encoding="utf-8")
         if torch.cuda.is_available():

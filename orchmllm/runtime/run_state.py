@@ -13,14 +13,14 @@ import numpy as np
 from orchmllm.batch import Step
 from orchmllm.comm.errors import AgreedError
 from orchmllm.config.recipe import DataConfig, Recipe
-from orchmllm.plan.layout import ENCODERS, TEXT
+from orchmllm.plan.layout import OF_MEDIA, TEXT
 from orchmllm.runtime.metrics import JsonLines, read_rows
 
 VERSION = 1
 MIN_MEDIA_FOR_PERCENT = 100
 MIN_UNREADABLE = 16  # media of one modality, when none of that modality was ever decoded
 TOLD_SHARE = 0.1  # of a step that waited for data, from which it is told
-_NAMES = {code: name for name, code in ENCODERS.items()}
+_NAMES = {code: name for name, code in OF_MEDIA.items()}
 
 
 class NonFiniteError(AgreedError):

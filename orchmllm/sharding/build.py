@@ -41,7 +41,8 @@ def build_model(
     agreed(gather, error)
     if recipe.model.lora.rank:
         log(describe_learning(model))
-    model.encoders = PlannedEncoders(model.hf, group)
+    model.encoders, model.device_group = PlannedEncoders(model.hf, group), group
+    model.seed = recipe.run.seed
     return model
 
 

@@ -10,7 +10,7 @@ from dataclasses import replace
 import numpy as np
 
 from orchmllm.config.recipe import Recipe
-from orchmllm.plan.assign import PHASES, PlanSpec
+from orchmllm.plan.assign import PlanSpec
 from orchmllm.plan.balance import CapError
 from orchmllm.plan.layout import BatchLayout
 from orchmllm.plan.microbatches import plan_microbatches
@@ -133,7 +133,7 @@ def chosen(
     try:
         return decide(recipe, memory, loads, budget_bytes, taken=taken, **known)
     except ValueError:
-        asked = {p: recipe.fsdp.checkpointing(p) for p in PHASES}
+        asked = {p: recipe.fsdp.checkpointing(p) for p in memory.phases}
         full = {p: "full" if c == "auto" else c for p, c in asked.items()}
         room, count = room_of(memory, loads, full, budget_bytes / taken), (
             recipe.train.accumulation_steps)

@@ -13,7 +13,7 @@ import numpy as np
 
 from orchmllm.config.fsdp import CHECKPOINTING, CHOICES, as_choice
 from orchmllm.config.recipe import Recipe
-from orchmllm.plan.assign import PHASES
+from orchmllm.plan.assign import EVERY_PHASE
 from orchmllm.sharding.activations import Counts, Stack
 from orchmllm.sharding.memory import Choice, Loads, MemoryModel
 
@@ -26,9 +26,9 @@ def choose_checkpointing(memory: MemoryModel, loads: Loads, budget_bytes: float,
     `fixed` phases stay. by_layer: otherwise all layers of a phase are alike.
 
     Raises ValueError if not even recomputing everything fits, with what it would need."""
-    cases = {p: _cases(memory, p, (fixed or {}).get(p), by_layer) for p in PHASES}
+    cases = {p: _cases(memory, p, (fixed or {}).get(p), by_layer) for p in memory.phases}
     times, use, room = {}, {}, None
-    first = {p: memory.stack(p, {c: n[0] for c, n in cases[p].items()}) for p in PHASES}
+    first = {p: memory.stack(p, {c: n[0] for c, n in cases[p].items()}) for p in cases}
     least = _rows(memory.moments(loads, first), 1)[0]
     for phase, counts in cases.items():
         time = memory.again(phase, loads, counts).max(axis=1)
@@ -40,13 +40,13 @@ def choose_checkpointing(memory: MemoryModel, loads: Loads, budget_bytes: float,
     room = budget_bytes * (1 + ROUNDING) - least
     found = cheapest([*times.values()], [*use.values()], room)
     if found is None:
-        needs = min(memory.peak(loads, dict(zip(PHASES, tried, strict=True))) for tried in product(
-            *([fixed[p]] if p in (fixed or {}) else CHOICES for p in PHASES)))
+        needs = min(memory.peak(loads, dict(zip(cases, tried, strict=True))) for tried in product(
+            *([fixed[p]] if p in (fixed or {}) else CHOICES for p in cases)))
         raise ValueError(
             f"needs {needs / 1e9:.3g} GB a rank at least, {(needs - budget_bytes) / 1e9:.3g} GB "
             f"more than the {budget_bytes / 1e9:.3g} GB that are allowed")
     return {p: as_choice({c: int(n[i, 0]) for c, n in cases[p].items()})
-            for p, i in zip(PHASES, found, strict=True)}
+            for p, i in zip(cases, found, strict=True)}
 
 
 def one_layer_more(memory: MemoryModel, loads: Loads, choice: Choice,
@@ -55,7 +55,7 @@ def one_layer_more(memory: MemoryModel, loads: Loads, choice: Choice,
     moment, and of equal ones that which repeats least. None if no layer saves anything. Phases of
     `fixed` stay."""
     peak, found = memory.peak(loads, choice), []
-    for phase in PHASES:
+    for phase in memory.phases:
         for counts in _next(memory.counts(phase, choice[phase])) if phase not in (
                 fixed or {}) else ():
             more = {**choice, phase: as_choice(counts)}
@@ -145,7 +145,7 @@ def _within(times: Sequence[np.ndarray], use: Sequence[np.ndarray], room: np.nda
 def check_layers(recipe: Recipe) -> None:
     """Raises ValueError if fsdp.*_checkpointing names more layers than the model has."""
     memory = MemoryModel(recipe.model, recipe.fsdp, shards=1)
-    for phase in PHASES:
+    for phase in EVERY_PHASE:
         choice = recipe.fsdp.checkpointing(phase)
         if choice not in CHECKPOINTING:  # of a word nothing has to be counted
             memory.counts(phase, choice)

@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_map_only
 
 from orchmllm.encoders.mirrored import Mirrored
 from orchmllm.models import attention_op, towers
+from orchmllm.plan.layout import GENERATOR
 
 if TYPE_CHECKING:
     from orchmllm.models.hf import WholeModel
@@ -23,9 +24,9 @@ GRAPHS = 64  # of all blocks together: phases, with and without gradients, and a
 
 
 def compile_whole(whole: WholeModel, device: torch.device) -> None:
-    """Compiles the blocks of a model of transformers in place, of the LLM and of towers. Raises
-    ValueError where the LLM's attention has no kernel that can be compiled: on a GPU it is torch's
-    flash attention alone (orchmllm.models.attention_op)."""
+    """Compiles the blocks of a model of transformers in place, of the LLM and of towers, not of a
+    generator, which reads lengths. Raises ValueError where the LLM's attention has no kernel that
+    can be compiled: on a GPU it is torch's flash attention alone (orchmllm.models.attention_op)."""
     text = whole.hf.config.get_text_config(decoder=True)
     size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     if not attention_op.has_kernel(device, whole.dtype, size):
@@ -33,8 +34,8 @@ def compile_whole(whole: WholeModel, device: torch.device) -> None:
             f"fsdp.compile is true, but the llm phase (head size {size}, {whole.dtype}) has no "
             "attention kernel that can be compiled: use fsdp.compute_dtype=bfloat16 and a head "
             "size that is a multiple of 8 and at most 256, or fsdp.compile=false")
-    for stack in whole.blocks().values():
-        for block in stack:
+    for part, stack in whole.blocks().items():
+        for block in stack if part != GENERATOR else ():
             compile_block(block)
 
 

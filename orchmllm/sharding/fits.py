@@ -11,8 +11,7 @@ import numpy as np
 from orchmllm.config.job import resolve
 from orchmllm.config.recipe import Recipe
 from orchmllm.models.flops import Lengths
-from orchmllm.plan.assign import PHASES
-from orchmllm.plan.layout import ENCODERS
+from orchmllm.plan.assign import EVERY_PHASE
 from orchmllm.sharding.choice import choose_checkpointing
 from orchmllm.sharding.memory import Loads, MemoryModel
 
@@ -37,9 +36,9 @@ def joined(loads: Sequence[Loads]) -> Loads:
 
     return Loads(
         {p: Lengths(*(join(getattr(x.phases[p], name) for x in loads)
-                      for name in ("rows", "positions", "tokens"))) for p in PHASES},
-        {p: join(x.received[p] for x in loads) for p in ENCODERS},
-        {p: join(x.pairs[p] for x in loads) for p in PHASES},
+                      for name in ("rows", "positions", "tokens"))) for p in EVERY_PHASE},
+        {p: join(x.received[p] for x in loads) for p in loads[0].received},
+        {p: join(x.pairs[p] for x in loads) for p in EVERY_PHASE},
         join(np.broadcast_to(x.gathered, x.phases["llm"].positions.shape) for x in loads))
 
 
@@ -52,14 +51,15 @@ def decide(
     kept: as in with_real_batch. taken: what a rank may need of the prediction where something is
     chosen; if then nothing fits that is predicted to fit, all that is open is recomputed.
     by_layer: see choose_checkpointing."""
-    asked = {p: recipe.fsdp.checkpointing(p) for p in PHASES}
+    asked = {p: recipe.fsdp.checkpointing(p) for p in EVERY_PHASE}
     if not budget_bytes:
         if "auto" in asked.values():
             raise ValueError("fsdp.activation_checkpointing=auto has to know the memory of a rank: "
                              "set fsdp.memory_gb")
         return asked
+    asked = {p: asked[p] for p in memory.phases}
     fixed = {p: c for p, c in asked.items() if c != "auto"}
-    full = {p: fixed.get(p, "full") for p in PHASES}
+    full = {p: fixed.get(p, "full") for p in asked}
     try:
         return choose_checkpointing(memory, loads, budget_bytes / taken, fixed, by_layer)
     except ValueError:

@@ -22,7 +22,7 @@ from orchmllm.hf.folder import PARTS, read_json
 from orchmllm.models import adapters
 from orchmllm.models.families import model_class, read_config
 from orchmllm.models.hf import WholeModel
-from orchmllm.plan.layout import ENCODERS
+from orchmllm.plan.layout import ENCODERS, GENERATOR
 from orchmllm.sharding.blocks import recompute
 from orchmllm.sharding.compiled import compile_whole
 from orchmllm.sharding.fsdp import compute_dtype, shard_all
@@ -79,6 +79,8 @@ def load_whole(
     adapters.put_back(made[0].hf, layers, torch.device("cpu") if config.cpu_offload else device)
     seed_adapters(made[0].hf, seed)
     whole = made[0].train()
+    if whole.generator is not None:
+        whole.generator.load_codec(folder, place, compute_dtype(config))
     for name, parameter in whole.hf.named_parameters():  # what was loaded is made anew
         parameter.requires_grad_(name not in fixed)
     return whole
@@ -123,12 +125,13 @@ def ordered(whole: WholeModel, config: FsdpConfig) -> tuple[list[Unit], list[Uni
     tower = [of_encoder(block, config.reshard(part)) for part in ENCODERS if part in stacks
              for block in stacks[part]]
     layers = [Unit(layer, config.reshard("llm")) for layer in stacks["llm"]]
+    made = [Unit(block, config.reshard(GENERATOR)) for block in stacks.get(GENERATOR, ())]
     root = Unit(whole, "none")
     table, head = whole.hf.get_input_embeddings(), whole.hf.get_output_embeddings()
     ends = ([], []) if head.weight is table.weight else (
         [Unit(table, "full", backward=False)], [Unit(head, "none")])
-    return ([root, *tower, *ends[0], *layers, *ends[1]],
-            [*ends[1], root, *reversed(layers), *ends[0], *reversed(tower)])
+    return ([root, *tower, *ends[0], *layers, *ends[1], *made],
+            [*reversed(made), *ends[1], root, *reversed(layers), *ends[0], *reversed(tower)])
 
 
 @contextmanager

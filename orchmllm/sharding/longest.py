@@ -20,10 +20,10 @@ import numpy as np
 from orchmllm.config.job import Job
 from orchmllm.data.index import usable_rows
 from orchmllm.models.flops import Lengths, phase_lengths
-from orchmllm.plan.assign import PHASES, PlanSpec, most_shares
+from orchmllm.plan.assign import EVERY_PHASE, PlanSpec, most_shares
 from orchmllm.plan.cost import CostModel
 from orchmllm.plan.geometry import SegmentLengths, text_lengths
-from orchmllm.plan.layout import ENCODERS, TEXT, BatchLayout
+from orchmllm.plan.layout import OF_MEDIA, TEXT, BatchLayout
 from orchmllm.plan.rearrange import sums_of
 from orchmllm.sharding.fits import budget_of, largest_fitting, scaled
 from orchmllm.sharding.memory import Choice, Loads, MemoryModel
@@ -31,9 +31,9 @@ from orchmllm.sharding.memory import Choice, Loads, MemoryModel
 if TYPE_CHECKING:
     from orchmllm.batch import Step  # with torch
 
-UNITS = {"vision": "patches", "audio": "positions", "llm": "tokens"}
+UNITS = {"vision": "patches", "audio": "positions", "llm": "tokens", "generator": "squares"}
 SHARED = (2, 4, 8)  # ranks
-FULL = dict.fromkeys(PHASES, "full")
+FULL = dict.fromkeys(EVERY_PHASE, "full")
 LONGEST = 10**9 - 1  # positions that are looked for
 MOST_NAMED = 3  # of rows that do not fit
 TOLD_FROM = 1.1  # times the mean load, and times what was told before
@@ -109,11 +109,11 @@ def _alone(layout: BatchLayout, phase: str, item: int) -> BatchLayout:
         tokens = int(layout.tokens_per_example[item])
         return BatchLayout.from_segments(
             int(layout.example_id[item]), tokens, [(TEXT, text_lengths(tokens))])
-    at = layout.segments[ENCODERS[phase]][item]
+    at = layout.segments[OF_MEDIA[phase]][item]
     lengths = SegmentLengths(layout.rows[at], layout.attn_len[at], layout.num_tokens[at],
                              tuple(layout.grid[at]))
     example = layout.example_id[layout.example_of_segment[at]]
-    return BatchLayout.from_segments(int(example), 0, [(ENCODERS[phase], lengths)])
+    return BatchLayout.from_segments(int(example), 0, [(OF_MEDIA[phase], lengths)])
 
 
 def loads_alone(layout: BatchLayout, encodes: bool = True, shares: int = 1) -> Loads:
@@ -121,9 +121,9 @@ def loads_alone(layout: BatchLayout, encodes: bool = True, shares: int = 1) -> L
     media, too; without it other ranks encode them, and features arrive. shares: ranks that share
     each example; one of them may have all of its targets."""
     phases, received = {}, {}
-    for phase, modality in ENCODERS.items():
-        sums = [sums_of((layout.modality == modality) * x, layout.segments_per_example)
-                for x in (layout.rows, layout.attn_len, layout.num_tokens)]
+    for phase, modality in OF_MEDIA.items():
+        items, counts = phase_lengths(layout, phase), layout.items_per_example[modality]
+        sums = [sums_of(x, counts) for x in (items.rows, items.positions, items.tokens)]
         phases[phase] = Lengths(*(encodes * x for x in sums))
         received[phase] = -(-sums[2] // shares)
     text = phase_lengths(layout, "llm")
@@ -153,7 +153,7 @@ class Room:
         budget, why = budget_of(job.recipe, device_bytes)
         if not budget:
             why = "there is no GPU, and fsdp.memory_gb is not set"
-        return cls(memory, {p: fsdp.checkpointing(p).replace("auto", "full") for p in PHASES},
+        return cls(memory, {p: fsdp.checkpointing(p).replace("auto", "full") for p in EVERY_PHASE},
                    budget, why,
                    job.num_ranks > 1 and balance.enabled and not balance.whole_examples,
                    most_shares(balance, job.ranks_per_node, job.num_ranks))
@@ -202,11 +202,11 @@ class Room:
     def _needed(self, rows: BatchLayout, choice: Choice) -> np.ndarray:
         """(n,) bytes that a rank needs for each example, or for its largest medium."""
         needed = self._peaks(loads_alone(rows, not self.spreads, self.shares), choice)
-        for phase, modality in ENCODERS.items():
+        for phase, modality in OF_MEDIA.items():
             media = phase_lengths(rows, phase)
             nothing = Lengths(*np.zeros((3, len(media.rows)), np.int64))
-            loads = Loads({**dict.fromkeys(PHASES, nothing), phase: media},
-                          dict.fromkeys(ENCODERS, nothing.rows))
+            loads = Loads({**dict.fromkeys(EVERY_PHASE, nothing), phase: media},
+                          dict.fromkeys(OF_MEDIA, nothing.rows))
             np.maximum.at(needed, rows.example_of_segment[rows.segments[modality]],
                           self._peaks(loads, choice))
         return needed
@@ -283,7 +283,7 @@ class LongExamples:
                 self._warn()
             found = heaviest(batches, self._costs, usable_rows(self._indexes), self._room.fits)
             self._log("\n".join(table(found, self._room, self._place)))
-            self._told = dict.fromkeys(PHASES, 1.0)
+            self._told = dict.fromkeys(EVERY_PHASE, 1.0)
         late = {p: self._costs[p] for p, figures in step.phases.items()
                 if figures["imbalance_after"] > TOLD_FROM * self._told[p]}
         for item in heaviest(batches, late):

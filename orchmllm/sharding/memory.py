@@ -30,8 +30,8 @@ from orchmllm.models.whole_flops import (
     part_counts,
     phase_work,
 )
-from orchmllm.plan.assign import PHASES
-from orchmllm.plan.layout import ENCODERS
+from orchmllm.plan.assign import EVERY_PHASE, PHASES
+from orchmllm.plan.layout import ENCODERS, GENERATOR, OF_MEDIA
 from orchmllm.plan.step import StepPlan
 from orchmllm.sharding import activations
 from orchmllm.sharding.activations import Counts, Stack
@@ -49,7 +49,8 @@ Choice = Mapping[str, str]  # phase -> one of CHOICES, or numbers of layers
 @dataclass(frozen=True)
 class Loads:
     """What each of d ranks processes in one microbatch: phase -> Lengths of (d,) sums.
-    received: encoder phase -> (d,) features that arrive for the rank's LLM sequences. pairs: phase
+    received: phase of media -> (d,) rows that arrive, features for the rank's LLM sequences or
+    states for its generator. pairs: phase
     -> (d,) sums of the items' squared positions, which attention costs. gathered: (d,) positions of
     shared examples, whose keys and values a rank gets in every layer."""
 
@@ -71,8 +72,10 @@ class Loads:
 def loads_of(plan: StepPlan) -> Loads:
     """The loads of a planned microbatch."""
     d = plan.layout.num_ranks
-    phases, received, pairs = {}, {}, {}
-    for phase in PHASES:
+    received, nothing = {}, np.zeros(d)
+    phases = dict.fromkeys(EVERY_PHASE, Lengths(nothing, nothing, nothing))
+    pairs = dict.fromkeys(EVERY_PHASE, nothing)
+    for phase in plan.spec.phases:
         rank = item_rank(plan, phase)
         lengths = planned_lengths(plan, phase)
         before = 0.0 if lengths.before is None else lengths.before.astype(float)
@@ -80,7 +83,7 @@ def loads_of(plan: StepPlan) -> Loads:
             lengths.rows, lengths.positions, lengths.tokens,
             (before + lengths.positions)**2 - before**2))
         phases[phase] = Lengths(*sums)
-        if phase in ENCODERS:
+        if phase in plan.feature:
             owner = plan.feature[phase]
             tokens = plan.moved_tokens(phase)[owner.order]
             received[phase] = np.bincount(owner.target_rank, tokens, d)
@@ -122,6 +125,11 @@ class MemoryModel:
     @property
     def _counts(self) -> dict[str, PartCounts]:
         return part_counts(self.model, self.fsdp.forward_dtype)
+
+    @property
+    def phases(self) -> tuple[str, ...]:
+        """Those that plans of the model have."""
+        return EVERY_PHASE if GENERATOR in self._counts else PHASES
 
     def num_layers(self, phase: str) -> int:
         """Of a phase; 1 where the model has not got it."""
@@ -170,7 +178,8 @@ class MemoryModel:
 
     def peaks(self, loads: Loads, choice: Choice) -> dict[str, np.ndarray]:
         """moment -> (d,) bytes."""
-        return self.moments(loads, {p: self.stack(p, self.counts(p, choice[p])) for p in PHASES})
+        return self.moments(loads, {p: self.stack(p, self.counts(p, choice[p]))
+                                    for p in self.phases})
 
     def moments(self, loads: Loads, stacks: Mapping[str, Stack]) -> dict[str, np.ndarray]:
         """moment -> (d,) bytes, or (n, d) for n cases of a phase. A sum over phases at each."""
@@ -180,7 +189,7 @@ class MemoryModel:
         static = state["parameters"] + state["optimizer"] + self._batch(loads)
         again = state["gradients"] * (self.microbatches > 1)
         kept = {p: stacks[p].kept * loads.phases[p].positions + self._around(p, loads)
-                for p in PHASES}
+                for p in self.phases}
         features = sum(self._features(p, loads) for p in ENCODERS)
         shared = self._shared(loads)
         kept["llm"] = kept["llm"] + stacks["llm"].whole * shared
@@ -195,13 +204,20 @@ class MemoryModel:
             stacks["llm"].forward * loads.phases["llm"].positions) + FORWARD_COPIES * shared
         head = 2.0 * self._units("llm")["head"].size * self.element + self._stays("llm")
         out["loss"] = done + self.loss_bytes(loads) + head
-        done = done - features
+        done, beside = done - features, dict.fromkeys(self.phases, 0.0)
+        beside["llm"] = BACKWARD_COPIES * shared
+        if GENERATOR in beside:  # while the head waits for its backward pass
+            beside[GENERATOR] = self.loss_bytes(loads) + head
+            done = done + kept[GENERATOR]
+            out["generator forward"] = done + beside[GENERATOR] + self._gather(
+                GENERATOR, False) + np.maximum(
+                    stacks[GENERATOR].forward * loads.phases[GENERATOR].positions,
+                    self._exchange(GENERATOR, loads))
         out["head backward"] = done + self._head_backward()
         made = 0.0
-        for phase in reversed(PHASES):
+        for phase in reversed(self.phases):
             out[f"{phase} backward"] = done + made + self._waiting(phase) + self._gather(
-                phase, True) + self._backward_work(phase, loads, stacks[phase]) + (
-                    BACKWARD_COPIES * shared * (phase == "llm"))
+                phase, True) + self._backward_work(phase, loads, stacks[phase]) + beside[phase]
             made += grads[phase] * (not again)
             done = done - kept[phase]
         late = self._late()
@@ -224,8 +240,9 @@ class MemoryModel:
         """Pixels and frames in float32, and as the forward pass casts them; all that were gathered,
         as they travel."""
         out = loads.phases["llm"].tokens * 32.0
-        for phase in self._counts.keys() & ENCODERS.keys():
-            rows, own = loads.phases[phase].rows, self._counts[phase]
+        for phase in self._counts.keys() & OF_MEDIA.keys():
+            own, lengths = self._counts[phase], loads.phases[phase]
+            rows = lengths.positions if phase == GENERATOR else lengths.rows
             out = out + rows * float(own.row_values * (4 + self.element))
             if self.all_gather:
                 out = out + self.all_gather * float(rows.max()) * own.row_bytes
@@ -234,7 +251,7 @@ class MemoryModel:
     def _features(self, phase: str, loads: Loads) -> np.ndarray | float:
         """Encoded rows as the LLM phase receives them."""
         rows = (self.all_gather * float(loads.phases[phase].tokens.max()) if self.all_gather
-                else loads.received[phase])
+                else loads.received.get(phase, 0.0))
         return rows * float(self.element * feature_width(self.model))
 
     def _shared(self, loads: Loads) -> np.ndarray:
@@ -331,7 +348,7 @@ class MemoryModel:
     def _waiting(self, phase: str) -> float:
         """Gradients of late units that were made before the blocks of a phase begin their backward
         pass, as they were computed."""
-        done = PHASES[PHASES.index(phase) + 1:]
+        done = EVERY_PHASE[EVERY_PHASE.index(phase) + 1:]
         return float(self.element * sum(u.trained_size for u in self._late() if u.phase in done))
 
     def _stays(self, phase: str) -> float:
@@ -340,12 +357,13 @@ class MemoryModel:
         share = {"full": 0.0, "node": 1.0 / min(self.ranks_per_node, self.shards), "none": 1.0}
         return self.element * sum(
             (1.0 if u.stays else share[self.fsdp.reshard(u.phase)]) * u.copies * u.size
-            for u in units(self.model) if u.phase in PHASES[:PHASES.index(phase) + 1]
+            for u in units(self.model) if u.phase in EVERY_PHASE[:EVERY_PHASE.index(phase) + 1]
             and (u.stays or u.read_in_backward))
 
     def extra_time(self, loads: Loads, choice: Choice) -> float:
         """FLOP that the slowest rank of each phase repeats: what `auto` keeps low."""
-        return sum(float(self.again(p, loads, self.counts(p, choice[p])).max()) for p in PHASES)
+        return sum(float(self.again(p, loads, self.counts(p, choice[p])).max())
+                   for p in self.phases)
 
     def again(self, phase: str, loads: Loads, counts: Counts) -> np.ndarray:
         """(d,) FLOP that a phase repeats, or (n, d) for n cases; bytes that are moved count, too.

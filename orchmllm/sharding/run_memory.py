@@ -15,7 +15,7 @@ from orchmllm.batch import Step
 from orchmllm.config.job import resolve
 from orchmllm.config.recipe import Recipe
 from orchmllm.data.sampler import make_sampler
-from orchmllm.plan.assign import PHASES, PlanSpec
+from orchmllm.plan.assign import PlanSpec
 from orchmllm.plan.layout import BatchLayout
 from orchmllm.plan.microbatches import plan_microbatches
 from orchmllm.plan.room import Limit
@@ -60,7 +60,7 @@ class RunMemory:
         self._predicted: list[np.ndarray] = []  # (d,) bytes of each step
         budget, self._why = budget_of(recipe, device_bytes)
         self.budget = float(gather([budget]).min())  # the smallest GPU decides
-        self.choice = {p: recipe.fsdp.checkpointing(p) for p in PHASES}
+        self.choice = {p: recipe.fsdp.checkpointing(p) for p in spec.phases}
         self._fixed = {p: c for p, c in self.choice.items() if c != "auto"}
         self._ran_out = self.known.get("ran_out", {})
         if self._ran_out != {} and not self._applies(self._ran_out):
@@ -70,7 +70,7 @@ class RunMemory:
         #: By which the run's steps are planned.
         self.spec = spec
         auto = not recipe.train.accumulation_steps
-        if len(self._fixed) < len(PHASES) or recipe.fsdp.memory_gb or auto and self.budget:
+        if len(self._fixed) < len(self.choice) or recipe.fsdp.memory_gb or auto and self.budget:
             self._choose()
             self._cap()
         elif auto and not spec.hard_caps:
@@ -116,7 +116,7 @@ class RunMemory:
                              self.budget, taken, allowed_by=self._why, kept=self._kept)
         if ran_out := taken == self._ran_out.get("exhausted"):
             self.choice = self._ran_out["next"]
-        if len(self._fixed) == len(PHASES):
+        if len(self._fixed) == len(self.choice):
             return
         # Where these loads do not fit, what a rank holds of a microbatch is limited.
         peak = min(taken * self.memory.peak(self.loads, self.choice), self.budget)
@@ -155,7 +155,7 @@ class RunMemory:
     def _described(self, choice: Mapping[str, str]) -> str:
         return ", ".join(f"{p} {choice[p]}" + (
             f" of {self.memory.num_layers(p)} layers" if ":" in choice[p] else "")
-            for p in PHASES)
+            for p in choice)
 
     def refuses(self, plan: StepPlan) -> str:
         """Why a microbatch does not fit the memory of a rank, by the prediction; "" if it does, or
@@ -169,7 +169,7 @@ class RunMemory:
     def measure(self, step: Step, peak_bytes: np.ndarray, model: nn.Module) -> None:
         """After a step: once the first ones are done, decides by what they took, and tells the
         blocks of the model. peak_bytes: (d,) of all ranks so far, 0 where nothing counts."""
-        if (len(self._fixed) == len(PHASES) or "measured" in self.known
+        if (len(self._fixed) == len(self.choice) or "measured" in self.known
                 or not peak_bytes.all()):
             return
         peaks = [self.memory.peaks(loads_of(plan), self.choice) for plan in step.plans]
@@ -192,13 +192,13 @@ class RunMemory:
             return "the step ran as it was sampled; the next start leaves such steps balanced", {
                 "exhausted": self.budget / peak, "next": self.choice}
         smaller = "; or lower train.batch_size (with fsdp.memory_gb a recipe is checked before)"
-        if len(self._fixed) < len(PHASES) and (more := one_layer_more(
+        if len(self._fixed) < len(self.choice) and (more := one_layer_more(
                 self.memory, self.loads, self.choice, self._fixed)):
             return f"the next start recomputes one layer more: {self._described(more)}{smaller}", {
                 "exhausted": self.budget / self.memory.peak(self.loads, more), "next": more}
         if more := one_layer_more(self.memory, loads, self.choice):
             return "recompute more: " + " ".join(
-                f"fsdp.{p}_checkpointing={more[p]}" for p in PHASES if more[p] != self.choice[p]
+                f"fsdp.{p}_checkpointing={more[p]}" for p in more if more[p] != self.choice[p]
             ) + smaller, {}
         peaks = self.memory.peaks(loads, self.choice)
         highest = max(peaks, key=lambda moment: peaks[moment].max())

@@ -12,7 +12,8 @@ from orchmllm.config.model import ModelConfig
 from orchmllm.config.recipe import Recipe
 from orchmllm.config.train import OPTIMIZER_STATE
 from orchmllm.models.shapes import placed
-from orchmllm.plan.assign import PHASES
+from orchmllm.plan.assign import EVERY_PHASE
+from orchmllm.plan.layout import ENCODERS, GENERATOR
 
 Shape = tuple[int, ...]
 
@@ -21,7 +22,7 @@ Shape = tuple[int, ...]
 class Unit:
     """Parameters that are gathered together; `copies` units are alike (a stack of blocks).
 
-    phase: vision, audio or llm. role: `block`, `root`, `embed` or `head`. trained, frozen: shapes
+    phase: one of EVERY_PHASE. role: `block`, `root`, `embed` or `head`. trained, frozen: shapes
     of the parameters with and without a gradient. stays: gathered for the whole step."""
 
     phase: str
@@ -50,7 +51,7 @@ class Unit:
         """And freed before: the head and the LLM's norm come last and first, so they stay."""
         if self.stays:
             return False
-        return self.role == "block" if self.phase == "llm" else self.trained_size > 0
+        return self.role == "block" if self.phase not in ENCODERS else self.trained_size > 0
 
     def shard_size(self, shards: int, trained_only: bool = False) -> int:
         """Parameters that the fullest rank holds of one copy: FSDP2 cuts dimension 0, rounded up
@@ -64,7 +65,8 @@ def shard_sizes(model: ModelConfig, shards: int) -> dict[str, tuple[int, int]]:
     """phase -> parameters that the fullest of `shards` ranks holds, and those of them that
     learn."""
     return {phase: tuple(sum(u.copies * u.shard_size(shards, only) for u in units(model)
-                             if u.phase == phase) for only in (False, True)) for phase in PHASES}
+                             if u.phase == phase) for only in (False, True))
+            for phase in EVERY_PHASE}
 
 
 @lru_cache(maxsize=8)
@@ -97,10 +99,10 @@ def units(model: ModelConfig) -> list[Unit]:
         return Unit(phase, role, copies, *map(tuple, found.get(place, ((), ()))), **options)
 
     blocks = {part: [unit(part, "block", copies, place) for place, copies in runs.get(
-        part, [("none", 1)])] for part in PHASES}
+        part, [("none", 1)])] for part in EVERY_PHASE}
     return [unit("vision", "root", place="root", stays=True), *blocks["vision"],
             unit("audio", "root"), *blocks["audio"], unit("llm", "embed", place="embed"),
-            *blocks["llm"], unit("llm", "head", place="head")]
+            *blocks["llm"], unit("llm", "head", place="head"), *blocks[GENERATOR]]
 
 
 def _adapters(model: ModelConfig) -> dict[str, Shape]:

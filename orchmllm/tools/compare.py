@@ -68,7 +68,7 @@ def train_in_turn(recipe: Recipe, world: launch.World) -> dict[str, list[dict]]:
     trainers = {name: Trainer(variant(recipe, name == "on"), world) for name in ("off", "on")}
 
     def validation() -> dict[str, list[dict]]:
-        return {name: [{"step": t.progress.step, "validation_loss": t.validate()}]
+        return {name: [{"step": t.progress.step, **t.validate()}]
                 if recipe.data.num_validation else []
                 for name, t in trainers.items()}
 

@@ -16,6 +16,7 @@ from orchmllm.batch import IGNORE_INDEX
 from orchmllm.data.dataset import ConversationDataset
 from orchmllm.data.formats.conversation import Turn
 from orchmllm.data.media import av_process
+from orchmllm.data.media.kinds import VIDEO
 from orchmllm.data.media.medium import MediaError, Medium, Sampled
 from orchmllm.data.media.shapes import Size
 from orchmllm.data.text.processor import Processor
@@ -230,7 +231,7 @@ def test_an_example_ends_before_a_video_that_would_cross_its_end(tmp_path):
     written(tmp_path, "qwen2_vl", [[]])
     edited(tmp_path, 0, messages=parts[:2] + talk([video("v.mp4", nframes=3)], "a"))
     whole = opened(tmp_path).load(0)
-    at = np.flatnonzero(whole.input_ids == opened(tmp_path).reader.processor.token_ids[3])
+    at = np.flatnonzero(whole.input_ids == opened(tmp_path).reader.processor.token_ids[VIDEO])
     for limit in (len(whole.input_ids), at[-1] + 2, at[-1] + 1, at[-1], at[-9]):
         rows = opened(tmp_path, max_example_tokens=int(limit))
         example, fits = rows.load(0), limit > at[-1]

@@ -91,13 +91,32 @@ def _save(model: torch.nn.Module, folder: Path) -> None:
     model.double().save_pretrained(folder)
 
 
-def write_parts(name: str, folder: Path) -> Parts:
-    """The parts of a composition, each in a folder of its own with weights in float64."""
+def write_generator(parts: Parts) -> None:
+    """The configuration of one, and a VAE where there is to be one."""
+    import diffusers
+
+    channels = 3 * parts.side**2
+    if parts.vae:
+        diffusers.AutoencoderKL(
+            block_out_channels=(4, 8), norm_num_groups=2, latent_channels=3, layers_per_block=1,
+            down_block_types=["DownEncoderBlock2D"] * 2, up_block_types=["UpDecoderBlock2D"] * 2,
+        ).save_pretrained(parts.vae)
+        channels = 3 * (parts.side // 2)**2
+    diffusers.LTXVideoTransformer3DModel(
+        in_channels=channels, out_channels=channels, num_attention_heads=2, attention_head_dim=12,
+        cross_attention_dim=24, num_layers=2, caption_channels=20).save_config(parts.generator)
+
+
+def write_parts(name: str, folder: Path, **makes) -> Parts:
+    """The parts of a composition, each in a folder of its own with weights in float64. makes: those
+    of a generator, see Parts."""
     torch.manual_seed(0)
     tower, hears, llm, tiles, added = COMPOSED[name]
     parts = Parts(folder / "llm", folder / "vision" if tower else None,
                   folder / "audio" if hears else None, tiles,
-                  audio_packed=hears == "packed")
+                  audio_packed=hears == "packed", **makes)
+    if parts.generator:
+        write_generator(parts)
     if tower:
         model, images = VISION[tower]()
         _save(model, parts.vision)
@@ -136,10 +155,10 @@ def alone(stock: WhisperEncoder, frames: torch.Tensor) -> torch.Tensor:
     return stock.layer_norm(x)[0]
 
 
-def write_composed(name: str, folder: Path, linked: bool = False) -> Parts:
+def write_composed(name: str, folder: Path, linked: bool = False, **makes) -> Parts:
     """Composes a model in `folder`, whose parts are in others beside it; its weights are its own,
-    with connectors that are drawn here, unless they are linked."""
-    parts = write_parts(name, folder.with_name(f"{folder.name}_parts"))
+    with connectors that are drawn here, unless they are linked. makes: see write_parts."""
+    parts = write_parts(name, folder.with_name(f"{folder.name}_parts"), **makes)
     compose(parts, folder)
     if not linked:
         model = transformers.AutoModelForMultimodalLM.from_pretrained(folder, dtype=torch.float64)

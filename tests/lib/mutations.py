@@ -198,7 +198,7 @@ MUTATIONS = [Mutation(*row) for row in (
      "test_every_rank_draws_its_rows_as_the_class_of_the_model_would",
      "A model that starts from nothing is made of copies of its first rows."),
     ("a validation loss of all ranks", "orchmllm/trainer.py",
-     "step.num_global_targets / self.world.world_size", "step.num_global_targets",
+     "device=self.device) / self.world.world_size", "device=self.device)",
      "tests/runtime/test_progress.py",
      "The validation loss falls with the number of ranks."),
     ("texts have the length of the longest", COMM + "exchange.py",

@@ -27,7 +27,8 @@ def a_row(step: int, loss: float = 2.0) -> dict:
             "costs": {p: {"linear": 6, "quadratic": 1} for p in PHASES},
             "cpu_s": {p: [0.1, 0.2] for p in (*PHASES, "exchange")},
             "grad_norms": {"connector": 0.5, "llm": 0.75}, "measured": None, "nonfinite": False,
-            "as_sampled": False, "save_due": False, "host_memory_gb": 1.25}
+            "as_sampled": False, "save_due": False, "generator_loss": None,
+            "host_memory_gb": 1.25}
 
 
 def scalars(folder: Path, name: str) -> list:

@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from orchmllm.batch import ProcessedExample
+from orchmllm.batch import ProcessedExample, SequenceLengths
 from orchmllm.config.job import resolve
 from orchmllm.config.model import ModelConfig
 from orchmllm.config.recipe import Recipe
@@ -33,6 +34,7 @@ from orchmllm.sharding.hf import freeze
 from orchmllm.sharding.memory import Loads, MemoryModel
 from tests.lib import pairs
 from tests.lib import whole_models as models
+from tests.lib.composed import write_composed
 from tests.lib.recipes import frozen
 
 pytestmark = pytest.mark.whole
@@ -223,3 +225,22 @@ def test_blocks_repeat_what_torch_repeats(name, tmp_path, monkeypatch):
         work = phase_work(part, memory.model, lengths, "full").recompute[0].sum() / len(stack)
         wanted = memory.repeated(part, memory.counts(part, "full"), work, 0, 0)
         assert products(**{part: "full"}) - nothing == pytest.approx(wanted, rel=1e-9), part
+
+
+def test_flop_of_a_generator_are_those_that_torch_counts(tmp_path):
+    """Of images of several sizes, each made from another number of states."""
+    write_composed("whisper_qwen3", tmp_path / "model", generator=tmp_path / "generator", side=4)
+    model = ModelConfig(config=str(tmp_path / "model"))
+    part = model_class(read_config(tmp_path / "model"))._from_config(
+        read_config(tmp_path / "model")).generator.float()
+    squares, states = np.array([96, 35, 200]), np.array([50, 300, 17])
+    work = phase_work("generator", model, Lengths(states, squares, states))
+    for k, (n, seen) in enumerate(zip(squares.tolist(), states.tolist(), strict=True)):
+        given = torch.randn(seen, 32, requires_grad=True)
+        with FlopCounterMode(display=False) as forward, sdpa_kernel(SDPBackend.MATH):
+            out = part.flow(torch.randn(n, 48), torch.rand(n), given, np.array([[1, 1, n]]),
+                            SequenceLengths.from_lengths([seen]))
+        with FlopCounterMode(display=False) as backward:
+            out.sum().backward()
+        assert work.forward[:, k].sum() == pytest.approx(forward.get_total_flops(), rel=0.01)
+        assert work.backward[:, k].sum() == pytest.approx(backward.get_total_flops(), rel=0.01)

@@ -55,7 +55,7 @@ def texts_of(rows: np.ndarray) -> np.ndarray:
 def check_features(plan: StepPlan, mine: RankPlan) -> None:
     """The features of a rank's row are those of its pieces of media, in its order."""
     parts = plan.parts
-    for phase, modality in plan.spec.encoders.items():
+    for phase, modality in plan.spec.of_media.items():
         assert len(mine.feature[phase].lengths) == len(mine.taken[phase])
         segments = plan.layout.segment_start[mine.taken[phase][:, 0]] + mine.taken[phase][:, 1]
         assert (plan.layout.modality[segments] == modality).all()

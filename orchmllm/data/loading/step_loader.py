@@ -12,7 +12,7 @@ from orchmllm.batch import Step
 from orchmllm.data.loading.pipeline import Pipeline
 from orchmllm.data.sampler import GlobalSampler
 from orchmllm.orchestrator import Orchestrator
-from orchmllm.plan.layout import BatchLayout
+from orchmllm.plan.layout import MADE, BatchLayout
 from orchmllm.plan.step import phase_figures
 
 
@@ -48,6 +48,9 @@ class StepLoader(Pipeline):
         lost = np.zeros(step.layout.num_examples, bool)
         lost[[f.example for f in step.failed]] = True
         step.num_global_targets = int(step.layout.num_targets[~lost].sum())
+        made = step.layout.segments[MADE]
+        stays = ~lost[step.layout.example_of_segment[made]]
+        step.num_made_rows = int(step.layout.rows[made][stays].sum())
         for micro in step.micro:
             micro.ignored = np.flatnonzero(lost[micro.positions])
         return step

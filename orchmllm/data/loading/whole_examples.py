@@ -28,10 +28,11 @@ from orchmllm.data.loading.long_calls import ask
 from orchmllm.data.loading.rank_messages import packed, unpacked
 from orchmllm.data.loading.ray_workers import RayWorkers
 from orchmllm.data.loading.workers import Workers
+from orchmllm.data.made import described
 from orchmllm.data.sampler import GlobalSampler
 from orchmllm.orchestrator import Orchestrator
 from orchmllm.plan.assign import PlanSpec
-from orchmllm.plan.layout import ENCODERS, BatchLayout
+from orchmllm.plan.layout import ENCODERS, OF_MEDIA, BatchLayout
 from orchmllm.plan.rearrange import Rearrangement
 
 # Of a microbatch and a rank: media by phase (tensors by argument, for `tensors` a Piece, for
@@ -52,7 +53,7 @@ class Request:
         self.texts = (mine.examples if dispatch == "load" else sampled).tolist()
         wanted: dict[int, dict] = {
             e: {"text": True, "segments": [], **options} for e in self.texts}
-        for phase, code in ENCODERS.items():
+        for phase, code in plan.spec.of_media.items():
             self.media[phase] = here = list(map(tuple, mine.media[phase].tolist()))
             if dispatch != "load":
                 at = layout.places(layout.segments[code][plan.encode[phase].items_of(rank)])
@@ -114,8 +115,8 @@ class WholeFeed:
                          RayWorkers(dataset, pool, num_workers, orchestrator.rank))
         self._requested: deque[list[Request]] = deque()
         self._model, self.options = model, {"raw": model.encoders.raw}  # of every load
-        self._blank = cache(lambda phase: model.encoders.described(
-            phase, self.dataset.reader.blank(ENCODERS[phase])))
+        self._blank = cache(lambda phase: self._described(
+            phase, self.dataset.reader.blank(OF_MEDIA[phase])))
 
     def draw(self, index: int) -> BatchLayout | None:
         if index >= self.num_steps:
@@ -148,8 +149,8 @@ class WholeFeed:
             self._decode(contents, step)
         for micro, (media, examples), own in zip(step.micro, contents, sent, strict=True):
             there = {phase: self._media(phase, media[phase], own[phase], micro)
-                     for phase in ENCODERS if len(micro.plan.encode[phase].order)}
-            micro.content = self._model.join(examples, there, micro)
+                     for phase, move in micro.plan.encode.items() if len(move.order)}
+            micro.content = self._model.join(examples, there, micro, step.index)
             if self.orchestrator.device.type == "cuda":
                 # The copy into pinned memory is paid here, in the prefetch thread; that to the
                 # device is then one that the training thread does not wait for.
@@ -165,7 +166,7 @@ class WholeFeed:
         loaded = request.loaded(step)
         media = {p: [loaded[e].parts[s] for e, s in at] for p, at in request.media.items()}
         if self.dispatch == "tensors":
-            media = {p: [self._model.encoders.described(p, tensors) for tensors in some]
+            media = {p: [self._described(p, tensors) for tensors in some]
                      for p, some in media.items()}
         return media, [replace(loaded[e], parts={}) for e in request.texts]
 
@@ -215,8 +216,14 @@ class WholeFeed:
         if self.dispatch == "tensors":
             return Media.elsewhere(media, sent, micro.plan.encode[phase], self.orchestrator.rank,
                                    partial(self._blank, phase))
-        return Media.here([self._model.encoders.described(phase, tensors) for tensors in media]
+        return Media.here([self._described(phase, tensors) for tensors in media]
                           or [self._blank(phase)])
+
+    def _described(self, phase: str, tensors: Mapping[str, Tensor]) -> Piece:
+        """A medium as the part of its phase takes it."""
+        if phase in ENCODERS:
+            return self._model.encoders.described(phase, tensors)
+        return described(tensors)
 
 
 def feed_of(model: Any, dataset: Any, spec: PlanSpec, gather: RowGather, log: Callable[[str], None]

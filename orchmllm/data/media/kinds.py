@@ -40,7 +40,7 @@ KINDS = {
                 "frames, one that is cut between two of them is read as far as it goes"),
     "Ogg": Kind(AUDIO, "OGG", ("ogg", "oga", "opus"), "Vorbis, Opus, FLAC; one stream in a file"),
 }
-VIDEO = 3  # of a file that becomes frames, which are VISION, and perhaps a clip
+VIDEO = 4  # of a file that becomes frames, which are VISION, and perhaps a clip
 # Read with PyAV. reader: FFmpeg's name of the demuxer; the codecs are those of
 # orchmllm.data.media.containers.
 CONTAINERS = {

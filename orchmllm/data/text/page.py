@@ -122,7 +122,8 @@ class Page:
         number = self.source[at]
         written = self.text[at: self._next(at, lambda source, said, turn: source != number)]
         _, kind, value = self.sources[number - 1]
-        return kind == CONTENT and value.lstrip().startswith(written.lstrip())
+        return kind == CONTENT and (isinstance(value, Medium) or value.lstrip().startswith(
+            written.lstrip()))
 
     def media(self, turns: Sequence[Turn], placeholders: dict[int, Placeholder]
               ) -> dict[int, tuple[int, Medium, Placeholder]]:

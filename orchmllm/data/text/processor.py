@@ -24,6 +24,7 @@ from torch import Tensor
 
 from orchmllm.data.formats.conversation import Turn, media_of
 from orchmllm.data.formats.scanned import digest
+from orchmllm.data.made import Made
 from orchmllm.data.media.kinds import VIDEO
 from orchmllm.data.media.medium import Medium, RowError
 from orchmllm.data.media.raw import AS_BYTES, NOTHING, Arithmetic, of_images, with_bytes
@@ -38,16 +39,17 @@ from orchmllm.data.text.sequences import Sequences
 from orchmllm.data.text.spans import Expanded, Span, Text, Tokens, before
 from orchmllm.data.text.tokenizer import ChatTokenizer
 from orchmllm.plan.geometry import AudioGeometry
-from orchmllm.plan.layout import VISION
+from orchmllm.plan.layout import MADE, VISION
 
 
 class Processor:
     """folder: of a model of transformers, with config.json, its processor, tokenizer.json and a
     chat template. Code of the folder is never run, images are resized by Pillow, and videos are
     read as images where the family has no tokens for them. token_ids: modality -> the token that
-    stands for a row of features; patch: pixels of its side; videos: the part for them, or None.
-    options: of the call of the processor for images (size, do_pan_and_scan, ...), instead of its
-    own. Raises ValueError naming the folder if it cannot be used."""
+    stands for a row of features; made: of a model that makes images, else None; patch: pixels of
+    its side; videos: the part for them, or None. options: of the call of the processor for images
+    (size, do_pan_and_scan, ...), instead of its own. Raises ValueError naming the folder if it
+    cannot be used."""
 
     def __init__(self, folder: str | os.PathLike, options: Mapping[str, Any] | None = None
                  ) -> None:
@@ -55,6 +57,7 @@ class Processor:
         try:
             self.calls = Calls(self.folder, self.options)
             self.token_ids, self.patch = self.calls.token_ids, self.calls.patch
+            self.made = Made.of(self.calls.config, self.calls.stock.tokenizer)
             self._ids_of = self.calls.stock.tokenizer
             self.tokenizer = ChatTokenizer(self.folder, self._template(), self.calls.marks)
             self._read_tokenizer()
@@ -134,21 +137,22 @@ class Processor:
         return digest([calls.stock.to_dict(), self.tokenizer.digest, self._encode.identity,
                        self.options, self.patch, calls.clips and calls.clips.identity,
                        calls.videos and calls.videos.identity,
-                       sorted(self.token_ids.items()), self._most_tokens,
+                       sorted(self.token_ids.items()), self.made, self._most_tokens,
                        *(package.__version__ for package in (transformers, tokenizers, PIL))])
 
     def rendered(self, turns: Sequence[Turn]) -> list[Span]:
         """A conversation as the template writes it; a video is one medium where the model has
         tokens for it. Raises RowError."""
-        media = media_of(turns)
+        media = [medium for medium in media_of(turns) if medium.modality != MADE]
         for other in {medium.modality for medium in media} - self.token_ids.keys():
             taken = " and ".join(f"{KINDS[kind].name}s" for kind in self.token_ids)
             raise RowError(f"the model takes {taken} alone: leave rows with {KINDS[other].name}s "
                            "out")
-        if self.videos is None or not any(medium.sampled for medium in media):
-            return self.tokenizer.spans(turns)
-        self.videos.check(self.tokenizer.writes(VIDEO))
-        return self.tokenizer.spans(with_videos(turns))
+        if self.videos is not None and any(medium.sampled for medium in media):
+            self.videos.check(self.tokenizer.writes(VIDEO))
+            turns = with_videos(turns)
+        spans = self.tokenizer.spans(turns)
+        return spans if self.made is None else self.made.written(spans)
 
     def tokens(self, spans: Sequence[Span], sizes: Sequence[Size], limit: int = 0) -> Tokens:
         """The sequence of a rendered conversation with media of these sizes. limit: ids after

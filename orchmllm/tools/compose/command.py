@@ -24,6 +24,8 @@ def main(argv: list[str]) -> int:
         ("--vision", Path, "folder of the vision tower, or of a model that has one, with its image "
          "processor"),
         ("--audio", Path, "folder of a Whisper model, with its feature extractor"),
+        ("--generator", Path, "folder of what makes images (docs/generator.md)"),
+        ("--vae", Path, "folder of its VAE (default: it makes pixels)"),
         ("--out", Path, "the folder, which must not exist")))
     parser.add_argument("--tiles", type=int, default=0, metavar="N", help="cut an image into at "
                         "most N tiles of the tower's size (default: it is resized to that size)")
@@ -34,11 +36,17 @@ def main(argv: list[str]) -> int:
                         "trained (default: as windows of 30 s)")
     parser.add_argument("--chat-template", type=Path, metavar="FILE", help="a Jinja template that "
                         "writes <|image_pad|> and <|audio_pad|> for media, instead of the LLM's")
+    parser.add_argument("--side", type=int, default=16, metavar="N",
+                        help="N x N pixels are one of its rows (default: 16)")
+    parser.add_argument("--max-pixels", type=int, default=512**2, metavar="N",
+                        help="of an image (default: 262144)")
     args = parser.parse_args(argv)
-    if not args.llm or not args.out or not (args.vision or args.audio):
-        parser.error("name --llm, --out, and --vision or --audio")
-    if args.tiles < 0 or args.audio_stack < 1:
-        parser.error("--tiles cannot be below 0, nor --audio-stack below 1")
+    if not args.llm or not args.out or not (args.vision or args.audio or args.generator):
+        parser.error("name --llm, --out, and --vision, --audio or --generator")
+    if args.tiles < 0 or min(args.audio_stack, args.side, args.max_pixels) < 1:
+        parser.error("--tiles cannot be below 0, nor --audio-stack, --side or --max-pixels below 1")
+    if args.vae and not args.generator:
+        parser.error("--vae has no effect without --generator")
     if args.out.exists():
         raise ValueError(f"--out {args.out} exists already: name a new folder")
     from orchmllm.hf.folder import PARTS
@@ -46,7 +54,8 @@ def main(argv: list[str]) -> int:
 
     template = args.chat_template.read_text(encoding="utf-8") if args.chat_template else ""
     config = compose(Parts(args.llm, args.vision, args.audio, args.tiles, args.audio_stack,
-                           template, args.audio_packed), args.out)
+                           template, args.audio_packed, args.generator, args.vae, args.side,
+                           args.max_pixels), args.out)
     key = "pretrained" if (args.out / PARTS).is_file() else "config"
     parts = [f"{kind}: {part.model_type}" for kind in ("vision", "audio", "text")
              if (part := getattr(config, f"{kind}_config", None))]

@@ -23,7 +23,7 @@ from orchmllm.data.text.tokenizer import (
     IM_START,
     ChatTokenizer,
 )
-from orchmllm.tools.compose.write import TOKENS, template_of, write_folder
+from orchmllm.tools.compose.write import DROPOUT, MADE, TOKENS, template_of, write_folder
 
 POSITIONS_PER_S = 50  # of a clip
 CHATML = ("{% if messages[0]['role'] != 'system' %}{{ '" + IM_START + "system\\n" + DEFAULT_SYSTEM
@@ -64,6 +64,18 @@ def shapes(llm: Sequence[int], vision: Sequence[int] = (), audio: Sequence[int] 
     return out
 
 
+def generator_shapes(generator: Sequence[int], width: int, side: int, max_pixels: int
+                     ) -> dict[str, Any]:
+    """A generator_config for pixels, see ComposedConfig, without its token. generator: layers,
+    width and heads; width: of the LLM."""
+    layers, inner, heads = generator
+    return {"side": side, "max_pixels": max_pixels, "condition_dropout": DROPOUT, "transformer": {
+        "_class_name": "LTXVideoTransformer3DModel", "in_channels": 3 * side**2,
+        "out_channels": 3 * side**2, "num_layers": layers, "num_attention_heads": heads,
+        "attention_head_dim": inner // heads, "cross_attention_dim": inner,
+        "caption_channels": width}}
+
+
 def write_drawn(config: Mapping[str, Any], tokenizer: Path, out: Path, max_side: int = 448
                 ) -> ComposedConfig:
     """Writes a folder for model.config, which must not exist. config: of a composition of the
@@ -76,7 +88,11 @@ def write_drawn(config: Mapping[str, Any], tokenizer: Path, out: Path, max_side:
     special = named[1] if named else {"eos_token": IM_END, "pad_token": END_OF_TEXT}
     words = PreTrainedTokenizerFast(tokenizer_file=str(file), **special)
     words.chat_template = named[0] if named else CHATML
-    size = config["text_config"]["vocab_size"]
+    size, generator = config["text_config"]["vocab_size"], config.get("generator_config")
+    if generator:
+        words.add_tokens([MADE], special_tokens=True)
+        config = {**config, "generator_config": {
+            **generator, "token_id": words.convert_tokens_to_ids(MADE)}}
     if len(words) > size:
         raise ValueError(f"{file} has {len(words)} tokens, and the configuration a vocab_size of "
                          f"{size}: raise it")

@@ -34,16 +34,19 @@ from orchmllm.composition.modeling import ComposedForConditionalGeneration, take
 from orchmllm.composition.processing import ComposedProcessor
 from orchmllm.data.text.processor import Processor
 from orchmllm.data.text.template_engine import Environment
-from orchmllm.hf.folder import PARTS, SINGLE, open_folder
+from orchmllm.hf.folder import PARTS, SINGLE, VAE, open_folder, read_json
 from orchmllm.models.families import refusals
 
 TOKENS = {"image": "<|image_pad|>", "audio": "<|audio_pad|>"}
+MADE = "<|image_made|>"  # after it an image is made
+DROPOUT = 0.1  # share of the images that are learnt without a condition
 LOCAL = {"local_files_only": True, "trust_remote_code": False}
 # A content that is a list of parts, as a template for texts can write it.
 _MACRO = ("{%- macro with_media(content) %}{% if content is string %}{{ content }}"
           "{% elif content %}{% for part in content %}"
           "{% if part.type == 'image' %}IMAGE{% elif part.type == 'audio' %}AUDIO"
           "{% else %}{{ part.text }}{% endif %}{% endfor %}{% endif %}{% endmacro -%}")
+_CONNECTORS = ("generator.norm.", "generator.connector.")
 _CONTENT = re.compile(r"""\b\w+(?:\[[^\]'"]*\])*(?:\.content\b|\[(['"])content\1\])"""
                       r"(?!\s+is\s+(?:not\s+)?(?:none|defined|undefined))")
 
@@ -52,8 +55,9 @@ class Parts(NamedTuple):
     """Folders of save_pretrained, of which vision or audio may be missing. That of a vision tower
     may be one of CLIP's kind, or of a whole model that has such a tower; that of Whisper has its
     decoder, which is left out. tiles: an image is cut into at most so many, and shown as a whole as
-    well (0: it is not cut). audio_stack, audio_packed: see ComposedConfig. template: a chat
-    template instead of that of the LLM."""
+    well (0: it is not cut). audio_stack, audio_packed, side, max_pixels: see ComposedConfig.
+    template: a chat template instead of that of the LLM. generator: of a transformer of diffusers;
+    vae: of its AutoencoderKL."""
 
     llm: Path
     vision: Path | None = None
@@ -62,6 +66,10 @@ class Parts(NamedTuple):
     audio_stack: int = 2
     template: str = ""
     audio_packed: bool = False
+    generator: Path | None = None
+    vae: Path | None = None
+    side: int = 16
+    max_pixels: int = 512**2
 
 
 def compose(parts: Parts, out: Path) -> ComposedConfig:
@@ -70,6 +78,8 @@ def compose(parts: Parts, out: Path) -> ComposedConfig:
     text, tokenizer = _text_config(parts.llm), _read(AutoTokenizer, parts.llm)
     tokens = {kind: token for kind, token in TOKENS.items()
               if (parts.vision if kind == "image" else parts.audio)}
+    if parts.generator:  # its token comes first: it needs a row in the table
+        tokenizer.add_tokens([MADE], special_tokens=True)
     tokenizer.add_tokens(list(tokens.values()), special_tokens=True)
     named: dict[str, Any] = {"tokenizer": tokenizer}
     given: dict[str, Any] = {f"{kind}_token_id": tokenizer.convert_tokens_to_ids(token)
@@ -87,6 +97,8 @@ def compose(parts: Parts, out: Path) -> ComposedConfig:
         named["audio_packed"] = given["audio_packed"] = parts.audio_packed
         if parts.audio_packed:
             _check_whisper(parts.audio, given["audio_config"], named["feature_extractor"])
+    if parts.generator:
+        given["generator_config"] = _generator_config(parts, text, tokenizer)
     config = ComposedConfig(text, **given, dtype=text.dtype,
                             architectures=[ComposedForConditionalGeneration.__name__])
     for why in refusals(config):
@@ -107,6 +119,10 @@ def compose(parts: Parts, out: Path) -> ComposedConfig:
             shutil.copyfile(parts.llm / GENERATION_CONFIG_NAME, out / GENERATION_CONFIG_NAME)
         if links:
             _write_links(links, out)
+        if parts.generator:
+            if parts.vae:
+                shutil.copytree(parts.vae, out / VAE)
+            model.generator.load_codec(out, torch.device("cpu"), torch.float32)
     except BaseException:
         shutil.rmtree(out)
         raise
@@ -149,16 +165,21 @@ def save_parts(model: ComposedForConditionalGeneration, folder: Path, max_file_b
     for name, (part, its) in parts.items():
         part.save_pretrained(folder / name, max_shard_size=max_file_bytes)
         its.save_pretrained(folder / name)
+    if hasattr(model, "generator"):
+        parts["generator"] = model.generator.transformer, None
+        model.generator.transformer.save_pretrained(
+            folder / "generator", max_shard_size=max_file_bytes)
     (folder / "connectors").mkdir()
-    save_file({name: value for name, value in model.state_dict().items() if "_projector." in name},
+    save_file({name: value for name, value in model.state_dict().items()
+               if name.startswith((*_CONNECTORS, *(f"model.{p}_projector." for p in parts)))},
               folder / "connectors" / SINGLE, metadata={"format": "pt"})
     model.config.architectures = [type(model).__name__]
     model.config.save_pretrained(folder)
     model.generation_config.save_pretrained(folder)
     links = _links(model, Parts(**{name: folder / name for name in parts}), folder)
-    connectors = {f"model.{part}_projector.": ("connectors", f"model.{part}_projector.")
-                  for part in ("vision", "audio") if part in parts}
-    _write_links(links | connectors, folder)
+    connectors = [*(f"model.{part}_projector." for part in ("vision", "audio") if part in parts),
+                  *(_CONNECTORS if "generator" in parts else ())]
+    _write_links(links | {name: ("connectors", name) for name in connectors}, folder)
 
 
 def _write_links(links: Mapping[str, tuple[str, str]], folder: Path) -> None:
@@ -195,6 +216,19 @@ def _text_config(folder: Path) -> PreTrainedConfig:
         raise ValueError(f"{folder} is a {config.model_type}, which is no causal LLM of "
                          "transformers: name one with --llm")
     return config
+
+
+def _generator_config(parts: Parts, text: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase
+                      ) -> dict[str, Any]:
+    """See ComposedConfig. Raises ValueError where the LLM has no row for the token of an image."""
+    token = tokenizer.convert_tokens_to_ids(MADE)
+    if token >= text.vocab_size:
+        if any(parts.llm.glob("*.safetensors")):
+            raise ValueError(f"{parts.llm}: its table has {text.vocab_size} rows, and none for the "
+                             f"token {MADE}: save it with one more (resize_token_embeddings)")
+        text.vocab_size = token + 1
+    return {"transformer": read_json(parts.generator / "config.json"), "side": parts.side,
+            "max_pixels": parts.max_pixels, "condition_dropout": DROPOUT, "token_id": token}
 
 
 def _images(parts: Parts, vision: PreTrainedConfig) -> tuple[Any, list[int] | None, int]:
@@ -259,6 +293,8 @@ def _links(model: ComposedForConditionalGeneration, parts: Parts, out: Path
     has weights. Raises ValueError where some have none, or not all of the model's."""
     places = {"model.vision_tower.": parts.vision, "model.audio_tower.": parts.audio,
               "model.language_model.": parts.llm}
+    if parts.generator and any(parts.generator.glob("*.safetensors")):
+        places["generator.transformer."] = parts.generator
     places = {name: folder for name, folder in places.items() if folder}
     empty = [f for f in places.values() if not any(f.glob("*.safetensors"))]
     if len(empty) == len(places):

@@ -17,13 +17,13 @@ from orchmllm.data.index import LengthIndex, usable_rows
 from orchmllm.models.whole_flops import plan_spec
 from orchmllm.plan.layout import MODALITIES, BatchLayout
 from orchmllm.plan.rearrange import sums_of
-from orchmllm.plan.step import PHASES, imbalance, plan_step
+from orchmllm.plan.step import imbalance, plan_step
 from orchmllm.tools.predict.examples import drawn_by_a_run
 
 NUM_BATCHES = 20  # global batches that the prediction averages over
 MAX_SAMPLED = 200_000  # examples that a prediction plans at most: minutes on a large world
 CANNOT_DRAW = "matplotlib is not installed: pip install '.[tools]' in the clone"
-COLOURS = {"text": "#4c72b0", "vision": "#dd8452", "audio": "#55a868"}
+COLOURS = {"text": "#4c72b0", "vision": "#dd8452", "audio": "#55a868", "made": "#8172b2"}
 
 
 @dataclass(frozen=True)
@@ -96,11 +96,11 @@ def predict(batches: Iterable[BatchLayout], recipe: Recipe) -> dict[str, tuple[f
     (1, predicted time of a balanced step over that of an unbalanced one), where every phase waits
     for its slowest rank. Communication is not in it."""
     balanced = replace(recipe, balance=replace(recipe.balance, enabled=True))
-    costs = {phase: [] for phase in PHASES}  # (2, d) of each batch: as sampled, as planned
+    costs: dict[str, list] = {}  # (2, d) of each batch: as sampled, as planned
     for layout in batches:
         plan = plan_step(layout, plan_spec(resolve(balanced, layout.num_ranks, 8)))
-        for phase in PHASES:
-            costs[phase].append(plan.phase_cost(phase))
+        for phase in plan.spec.phases:
+            costs.setdefault(phase, []).append(plan.phase_cost(phase))
     sides = {phase: np.stack(c, axis=1) for phase, c in costs.items()}
     sampled, planned = sum(side.max(axis=2).sum(axis=1) for side in sides.values())
     return {**{phase: (imbalance(a), imbalance(b)) for phase, (a, b) in sides.items()},

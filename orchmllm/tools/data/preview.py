@@ -12,7 +12,7 @@ from orchmllm.batch import IGNORE_INDEX, ProcessedExample
 from orchmllm.data.dataset import ConversationDataset
 from orchmllm.data.media.headers import audio_header, image_header
 from orchmllm.data.media.medium import MediaError, Medium
-from orchmllm.plan.layout import TEXT, VISION
+from orchmllm.plan.layout import AUDIO, MADE, TEXT, VISION
 
 GREEN, DIM, RESET = "\x1b[32m", "\x1b[2m", "\x1b[0m"
 
@@ -66,10 +66,11 @@ def _text(dataset: ConversationDataset, ids: np.ndarray, learnt: np.ndarray) -> 
 
 
 def _medium(medium: Medium, num_rows: int, num_tokens: int, error: MediaError | None) -> Shown:
-    kind, rows = ("image", "patches") if medium.modality == VISION else ("clip", "mel frames")
+    kind, rows = {VISION: ("image", "patches"), AUDIO: ("clip", "mel frames"),
+                  MADE: ("image to make", "squares")}[medium.modality]
     if error is not None:
         return Shown(medium.modality, f"{kind} {medium.name}: zeros are trained: {error.reason}")
-    if medium.modality == VISION:
+    if medium.modality != AUDIO:
         width, height = image_header(medium)
         what = f"{width}x{height} pixels"
         if medium.frame is not None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from orchmllm.config.model import LoraConfig, ModelConfig, PartConfig
-from orchmllm.plan.assign import PHASES
+from orchmllm.plan.assign import EVERY_PHASE
 
 
 def checkpoint_in(folder: Path) -> Path:
@@ -32,7 +32,8 @@ def model_of(state: dict) -> ModelConfig:
             raise ValueError(f"the checkpoint: {problem}")
         lora = model.get("lora", {})
         return ModelConfig(
-            **{part: PartConfig(frozen=model[part]["frozen"]) for part in PHASES},
+            **{part: PartConfig(frozen=model[part]["frozen"]) for part in EVERY_PHASE
+               if part in model},
             **{name: model[name] for name in ("pretrained", "config", "connectors_frozen")
                if name in model},
             lora=LoraConfig(**{**lora, "target_modules": tuple(lora.get("target_modules", ()))}))

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from safetensors import safe_open
 
-from orchmllm.hf.folder import INDEX, PARTS, open_folder
+from orchmllm.hf.folder import INDEX, PARTS, VAE, open_folder
 from orchmllm.hf.tensors import TORCH_DTYPES, FileTensor, renamed
 from orchmllm.models.families import COMPOSED, model_class, read_config
 
@@ -37,6 +37,8 @@ def copy_processor(source: Path, folder: Path) -> None:
     names = {path.name for pattern in PROCESSOR_FILES for path in source.glob(pattern)}
     for name in sorted(names.difference(OWN)):
         shutil.copyfile(source / name, folder / name)
+    if (source / VAE).is_dir():
+        shutil.copytree(source / VAE, folder / VAE)
 
 
 def save_model(model: PreTrainedModel, learnt: int, source: Path, max_file_bytes: int,

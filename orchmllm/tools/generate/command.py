@@ -7,7 +7,8 @@ of transformers that takes images and text. The answer goes to the standard outp
 
 FOLDER is the run.dir of a run, of which the newest checkpoint is taken, one of its checkpoints, an
 export, or a folder of transformers' save_pretrained, whose code is never run. Media come before the
-question, in their order. Clips and videos are for the models that can be trained here.
+question, in their order. Clips and videos are for the models that can be trained here. With a
+generator (docs/generator.md) answers have images, which --out writes.
 """
 
 from __future__ import annotations
@@ -31,7 +32,10 @@ def main(argv: list[str]) -> int:
         ("--max-tokens", 256, "tokens of the answer at most"),
         ("--temperature", 0.0, "tokens are drawn; 0: the most likely one is taken"),
         ("--top-p", 1.0, "tokens are drawn from those of so much probability"),
-        ("--seed", 0, "of what is drawn")))
+        ("--seed", 0, "of what is drawn"),
+        ("--out", Path, "the answer's image; several are numbered"),
+        ("--steps", 50, "steps in which an image is made"),
+        ("--guidance", 2.0, "of an image by its condition; 1: as learnt")))
     parser.usage = "%(prog)s [options] FOLDER QUESTION"
     parser.add_argument("folder", type=Path, metavar="FOLDER")
     parser.add_argument("question", metavar="QUESTION")
@@ -41,6 +45,8 @@ def main(argv: list[str]) -> int:
                             type=read, help="any number of them")
     parser.add_argument("--dtype", choices=list(DTYPES), default="", metavar="DTYPE",
                         help=f"{', '.join(DTYPES)} (default: as saved)")
+    parser.add_argument("--size", type=_size, default=(256, 256), metavar="WxH",
+                        help="of an image, at most (default: 256x256)")
     args = parser.parse_args(argv)
     if not args.temperature >= 0 or not 0 < args.top_p <= 1:
         parser.error(f"--temperature {args.temperature} --top-p {args.top_p}: must be at least 0, "
@@ -65,6 +71,13 @@ def _answer(args: Namespace, log: Callable[[str], None]) -> str:
 
 def _medium(modality: int, path: str) -> list[Medium]:
     return [Medium(modality, path, path)]
+
+
+def _size(text: str) -> tuple[int, int]:
+    width, found, height = text.partition("x")
+    if not (found and width.isdigit() and height.isdigit() and int(width) and int(height)):
+        raise ArgumentTypeError(f"{text!r} is no size: give pixels, such as 256x192")
+    return int(width), int(height)
 
 
 def _frames(path: str) -> list[Medium]:

@@ -25,6 +25,7 @@ from orchmllm.models.generate import generated
 from orchmllm.plan.layout import VISION
 from orchmllm.tools.export.checkpoints import model_of, other_tokenizer
 from orchmllm.tools.export.whole import trained_model
+from orchmllm.tools.generate.pictures import check, write_pictures
 from orchmllm.tools.generate.sampling import asked, device, length_told, sampling
 
 ADAPTERS = "adapter_config.json"  # peft's
@@ -70,10 +71,12 @@ def answer_whole(args: argparse.Namespace, log: Callable[[str], None]) -> str:
         from peft import PeftModel
 
         model = PeftModel.from_pretrained(model, args.folder)
+    check(args, model)
     model.to(device()).eval()
     given = {name: value.to(device(), model.dtype if value.is_floating_point() else None)
              for name, value in given.items()}
     ids = generated(model, given, **sampling(args))
+    write_pictures(model, Path(folder), given, ids, args, log)
     ends = model.generation_config.eos_token_id
     ended = ids[-1:] == [ends] if isinstance(ends, int) else ids and ids[-1] in (ends or ())
     log(length_told(given["input_ids"].shape[1], len(ids), args, ended=bool(ended)))
@@ -97,11 +100,13 @@ def answer_run(args: argparse.Namespace, checkpoint: Path, log: Callable[[str], 
     model = type(found).from_pretrained(  # with what is computed and in no file
         None, config=found.config, state_dict=found.state_dict(), dtype=found.config.dtype
     ).to(device()).eval()
+    check(args, model)
     tokenizer, given = _read(args, trained.folder)
     given = {name: value.to(device(), model.dtype if value.is_floating_point() else None)
              for name, value in given.items()}
     end = ChatTokenizer(trained.folder).end_id
     ids = generated(model, given, eos_token_id=end, pad_token_id=end, **sampling(args))
+    write_pictures(model, Path(trained.folder), given, ids, args, log)
     log(length_told(given["input_ids"].shape[1], len(ids), args, ended=ids[-1:] == [end]))
     return tokenizer.decode(ids, skip_special_tokens=True)
 

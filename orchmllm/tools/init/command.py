@@ -34,9 +34,14 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--model", type=Path, action="append", default=[], metavar="FOLDER",
                         help="a whole multimodal model, or one of the parts of a composition")
     parser.add_argument("--demo", type=Path, metavar="DIR", help="folder of a new demo corpus")
+    parser.add_argument("--generate", action="store_true", help="of the demo: some answers are "
+                        "images, and the model has a generator, which learns to make them")
     args = parser.parse_args(argv)
     if bool(args.data) == bool(args.demo) or (args.demo and args.model):
         parser.error("name DATA, or --demo DIR without --model")
+    if args.generate and not args.demo:
+        parser.error("--generate is of --demo; of other data, name a model with a generator "
+                     "(orchmllm compose --generator)")
     out = args.out or (args.demo / "recipe.yaml" if args.demo else Path("recipe.yaml"))
     made = [out.with_name(f"{out.stem}.{name}") for name in ("tokenizer.json", "model")]
     for path in (out, *made):
@@ -46,7 +51,7 @@ def main(argv: list[str]) -> int:
         raise ValueError(f"{args.data} is the folder of a model: orchmllm init DATA --model "
                          f"{args.data}")
     if args.demo:
-        write_demo(args.demo, out)
+        write_demo(args.demo, out, args.generate)
     else:
         from orchmllm.tools.init.recipe import write_recipe
 
@@ -63,14 +68,14 @@ def main(argv: list[str]) -> int:
     return 0
 
 
-def write_demo(folder: Path, out: Path) -> None:
+def write_demo(folder: Path, out: Path, generate: bool) -> None:
     """The demo corpus and its recipe. Raises OSError, and ValueError for a folder that holds
     something."""
     from orchmllm.tools.init.demo import make_corpus
 
     if folder.exists() and any(folder.iterdir()):
         raise ValueError(f"--demo {folder} is not empty: name a new folder")
-    print(make_corpus(folder))
+    print(make_corpus(folder, generate=generate))
     text = (RECIPES / "demo.yaml").read_text(encoding="utf-8")
     for key, value, own in (("dir", "runs/demo", folder / "run"), ("path", "demo_data", folder),
                             ("config", "demo_data/model", folder / "model")):

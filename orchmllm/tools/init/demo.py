@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -23,10 +23,13 @@ from orchmllm.tools.predict.workload import CDF, PERCENTS
 
 IMAGE_SCALE, AUDIO_SCALE, TEXT_SCALE = 0.5, 0.25, 0.25  # of pixels a side, seconds, tokens
 VOCAB_SIZE = 512
+DRAWN = {"drawing": 0.5}  # beside MIX, of a corpus from which a generator learns
+DRAWN_SIDES = (32, 48, 64)  # of images that are made, in pixels
 MIX = {"text": 0.08, "image": 0.42, "images": 0.10, "audio": 0.28, "image+audio": 0.12}
 # Layers, width, width of the MLP and heads: wide enough that computing, not calling, takes the time
 # of a phase.
 TOWER, LLM, MAX_SIDE = (3, 256, 1024, 4), (4, 256, 704, 4), 224
+GENERATOR, SIDE = (4, 192, 4), 8  # layers, width and heads; pixels of a square
 TEMPLATE_TOKENS = 10  # ChatML's, a round
 MIN_CLIP_S = 0.6  # a slow rhythm needs two beats to be told from a steady tone
 
@@ -65,7 +68,8 @@ def image_size(rng: np.random.Generator) -> tuple[int, int]:
     return sides if rng.random() < 0.74 else sides[::-1]
 
 
-def draw_image(rng: np.random.Generator, size: tuple[int, int], facts: dict[str, str]):
+def draw_image(rng: np.random.Generator, size: tuple[int, int], facts: dict[str, str],
+               cells: int = 3):
     """Figures in cells along the long side, each big enough for several patches."""
     def shade(colour: tuple[int, int, int]) -> tuple[int, ...]:
         return tuple(int(c) for c in np.clip(np.add(colour, rng.integers(-20, 21, 3)), 0, 255))
@@ -75,10 +79,10 @@ def draw_image(rng: np.random.Generator, size: tuple[int, int], facts: dict[str,
     count = NUMBERS.index(facts["count"]) + 1
     along = int(size[1] > size[0])
     cell = np.array([size[0], size[1]], float)
-    cell[along] /= 3
+    cell[along] /= cells
     diameter = rng.uniform(0.6, 0.85) * cell.min()
     fill = shade(COLOURS[facts["colour"]])
-    for k in rng.permutation(3)[:count]:
+    for k in rng.permutation(cells)[:count]:
         corner = rng.uniform(0, 1, 2) * (cell - diameter)
         corner[along] += k * cell[along]
         (x0, y0), (x1, y1) = corner, corner + diameter
@@ -157,6 +161,17 @@ def _ordered(rng, rounds, facts, values, which) -> list[list[str]]:
         (rounds + checks)[k] for k in order)]
 
 
+def drawing(rng: np.random.Generator, out: Path, stem: str) -> tuple[str, list[list[str]]]:
+    """Writes an image that is to be made; returns its path below `out` and what is said of it."""
+    facts = {"colour": pick(rng, COLOURS), "shape": pick(rng, SHAPES), "count": "one",
+             "background": pick(rng, BACKGROUNDS)}
+    name = f"images/{stem}.png"
+    size = tuple(rng.choice(DRAWN_SIDES, 2).tolist())
+    draw_image(rng, size, facts, cells=1).save(out / name)
+    return name, [[f"Draw a {facts['colour']} {facts['shape']} on a {facts['background']} "
+                   "background.", "<image>"]]
+
+
 def text_round(rng: np.random.Generator) -> list[str]:
     """Count up or down, repeat a phrase, or say a word several times."""
     task = rng.integers(3)
@@ -203,6 +218,9 @@ def make_example(rng: np.random.Generator, kind: str, stem: str, out: Path) -> d
         # long as the table says.
         target = TEXT_SCALE * draw(rng, CHAT_TOKENS)
         rounds = fit(iter(lambda: text_round(rng), None), target, TEMPLATE_TOKENS)
+    if kind == "drawing":
+        name, rounds = drawing(rng, out, stem)
+        images.append(name)
     several = kind == "images"
     for k in range(rng.integers(2, 4) if several else int(kind.startswith("image"))):
         name, facts = write_image(rng, out, f"{stem}_{k}" if several else stem)
@@ -232,16 +250,17 @@ def make_example(rng: np.random.Generator, kind: str, stem: str, out: Path) -> d
     return {"id": stem, "images": images, "audios": audios, "conversations": turns}
 
 
-def draw_kinds(rng: np.random.Generator, num_examples: int) -> list[str]:
-    """The kinds of MIX in their exact proportions (largest remainder), shuffled."""
-    shares = np.array(list(MIX.values())) * num_examples
+def draw_kinds(rng: np.random.Generator, num_examples: int, mix: Mapping[str, float] = MIX
+               ) -> list[str]:
+    """The kinds of a mix in their exact proportions (largest remainder), shuffled."""
+    shares = np.array(list(mix.values())) * num_examples / sum(mix.values())
     counts = np.floor(shares).astype(int)
     counts[np.argsort(counts - shares, kind="stable")[:num_examples - counts.sum()]] += 1
-    return [str(k) for k in rng.permutation(np.repeat(list(MIX), counts))]
+    return [str(k) for k in rng.permutation(np.repeat(list(mix), counts))]
 
 
-def write_readme(num_examples: int, seed: int, path: Path) -> None:
-    mix = ", ".join(f"{kind} {share:.0%}" for kind, share in MIX.items())
+def write_readme(num_examples: int, seed: int, path: Path, mix: Mapping[str, float]) -> None:
+    mix = ", ".join(f"{kind} {share / sum(mix.values()):.0%}" for kind, share in mix.items())
     path.write_text(
         f"Demo corpus: {num_examples} conversations, seed {seed}, written by orchmllm.\n"
         "Lengths follow inverse CDFs of LLaVA-1.5's mix (COCO sizes), LibriSpeech and AIR-Bench,\n"
@@ -251,23 +270,27 @@ def write_readme(num_examples: int, seed: int, path: Path) -> None:
         "name what the files hold.\n", encoding="utf-8")
 
 
-def make_corpus(out: Path, num_examples: int = 400, seed: int = 0) -> str:
+def make_corpus(out: Path, num_examples: int = 400, seed: int = 0, generate: bool = False) -> str:
     """Writes data.jsonl, its media, tokenizer.json and the folder of a model to folder `out`;
-    returns what was written, in words. The same seed gives the same bytes."""
-    from orchmllm.tools.compose.drawn import shapes, write_drawn  # with transformers
+    returns what was written, in words. The same seed gives the same bytes. generate: some answers
+    are images, and the model makes such."""
+    from orchmllm.tools.compose.drawn import generator_shapes, shapes, write_drawn
 
     for folder in ("images", "audio"):
         (out / folder).mkdir(parents=True, exist_ok=True)
     rng = np.random.default_rng(seed)
-    kinds = draw_kinds(rng, num_examples)
+    mix = MIX | (DRAWN if generate else {})
+    kinds = draw_kinds(rng, num_examples, mix)
     rows = [make_example(rng, kind, f"{i:06d}", out)
             for i, kind in enumerate(tqdm(kinds, desc="examples", unit="ex"))]
     texts = [re.sub(r"<\w+>", "", turn["value"]) for row in rows for turn in row["conversations"]]
     vocab_size = train_tokenizer(texts, out / "tokenizer.json", VOCAB_SIZE)
     shutil.rmtree(out / "model", ignore_errors=True)
-    write_drawn(shapes(LLM, TOWER, TOWER, vocab_size=VOCAB_SIZE), out / "tokenizer.json",
-                out / "model", MAX_SIDE)
-    write_readme(num_examples, seed, out / "README.txt")
+    config = shapes(LLM, TOWER, TOWER, vocab_size=VOCAB_SIZE + generate)
+    if generate:
+        config["generator_config"] = generator_shapes(GENERATOR, LLM[1], SIDE, max(DRAWN_SIDES)**2)
+    write_drawn(config, out / "tokenizer.json", out / "model", MAX_SIDE)
+    write_readme(num_examples, seed, out / "README.txt", mix)
     lines = "".join(json.dumps(row) + "\n" for row in rows)
     (out / "data.jsonl").write_text(lines, encoding="utf-8")  # last: the corpus is whole
     return f"{out}: {len(rows)} examples, tokenizer of {vocab_size} tokens, folder of a model"

@@ -22,7 +22,7 @@ from orchmllm.config.balance import BalanceConfig
 from orchmllm.config.job import check_world
 from orchmllm.config.recipe import Recipe
 from orchmllm.models.whole_flops import plan_spec, step_flops
-from orchmllm.plan.assign import PHASES, PhasePolicy, PlanSpec
+from orchmllm.plan.assign import EVERY_PHASE, PhasePolicy, PlanSpec
 from orchmllm.plan.layout import ENCODERS, BatchLayout
 from orchmllm.plan.microbatches import plan_microbatches
 from orchmllm.plan.step import StepPlan, imbalance, plan_step
@@ -153,8 +153,8 @@ def _workload(recipe: Recipe, drawn: Callable[..., BatchLayout], spec: PlanSpec,
     return {
         # A step that has nothing for a phase says nothing about its imbalance.
         "phases": {p: {n: _mean([r for r in x if p in r], p) for n, x in uneven.items()}
-                   for p in PHASES if any(p in r for r in uneven["none"])},
-        "flops": {p: _mean([r["flops"] for r in rows["none"]], p) for p in PHASES},
+                   for p in EVERY_PHASE if any(p in r for r in uneven["none"])},
+        "flops": {p: _mean([r["flops"] for r in rows["none"]], p) for p in spec.phases},
         "predicted": {n: {k: _mean(x, k) for k in x[0] if not isinstance(x[0][k], dict)}
                       for n, x in rows.items()},
         "ratio": {f"{n} / balanced": _mean(rows[n], "slowest_s") / best
@@ -171,7 +171,7 @@ def measure(plan: StepPlan, memory: MemoryModel, choice: dict[str, str],
     predicted step and where its time goes, bytes between nodes. share: see _workload."""
     work = work_of(plan, memory.model)
     slowest, even = 0.0, {}
-    for phase in PHASES:
+    for phase in plan.spec.phases:
         seconds = rank_seconds(work, phase, memory, hardware).sum(axis=0)
         slowest += float(seconds.max())
         if work.positions[phase].any():
@@ -193,7 +193,7 @@ def exchange_report(plan: StepPlan, shard_size: int) -> dict:
     node = min(plan.spec.ranks_per_node, d)
     pairs: list[np.ndarray] = []
     send = np.zeros(d)
-    for phase in PHASES:
+    for phase in plan.spec.phases:
         for move, volume in plan.transfers(phase):
             source, target, held = move.volume(volume)
             between = source // node != target // node
@@ -213,7 +213,7 @@ def exchange_report(plan: StepPlan, shard_size: int) -> dict:
 
 
 def _imbalance(plan: StepPlan) -> dict[str, float]:
-    costs = {p: plan.phase_cost(p)[1] for p in PHASES}
+    costs = {p: plan.phase_cost(p)[1] for p in plan.spec.phases}
     return {p: imbalance(c) for p, c in costs.items() if c.any()}
 
 

@@ -18,9 +18,10 @@ import numpy as np
 from orchmllm.config.fsdp import CHOICES, RESHARD
 from orchmllm.config.job import check_world, resolve
 from orchmllm.config.recipe import Recipe
-from orchmllm.models.whole_flops import plan_spec
+from orchmllm.models.whole_flops import part_counts, plan_spec
 from orchmllm.plan.assign import PHASES, PlanSpec
 from orchmllm.plan.balance import CapError
+from orchmllm.plan.layout import GENERATOR
 from orchmllm.plan.microbatches import plan_microbatches
 from orchmllm.plan.room import Limit
 from orchmllm.sharding.caps import is_below, room_of, with_count
@@ -106,6 +107,9 @@ class Search:
             raise ValueError(
                 f"--global-batch {self.global_batch} is no multiple of {self.num_ranks} GPUs: say "
                 f"{self.global_batch // self.num_ranks * self.num_ranks or self.num_ranks}")
+        if GENERATOR in part_counts(self.recipe.model):
+            raise ValueError("the model makes images, and choices for its generator are not "
+                             "searched: try settings with orchmllm dry-run")
         _, self.hardware = self.hardware.job(self.recipe, self.num_ranks)
         recipe = with_real_batch(self.recipe, self.num_ranks)
         self.recipe = replace(recipe, train=replace(recipe.train, global_batch_size=0))

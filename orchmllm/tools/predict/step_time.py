@@ -24,7 +24,6 @@ from orchmllm.models.whole_flops import (
     part_counts,
     phase_work,
 )
-from orchmllm.plan.assign import PHASES
 from orchmllm.plan.layout import ENCODERS
 from orchmllm.plan.step import StepPlan
 from orchmllm.sharding.memory import MemoryModel, gathered_positions
@@ -90,7 +89,7 @@ def work_of(plan: StepPlan, model: ModelConfig, all_gather: bool = False) -> Pla
     """What the ranks do in a planned microbatch. all_gather: rows travel by it."""
     parts: dict[str, dict[str, np.ndarray]] = {"forward": {}, "backward": {}, "recompute": {}}
     useful, rows, positions, attended, d = 0.0, {}, {}, {}, plan.layout.num_ranks
-    for phase in PHASES:
+    for phase in plan.spec.phases:
         rank, lengths = item_rank(plan, phase), planned_lengths(plan, phase)
         work = phase_work(phase, model, lengths, "full")
         for name, into in parts.items():
@@ -233,7 +232,7 @@ def timed(work: PlanWork, memory: MemoryModel, choice: Mapping[str, str],
           hardware: Hardware) -> StepTime:
     """The step of memory.microbatches microbatches of this work."""
     computed, waiting, forward, backward, microbatches = {}, {}, [], [], memory.microbatches
-    for phase in PHASES:
+    for phase in memory.phases:
         compute, waited = slowest_compute(work, phase, memory, choice[phase], hardware)
         computed[phase], waiting[phase] = compute[0], microbatches * waited
         ahead, behind = _passes(phase, memory, hardware, work.num_ranks, compute)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from textwrap import wrap
 
-from orchmllm.plan.assign import PHASES
-
 SCHEMES = {"none": "unbalanced", "LLM only": "LLM only", "balanced": "balanced"}
 
 
@@ -50,7 +48,7 @@ def _table(label: str, *cells: str, width: int = 12) -> str:
 
 def _present(r: dict) -> list[str]:
     """Phases that something was drawn for."""
-    return [p for p in PHASES if p in r["phases"]]
+    return list(r["phases"])
 
 
 def _memory_lines(r: dict) -> list[str]:

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from orchmllm.plan.assign import PHASES
-from orchmllm.plan.layout import ENCODERS
+from orchmllm.plan.layout import ENCODERS, GENERATOR, OF_MEDIA
 from orchmllm.plan.step import StepPlan
 from orchmllm.tools.predict.hardware import Hardware
 
@@ -37,12 +36,12 @@ def moves_of(plan: StepPlan, all_gather: bool = False,
     the background. all_gather: every rank receives all ranks' padded shares instead. learn:
     encoder phases whose features have a gradient."""
     balance, d, node = plan.spec.balance, plan.layout.num_ranks, plan.spec.ranks_per_node
-    for phase in PHASES:
+    for phase in plan.spec.phases:
         for index, (move, volume) in enumerate(plan.transfers(phase)):
-            features = phase in ENCODERS and index == 0
+            features = phase in OF_MEDIA and index == 0
             if balance.dispatch == "bytes" and not features:
                 continue
-            times = 2 if features and phase in learn else 1
+            times = 2 if features and (phase in learn or phase == GENERATOR) else 1
             if all_gather:
                 held = float(np.bincount(move.source_rank, volume, d).max())
                 yield Move(held * max(d - node, 0) / node, held * (d - 1), 0, times)

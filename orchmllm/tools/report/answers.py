@@ -16,7 +16,7 @@ from orchmllm.data.formats.open import DataSource, index_path, open_source, sour
 from orchmllm.data.media.medium import MediaError, Medium, reading
 from orchmllm.data.storage.clients import StorageError
 from orchmllm.data.storage.remote import Storage
-from orchmllm.plan.layout import VISION
+from orchmllm.plan.layout import AUDIO
 
 LAST_STEPS = 3  # of which answers are shown
 SIDE = 240  # pixels of an image
@@ -76,17 +76,17 @@ def _shown(medium: Medium) -> str:
     name, source = escape(medium.name, quote=True), ""
     try:
         with reading(medium) as file:
-            if medium.modality == VISION and medium.frame is None:
+            if medium.modality != AUDIO and medium.frame is None:
                 image, out = ImageOps.exif_transpose(Image.open(file)).convert("RGB"), BytesIO()
                 image.thumbnail((SIDE, SIDE))
                 image.save(out, "JPEG")
                 source = f"data:image/jpeg;base64,{b64encode(out.getvalue()).decode()}"
-            elif medium.modality != VISION and len(data := file.read(MOST_BYTES + 1)) <= MOST_BYTES:
+            elif medium.modality == AUDIO and len(data := file.read(MOST_BYTES + 1)) <= MOST_BYTES:
                 kind = mimetypes.guess_type(medium.name)[0] or "audio/wav"
                 source = f"data:{kind};base64,{b64encode(data).decode()}"
     except MediaError as error:
         return f"[{escape(str(error))}]"
     if not source:
         return f"[{name}]"
-    return (f'<img alt="{name}" src="{source}" />' if medium.modality == VISION
+    return (f'<img alt="{name}" src="{source}" />' if medium.modality != AUDIO
             else f'<audio controls src="{source}"></audio>')

@@ -8,13 +8,11 @@ import statistics
 import numpy as np
 
 from orchmllm.config.recipe import Recipe
-from orchmllm.plan.assign import PHASES
+from orchmllm.plan.assign import EVERY_PHASE
 from orchmllm.plan.gain import slowest_costs
 
+
 # The exchange is what balancing costs, so it counts in the critical path.
-PATH_PHASES = (*PHASES, "exchange")
-
-
 def summarize(rows: dict[str, list[dict]]) -> dict:
     """The figures of comparison.json. rows: of metrics ("off", "on"), see orchmllm.tools.compare.
     Times in seconds of CPU time unless called wall.
@@ -25,7 +23,8 @@ def summarize(rows: dict[str, list[dict]]) -> dict:
     steps = {name: [r for r in found if "loss" in r] for name, found in rows.items()}
     validation = {name: [r["validation_loss"] for r in found if "validation_loss" in r]
                   for name, found in rows.items()}
-    cpu_s = {name: np.array([[r["cpu_s"][p] for p in PATH_PHASES] for r in found])
+    phases = [p for p in EVERY_PHASE if p in steps["on"][0]["phases"]]
+    cpu_s = {name: np.array([[r["cpu_s"][p] for p in (*phases, "exchange")] for r in found])
              for name, found in steps.items()}  # (steps, phases, ranks)
     path = {name: float(x.max(axis=2).sum()) for name, x in cpu_s.items()}
     cost = {"off": sum(slowest_costs(r["phases"])[0] for r in steps["off"]),
@@ -45,9 +44,9 @@ def summarize(rows: dict[str, list[dict]]) -> dict:
         "num_ranks": cpu_s["on"].shape[2], "num_steps": len(steps["on"]),
         "critical_path_s": path,
         "imbalance": {p: {"off": _phase_ratio(steps["off"], p, "imbalance_before"),
-                          "on": _phase_ratio(steps["on"], p, "imbalance_after")} for p in PHASES},
+                          "on": _phase_ratio(steps["on"], p, "imbalance_after")} for p in phases},
         "moved_bytes_per_step": {p: statistics.fmean(
-            r["phases"][p]["moved_bytes"] for r in steps["on"]) for p in PHASES},
+            r["phases"][p]["moved_bytes"] for r in steps["on"]) for p in phases},
         # (phase, rank): what each rank waits for the slowest, over all steps
         "waiting_s": {name: (x.max(axis=2, keepdims=True) - x).sum(axis=0).tolist()
                       for name, x in cpu_s.items()},
@@ -83,7 +82,7 @@ def comparison_table(result: dict, recipe: Recipe) -> str:
         "", _line("Less waiting", "off", "on") + "   moved a step",
         *(_line(f"  {p}: slowest rank / mean rank, predicted", r["imbalance"][p]["off"],
                 r["imbalance"][p]["on"], ".2f") + f"{_bytes(r['moved_bytes_per_step'][p]):>15}"
-          for p in PHASES),
+          for p in r["imbalance"]),
         _line("  waiting, CPU seconds a step and rank", waiting["off"], waiting["on"], ".3f"),
         _line("  critical path, CPU seconds a step (*)", path["off"], path["on"], ".3f"),
         _line("  wall time of a step, s (median)", wall["off"], wall["on"], ".3f"),

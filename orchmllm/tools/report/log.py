@@ -14,7 +14,7 @@ import numpy as np
 import yaml
 from pydantic_core import from_json
 
-from orchmllm.plan.assign import PHASES
+from orchmllm.plan.assign import EVERY_PHASE
 from orchmllm.plan.gain import Gain
 from orchmllm.runtime.attempts import flat, read_attempts
 from orchmllm.runtime.log_schema import NUMBERS, PHASE_METRICS, SCHEMA_VERSION
@@ -24,10 +24,10 @@ from orchmllm.runtime.resumable import describe_changes
 MEASURED = ("imbalance", "slowest_s", "rank")
 COLUMNS = (
     "offset", "step", *NUMBERS,
-    *(f"{phase}.{name}" for phase in PHASES for name in PHASE_METRICS),
+    *(f"{phase}.{name}" for phase in EVERY_PHASE for name in PHASE_METRICS),
     "measured.step", "exchange.slowest_s", *(f"measured.gain.{name}" for name in Gain._fields),
-    *(f"{phase}.measured.{name}" for phase in PHASES for name in MEASURED))
-NOTHING_MEASURED = (np.nan,) * (2 + len(Gain._fields) + len(PHASES) * len(MEASURED))
+    *(f"{phase}.measured.{name}" for phase in EVERY_PHASE for name in MEASURED))
+NOTHING_MEASURED = (np.nan,) * (2 + len(Gain._fields) + len(EVERY_PHASE) * len(MEASURED))
 
 
 @dataclass(frozen=True)
@@ -131,7 +131,7 @@ def _numbers(offset: int, row: dict) -> tuple[float | None, ...]:
     if "num_ranks" not in row:  # of an older version, whose rows all have cpu_s
         row["num_ranks"] = len(row["cpu_s"]["llm"])
     return (offset, row["step"], *[row.get(name) for name in NUMBERS],
-            *[phases[p][name] for p in PHASES for name in PHASE_METRICS],
+            *[phases.get(p, {}).get(name) for p in EVERY_PHASE for name in PHASE_METRICS],
             *(_measured_numbers(times) if times else NOTHING_MEASURED))
 
 
@@ -139,8 +139,9 @@ def _measured_numbers(times: dict) -> list[float]:
     imbalance, slowest, who = times["imbalance"], times["slowest_s"], times.get("slowest", {})
     gain = times.get("gain") or {}
     out = [times["step"], slowest["exchange"], *(gain.get(name, np.nan) for name in Gain._fields)]
-    for p in PHASES:
-        out += [imbalance[p], slowest[p], who[p]["rank"] if p in who else np.nan]
+    for p in EVERY_PHASE:
+        out += [imbalance.get(p, np.nan), slowest.get(p, np.nan),
+                who[p]["rank"] if p in who else np.nan]
     return out
 
 

@@ -12,8 +12,9 @@ import numpy as np
 
 from orchmllm.config.parse import show
 from orchmllm.data.ledger import FATES, Ledger
-from orchmllm.plan.assign import PHASES
+from orchmllm.plan.assign import EVERY_PHASE
 from orchmllm.plan.gain import Gain, spread
+from orchmllm.plan.layout import GENERATOR
 from orchmllm.runtime.log_schema import METRICS
 from orchmllm.tools.report.answers import answers
 from orchmllm.tools.report.log import RunLog
@@ -33,11 +34,11 @@ from orchmllm.tools.report.verdict import (
 SLOW_STEPS = 10  # rows of a table
 CSS = """
 :root{color-scheme:light dark;--bg:#fff;--ink:#1c1c1e;--muted:#6b6b70;--line:#dcdce0;--card:#f6f6f8;
---vision:#d1781a;--audio:#5f8f1e;--llm:#3b62b8;--exchange:#a03b8f;--wait:#c0392b;--rest:#a0a0a8;
+--vision:#d1781a;--audio:#5f8f1e;--llm:#3b62b8;--generator:#00897b;--exchange:#a03b8f;--wait:#c0392b;--rest:#a0a0a8;
 --update:#8a6d3b;--core:#c2a500;--ranks:#5b8f8f;--logging:#2b2b30;
 --run:#2f6f8f;--sampled:#c8553d;--processed:#2f6f8f;--measured:#7a5cc0}
 @media(prefers-color-scheme:dark){:root{--bg:#17171a;--ink:#ececf0;--muted:#a0a0a8;--line:#38383f;
---card:#212126;--vision:#f0a04b;--audio:#9ccc4f;--llm:#7f9ff0;--exchange:#dd7fce;--wait:#ff7b6b;
+--card:#212126;--vision:#f0a04b;--audio:#9ccc4f;--llm:#7f9ff0;--generator:#4db6ac;--exchange:#dd7fce;--wait:#ff7b6b;
 --rest:#6f6f78;--update:#c9a66b;--core:#e6d04a;--ranks:#8fc7c7;--logging:#e8e8f0;--run:#6fb7d8;--sampled:#f08a72;--processed:#6fb7d8;--measured:#b39bf0}}
 *{box-sizing:border-box}body{margin:0 auto;max-width:1240px;padding:16px;background:var(--bg);
 color:var(--ink);font:15px/1.45 system-ui,sans-serif}
@@ -142,7 +143,10 @@ def _charts(runs: Sequence[RunLog]) -> list[str]:
           for name, metric in METRICS.items() if metric.chart),
         _step_time(runs[0]),
     ]
-    for phase in PHASES:
+    for phase in EVERY_PHASE:
+        if phase == GENERATOR and not any(
+                np.isfinite(run[f"{phase}.mean_cost_kflop"]).any() for run in runs):
+            continue  # these models have none
         columns = (("sampled", "imbalance_before"), ("processed", "imbalance_after"),
                    ("measured", "measured.imbalance"))
         out.append(chart(
@@ -197,14 +201,14 @@ def _comparison(run: RunLog, other: RunLog) -> str:
 
 def _slowest(run: RunLog) -> list[str]:
     waits = {p: run[f"{p}.measured.slowest_s"] * (
-        1 - 1 / np.maximum(run[f"{p}.measured.imbalance"], 1.0)) for p in PHASES}
-    ranks = {p: run[f"{p}.measured.rank"] for p in PHASES}
-    waits = {p: np.where(np.isfinite(ranks[p]), waits[p], 0.0) for p in PHASES}
+        1 - 1 / np.maximum(run[f"{p}.measured.imbalance"], 1.0)) for p in EVERY_PHASE}
+    ranks = {p: run[f"{p}.measured.rank"] for p in EVERY_PHASE}
+    waits = {p: np.where(np.isfinite(ranks[p]), waits[p], 0.0) for p in EVERY_PHASE}
     if not any(np.isfinite(r).any() for r in ranks.values()):
         return ["<p class=none>Not logged: <code>measured.slowest</code> is written by runs of "
                 "this version, of every step that was measured.</p>"]
     rows = []
-    for p in PHASES:
+    for p in EVERY_PHASE:
         known = waits[p] > 0
         total = waits[p][known].sum()
         by_rank = np.bincount(ranks[p][known].astype(int), waits[p][known])
@@ -213,10 +217,10 @@ def _slowest(run: RunLog) -> list[str]:
             if by_rank[r]:
                 rows.append((p, int(r), int(steps[r]), number(by_rank[r], "s"),
                              number(by_rank[r] / total, "%")))
-    stacked = np.array([waits[p] for p in PHASES])  # (phases, steps)
+    stacked = np.array([waits[p] for p in EVERY_PHASE])  # (phases, steps)
     worst = []
     for place in np.argsort(-stacked, axis=None, kind="stable")[:SLOW_STEPS]:
-        phase, at = PHASES[place // run.num_steps], place % run.num_steps
+        phase, at = EVERY_PHASE[place // run.num_steps], place % run.num_steps
         if not stacked.flat[place]:
             break
         slow = run.row(int(run["measured.at"][at]))["measured"]["slowest"][phase]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from orchmllm.plan.assign import PHASES
+from orchmllm.plan.assign import EVERY_PHASE
 from orchmllm.plan.gain import slowest_costs
 from orchmllm.runtime.log_schema import PHASE_METRICS
 from orchmllm.runtime.resumable import differences
@@ -12,9 +12,9 @@ from orchmllm.tools.report.log import RunLog
 from orchmllm.tools.report.svg import latest, number
 
 # Of a step, with the colours of their chart.
-PARTS = {**{p: p for p in PHASES}, "exchange": "exchange", "data wait": "wait", "update": "update",
-         "waiting for a core": "core", "waiting for ranks": "ranks", "rest": "rest",
-         "logging": "logging"}
+PARTS = {**{p: p for p in EVERY_PHASE}, "exchange": "exchange", "data wait": "wait",
+         "update": "update", "waiting for a core": "core", "waiting for ranks": "ranks",
+         "rest": "rest", "logging": "logging"}
 PROBLEMS = ("steps without an update", "media not decoded", "restarts")  # of the figures
 
 
@@ -27,7 +27,7 @@ def step_parts(run: RunLog) -> tuple[np.ndarray, dict[str, np.ndarray]]:
     def logged(column: str) -> np.ndarray:
         return np.nan_to_num(run[column][places])
 
-    parts = {p: logged(f"{p}.measured.slowest_s") for p in PHASES} | {
+    parts = {p: logged(f"{p}.measured.slowest_s") for p in EVERY_PHASE} | {
         "exchange": logged("exchange.slowest_s"), "data wait": logged("data_wait_s"),
         "update": logged("update_s")}
     left = np.maximum(logged("step_s") - sum(parts.values()), 0.0)
@@ -63,12 +63,13 @@ def figures(run: RunLog) -> dict[str, tuple[float, str]]:
 
 def costs(run: RunLog) -> tuple[np.ndarray, np.ndarray]:
     """Of every step: cost of the slowest ranks as sampled and as processed."""
-    return slowest_costs({p: {name: run[f"{p}.{name}"] for name in PHASE_METRICS} for p in PHASES})
+    return slowest_costs({p: {name: np.nan_to_num(run[f"{p}.{name}"]) for name in PHASE_METRICS}
+                          for p in EVERY_PHASE})
 
 
 def moved_bytes(run: RunLog) -> tuple[np.ndarray, np.ndarray]:
     """Of every step, all phases: moved, and of them between nodes."""
-    moved, between = (sum(run[f"{p}.{name}"] for p in PHASES)
+    moved, between = (sum(np.nan_to_num(run[f"{p}.{name}"]) for p in EVERY_PHASE)
                       for name in ("moved_bytes", "internode_bytes"))
     return moved, between
 

@@ -1,0 +1,262 @@
+"""Images that a model makes, from files to gradients on real ranks: every parameter's gradient is
+that of a plain loop over examples, in which diffusers' own attention makes one image at a time."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from operator import itemgetter
+from pathlib import Path
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from PIL import Image
+
+from orchmllm.batch import IGNORE_INDEX
+from orchmllm.composition.generator import draw, rotated
+from orchmllm.config.balance import PhaseConfig
+from orchmllm.config.model import PartConfig
+from orchmllm.data.made import SQUARES
+from orchmllm.data.stream import open_dataset
+from orchmllm.models import made
+from orchmllm.models.made import key_of
+from orchmllm.plan.layout import MADE
+from orchmllm.trainer import Trainer
+from tests.lib import composed
+from tests.lib import whole_models as models
+from tests.lib.ranks import RankFailure, run_ranks
+from tests.lib.whole_folders import write_medium
+from tests.sharding.test_planned_phases import gradients, recipe, steps_of
+
+pytestmark = [pytest.mark.dist, pytest.mark.whole]
+NAME, SEED, WEIGHT = "qwen2_vl_whisper_llama", 3, 0.5
+# (Media that are read, images that are made) of each example. Of the steps of 8 examples the second
+# has one image that is made, so that ranks make nothing, the third has none.
+COUNTS = [(1, 2), (0, 1), (2, 0), (0, 3), (1, 0), (0, 0), (2, 1), (0, 1),
+          (0, 1), *[(0, 0)] * 7, *[(1, 0)] * 8, (1, 1), (0, 2)]
+
+
+def write_folder(folder: Path, **makes) -> None:
+    """A model with a generator, and rows for it."""
+    composed.write_composed(NAME, folder / "model", generator=folder / "generator", side=4,
+                            max_pixels=24 * 24, **makes)
+    config = json.loads((folder / "model" / "config.json").read_text())
+    config["generator_config"]["condition_dropout"] = 0.4
+    (folder / "model" / "config.json").write_text(json.dumps(config))
+    rng = np.random.default_rng(0)
+    with open(folder / "model" / "data.jsonl", "w", encoding="utf-8") as file:
+        for i, (reads, makes_here) in enumerate(COUNTS):
+            asked = [part for k in range(reads) for part in (
+                write_medium(("image", "audio")[k % 2], folder / "model", f"{i}_{k}", rng),
+                {"type": "text", "text": f" no {k}"})]
+            answer = [{"type": "text", "text": f"here {i}"}]
+            for k in range(makes_here):
+                size = (*rng.integers(5, 40, 2).tolist(), 3)
+                Image.fromarray(rng.integers(0, 256, size, np.uint8)).save(
+                    folder / "model" / f"made_{i}_{k}.png")
+                answer += [{"type": "image", "image": f"made_{i}_{k}.png"},
+                           {"type": "text", "text": " and"}]
+            file.write(json.dumps({"messages": [
+                {"role": "user", "content": [*asked, {"type": "text", "text": "make it"}]},
+                {"role": "assistant", "content": answer}]}) + "\n")
+
+
+def stock_loss(model, example, keys: dict[int, int]) -> tuple[torch.Tensor, torch.Tensor]:
+    """(Sum of the text's loss, that of the images) of one example by the model's own code. keys: by
+    segment."""
+    layout, part = example.lengths, model.generator
+    ids = example.input_ids[None]
+    out = model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False,
+                states_of=torch.arange(ids.shape[1]),
+                **{k: v.double() if v.is_floating_point() else v for k, v in example.media.items()})
+    labels = F.pad(example.labels[1:], (0, 1), value=IGNORE_INDEX)
+    text = F.cross_entropy(out.logits[0], labels, ignore_index=IGNORE_INDEX, reduction="sum")
+    ends, total = np.cumsum(layout.num_tokens), torch.zeros((), dtype=torch.float64)
+    for s, key in keys.items():
+        assert example.input_ids[ends[s] - 1] == model.config.generator_config["token_id"]
+        grid = layout.grid[s]
+        latents = part.codec.encoded(example.parts[s][SQUARES], grid[None], torch.float64)
+        time, noise, kept = draw(key, len(latents), latents, part.dropout)
+        states = out.hidden_states[0, :ends[s]] * kept
+        flow = part.transformer(
+            hidden_states=(latents + time * (noise - latents))[None],
+            encoder_hidden_states=part.connector(part.norm(states))[None],
+            timestep=1000 * time[None], encoder_attention_mask=None, num_frames=1,
+            height=int(grid[1]), width=int(grid[2]),
+            rope_interpolation_scale=(1, part.codec.side, part.codec.side)).sample[0]
+        total = total + (flow - (noise - latents)).square().mean(1).sum()
+    return text, total
+
+
+def reference(model, rows, step) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """(Both losses, the gradients of their weighted sum), one example after another. diffusers
+    rotates in float32, whose rounding would be seen."""
+    from diffusers.models.transformers import transformer_ltx
+
+    model.generator.transformer.set_attn_processor(transformer_ltx.LTXVideoAttnProcessor())
+    transformer_ltx.apply_rotary_emb = lambda x, freqs: rotated(x, *freqs)
+    model.zero_grad()
+    totals = [0.0, 0.0]
+    for i in step.example_ids.tolist():
+        segments = np.flatnonzero(rows.layout(i).modality == MADE).tolist()
+        text, images = stock_loss(model, rows.load(i), {
+            s: key_of(SEED, step.index, i, s) for s in segments})
+        (text + WEIGHT * images).backward()
+        totals = [totals[0] + float(text.detach()), totals[1] + float(images.detach())]
+    return totals, models.gradients(model)
+
+
+def compared(world, folder: Path, runs: list) -> list[dict]:
+    """What the plans of the first of the runs make, step by step; every run is compared with the
+    plain loop."""
+    stock = models.stock_of(folder)
+    stock.generator.load_codec(folder, torch.device("cpu"), torch.float64)
+    rows = open_dataset(runs[0].data, runs[0].model.folder, seed=0)
+    wanted, seen = {}, []
+    for number, run in enumerate(runs):
+        trainer = Trainer(replace(run, run=replace(run.run, dir=f"{run.run.dir}{number}")), world)
+        learn = {n for n, p in trainer.model.hf.named_parameters() if p.requires_grad}
+        try:
+            for step in steps_of(trainer):
+                total = torch.zeros(2, dtype=torch.float64)
+                for micro in step.micro:
+                    out = trainer.model(trainer.orchestrator.dispatch(micro))
+                    (out[0] + WEIGHT * out[1]).backward()
+                    total += out.detach()
+                torch.distributed.all_reduce(total)
+                found = gradients(trainer)
+                if step.index not in wanted:
+                    wanted[step.index] = reference(stock, rows, step)
+                losses, want = wanted[step.index]
+                layout = step.layout
+                assert step.num_made_rows == layout.rows[layout.segments[MADE]].sum()
+                assert total.tolist() == pytest.approx(losses, rel=1e-9)
+                size = max(float(g.abs().max()) for g in want.values())
+                errors = {n: float((found[n] - want[n]).abs().max()) / size for n in learn}
+                assert max(errors.values()) <= 1e-9, max(errors.items(), key=itemgetter(1))
+                if number == 0:
+                    plan = step.micro[0].plan
+                    seen.append({"made": plan.encode["generator"].target_sizes.tolist(),
+                                 "moved": plan.stats["generator"]["moved_bytes"]})
+        finally:
+            trainer.close()
+    return seen
+
+
+def settings(folder: Path, dispatch: str = "tensors", **sections) -> list:
+    run = recipe(folder)
+    run = replace(run, run=replace(run.run, seed=SEED), balance=replace(
+        run.balance, dispatch=dispatch, generator=PhaseConfig(policy="greedy"),
+        vision=PhaseConfig(policy="greedy")))
+    return [replace(run, **{section: replace(getattr(run, section), **keys)
+                            for section, keys in sections.items()})]
+
+
+def check(ranks: int, folder: Path, runs: list) -> None:
+    first, second, third, _ = run_ranks(compared, ranks, folder, runs)[0]
+    assert sum(first["made"]) == 8 and not any(third["made"])
+    if ranks > 1:
+        assert first["moved"] > 0 and 0 in second["made"]
+
+
+def test_gradients_are_those_of_a_loop_over_examples(tmp_path):
+    """Where a layer of the generator is recomputed, and the text's loss is made by chunks."""
+    write_folder(tmp_path)
+    check(2, tmp_path / "model", settings(tmp_path / "model", fsdp={
+        "generator_checkpointing": "full:1", "loss_chunk_rows": 16}))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks, shard_size, vae", [
+    (1, 0, False), (2, 0, True), (3, 0, False), (4, 0, False), (4, 2, True)])
+def test_every_dispatch_and_what_is_recomputed(ranks, shard_size, vae, tmp_path):
+    """And not balanced, in two microbatches. vae: latents are made instead of pixels."""
+    write_folder(tmp_path, **{"vae": tmp_path / "vae"} if vae else {})
+    folder, shards = tmp_path / "model", {"shard_size": shard_size}
+    check(ranks, folder, [
+        *settings(folder, "load", fsdp={**shards, "activation_checkpointing": "full"}),
+        *settings(folder, "bytes", fsdp={**shards, "generator_checkpointing": "selective:2"}),
+        *settings(folder, fsdp={**shards, "generator_reshard": "none"}),
+        *settings(folder, fsdp=shards, balance={"enabled": False},
+                  train={"accumulation_steps": 2})])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("parts", [
+    ("llm", "vision", "audio"), ("generator",), ("generator", "llm"), ("vision", "audio")])
+def test_what_is_frozen_changes_no_other_gradient(parts, tmp_path):
+    """A frozen generator gives its condition a gradient; a frozen LLM gives none to no one."""
+    write_folder(tmp_path)
+    run_ranks(compared, 3, tmp_path / "model", settings(tmp_path / "model", model={
+        **dict.fromkeys(parts, PartConfig(frozen=True)), "connectors_frozen": "llm" in parts
+        and "generator" not in parts}, train={"accumulation_steps": 2}))
+
+
+def drawn_by_rank(world, folder: Path, runs: list) -> None:
+    """Noise that depends on the rank."""
+    with mock.patch.object(made, "key_of", lambda *place: key_of(*place, world.rank)):
+        compared(world, folder, runs)
+
+
+@pytest.mark.slow
+def test_noise_of_a_rank_is_seen(tmp_path):
+    """By as much as the loss."""
+    write_folder(tmp_path)
+    with pytest.raises(RankFailure, match="assert") as error:
+        run_ranks(drawn_by_rank, 2, tmp_path / "model", settings(tmp_path / "model"))
+    assert "approx" in str(error.value)
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_on_other_ranks_with_the_same_noise(tmp_path):
+    write_folder(tmp_path)
+    [run] = settings(tmp_path / "model")
+    run = replace(run, data=replace(run.data, num_validation=2), train=replace(
+        run.train, num_steps=4, warmup_steps=0, min_lr_ratio=1.0))
+    alone = run_ranks(trained, 1, replace(run, run=replace(run.run, dir=f"{tmp_path}/alone")))[0]
+    start = replace(run, train=replace(run.train, num_steps=2))
+    found = [row for ranks, part in ((2, start), (3, run))
+             for row in run_ranks(trained, ranks, part)[0]]
+    between = [*alone[:3], *found[3:4], *alone[3:]]  # the first part ends with a validation
+    assert len(alone) == 6 and len(found) == 7
+    for got, want in zip(found, between, strict=True):
+        assert got == pytest.approx(want, rel=1e-9, nan_ok=True)
+    assert all(len(row) == 2 for row in found)
+
+
+def trained(world, run) -> list[list[float]]:
+    """Both losses of its steps and validations, in their order."""
+    rows, trainer = [], Trainer(run, world)
+    try:
+        trainer.run(rows)
+    finally:
+        trainer.close()
+    return [[row[name] for name in row if name.endswith("loss")] for row in rows]
+
+
+def test_a_medium_that_cannot_be_read_teaches_nothing(tmp_path):
+    """Neither the text of its example nor its other images; the rest is as before."""
+    write_folder(tmp_path)
+    (tmp_path / "model" / "made_3_1.png").write_bytes(
+        (tmp_path / "model" / "made_3_1.png").read_bytes()[:60])
+    run_ranks(without_one, 2, settings(tmp_path / "model")[0])
+
+
+def without_one(world, run) -> None:
+    trainer = Trainer(run, world)
+    try:
+        step = next(iter(steps_of(trainer)))
+        layout = step.layout
+        made_by_others = layout.segments[MADE][layout.example_of_segment[
+            layout.segments[MADE]] != 3]
+        assert [f.example for f in step.failed] == [3]
+        assert step.num_made_rows == layout.rows[made_by_others].sum()
+        for micro in step.micro:
+            items = trainer.orchestrator.dispatch(micro).made
+            lost = items.examples == 3
+            assert items.weights.tolist() == (~lost).astype(float).tolist() or items.is_placeholder
+    finally:
+        trainer.close()

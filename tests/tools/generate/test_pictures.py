@@ -1,0 +1,174 @@
+"""Models that make images, around training: composed, exported, and asked for pictures."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from argparse import Namespace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from orchmllm.cli import dispatch
+from orchmllm.composition.codec import Codec
+from orchmllm.composition.generator import Generator
+from orchmllm.data.made import Made
+from orchmllm.data.media.shapes import Size
+from orchmllm.tools.generate.pictures import write_pictures
+from tests.lib import composed
+from tests.lib.ranks import run_ranks
+from tests.lib.training import train
+from tests.sharding.test_generator import settings, write_folder
+
+pytestmark = pytest.mark.whole
+
+
+def config(**transformer) -> dict:
+    return {"side": 4, "max_pixels": 400, "condition_dropout": 0.0, "token_id": 9, "transformer": {
+        "_class_name": "LTXVideoTransformer3DModel", "in_channels": 48, "out_channels": 48,
+        "num_attention_heads": 2, "attention_head_dim": 12, "cross_attention_dim": 24,
+        "num_layers": 1, "caption_channels": 20, **transformer}}
+
+
+def test_images_are_cut_into_squares_and_put_together_again():
+    made = Made("<made>", 9, 4, 20 * 20)
+    image = Image.fromarray(np.random.default_rng(0).integers(0, 256, (13, 27, 3), np.uint8))
+    grid = made.grid(Size(image.height, image.width))
+    assert grid == (3, 6) and made.grid(Size(400, 100)) == (10, 2)
+    assert made.grid(Size(2, 900)) == (1, 25)  # no side vanishes
+    codec = Codec(4)
+    rows = codec.encoded(made.squares(image, grid)["squares"], np.array([[1, *grid]]),
+                         torch.float32)
+    assert rows.shape == (18, 48) and -1 <= rows.min() and rows.max() <= 1
+    shown = image.resize((24, 12), Image.Resampling.LANCZOS)
+    assert np.array_equal(codec.decoded(rows, grid), np.asarray(shown))
+
+
+def test_a_vae_that_decodes_what_it_encodes(tmp_path):
+    """Latents of several images are those of each, and go back to where they came from."""
+    import diffusers
+
+    parts = composed.write_parts("whisper_qwen3", tmp_path, generator=tmp_path / "generator",
+                                 vae=tmp_path / "vae", side=4)
+    assert parts.vae.is_dir()
+    codec = Codec.of(tmp_path, 4, torch.device("cpu"), torch.float32)
+    assert (codec.shrinks, codec.channels) == (2, 12)
+    rng = torch.Generator().manual_seed(0)
+    squares = torch.randint(0, 256, (7, 48), generator=rng, dtype=torch.uint8)
+    grids = np.array([[1, 2, 3], [1, 1, 1]])
+    both = codec.encoded(squares, grids, torch.float32)
+    assert torch.equal(both[6:], codec.encoded(squares[6:], grids[1:], torch.float32))
+    vae = diffusers.AutoencoderKL.from_pretrained(tmp_path / "vae").eval()
+    pixels = Codec(4).decoded(squares[:6].float() / 127.5 - 1, (2, 3))
+    image = torch.from_numpy(pixels).permute(2, 0, 1)[None].float() / 127.5 - 1
+    with torch.no_grad():
+        latents = vae.encode(image).latent_dist.mode()
+        wanted = vae.decode(latents).sample[0].clamp(-1, 1)
+    found = codec.decoded(both[:6], (2, 3))
+    assert np.abs(found - ((wanted + 1) * 127.5).permute(1, 2, 0).numpy()).max() <= 0.51
+    with pytest.raises(ValueError, match="side 5 is no multiple"):
+        Codec.of(tmp_path, 5, torch.device("cpu"), torch.float32)
+
+
+def test_attention_that_sees_another_image_is_noticed(monkeypatch):
+    part = Generator(config(), 8)
+    assert part.compared() < 1e-6
+    from orchmllm.composition import generator
+
+    whole = generator.packed_attention
+    monkeypatch.setattr(generator, "packed_attention", lambda q, k, v, items, *, causal, keys:
+                        whole(q, k, v, type(items).from_lengths([items.total]), causal=causal,
+                              keys=keys and type(items).from_lengths([keys.total])))
+    with pytest.raises(ValueError, match="makes something else of images in one row"):
+        part.compared()
+
+
+def test_transformers_that_take_no_packed_rows_are_refused(tmp_path):
+    for name in ("FluxTransformer2DModel", "NoSuchModel", ""):
+        with pytest.raises(ValueError, match="LTXVideoTransformer3DModel"):
+            Generator(config(_class_name=name), 8)
+    part = Generator(config(in_channels=12), 8)
+    with pytest.raises(ValueError, match="has 48 numbers, and the generator takes 12"):
+        part.load_codec(None, torch.device("cpu"), torch.float32)
+
+
+def test_a_flow_to_one_image_ends_there():
+    """Euler's method with the flow that is known for one image."""
+    part = Generator(config(), 8)
+    target = torch.rand(6, 48) * 2 - 1
+    part.flow = lambda rows, times, *_: (rows - target) / times[:, None]
+    found = part.made(torch.zeros(3, 8), (2, 3), 20, 5)
+    assert torch.allclose(found, target, atol=1e-4)
+
+
+@pytest.mark.dist
+def test_a_run_is_exported_and_makes_pictures(tmp_path, capsys):
+    """The folder loads with the Auto classes, and its transformer alone in diffusers."""
+    import diffusers
+    from transformers import AutoModelForImageTextToText
+
+    import orchmllm  # noqa: F401
+
+    write_folder(tmp_path, vae=tmp_path / "vae")
+    [run] = settings(tmp_path / "model", train={"num_steps": 2, "warmup_steps": 0})
+    first, *_ = run_ranks(train, 1, run)[0]
+    assert first["generator_loss"] > 0
+    dispatch(["export", run.run.dir, "--out", str(tmp_path / "exported")])
+    model = AutoModelForImageTextToText.from_pretrained(tmp_path / "exported").eval()
+    own = model.generator.transformer.state_dict()
+    alone = diffusers.LTXVideoTransformer3DModel.from_pretrained(
+        tmp_path / "exported" / "generator", torch_dtype=torch.float64)
+    assert own.keys() == alone.state_dict().keys() and all(
+        torch.equal(own[name], value) for name, value in alone.state_dict().items())
+    token, lines = model.config.generator_config["token_id"], []
+    args = Namespace(out=tmp_path / "p.png", size=(30, 16), steps=2, seed=0, guidance=1.5)
+    for name, seed in (("p", 0), ("q", 0), ("r", 1)):
+        args.out, args.seed = tmp_path / f"{name}.png", seed
+        write_pictures(model, tmp_path / "exported", {"input_ids": torch.tensor([[5, 6, 7]])},
+                       [8, token], args, lines.append)
+    pictures = [np.asarray(Image.open(tmp_path / f"{name}.png")) for name in "pqr"]
+    assert pictures[0].shape == (16, 28, 3) and "28 x 16 pixels, 2 steps" in lines[0]
+    assert np.array_equal(pictures[0], pictures[1])
+    assert not np.array_equal(pictures[0], pictures[2])
+    args.out = tmp_path / "none.png"
+    write_pictures(model, tmp_path / "exported", {}, [8], args, lines.append)
+    assert lines[-1] == f"the answer has 0 images, so {args.out} is not written"
+    write_pictures(model, tmp_path / "exported", {"input_ids": torch.tensor([[5]])},
+                   [token, 8, token], Namespace(**{**vars(args), "out": tmp_path / "two.png"}),
+                   lines.append)
+    assert (tmp_path / "two_1.png").is_file() and (tmp_path / "two_2.png").is_file()
+
+
+def test_options_that_have_no_effect_are_refused(tmp_path, capsys):
+    for words, told in (
+            (["compose", "--llm", "a", "--vision", "b", "--out", "c", "--vae", "d"],
+             "--vae has no effect"),
+            (["compose", "--llm", "a", "--out", "c"], "--vision, --audio or --generator"),
+            (["init", "x.jsonl", "--generate"], "--generate is of --demo"),
+            (["generate", "x", "hm", "--size", "big"], "'big' is no size"),
+            (["generate", "x", "hm", "--steps", "0"], "--steps: 0: must be at least 1")):
+        with pytest.raises(SystemExit) as error:
+            dispatch(words)
+        assert error.value.code == 2 and told in capsys.readouterr().err.replace("\n", " ")
+
+
+@pytest.mark.slow
+def test_a_table_without_a_row_for_the_token_is_refused(tmp_path):
+    """Of an LLM with weights; without them the table is one row larger."""
+    parts = composed.write_parts("whisper_qwen3", tmp_path / "parts")
+    composed.write_generator(parts._replace(generator=tmp_path / "generator"))
+    file = parts.llm / "config.json"
+    settings = json.loads(file.read_text())
+    settings["vocab_size"] = 20
+    file.write_text(json.dumps(settings))
+    out = subprocess.run(
+        [sys.executable, "-m", "orchmllm", "compose", "--llm", str(parts.llm), "--generator",
+         str(tmp_path / "generator"), "--out", str(tmp_path / "model")],
+        capture_output=True, text=True, cwd=Path(__file__).parents[3])
+    assert out.returncode == 2 and re.search(
+        "table has 20 rows, and none for the\\s+token <.image_made.>", out.stderr)
