@@ -38,8 +38,8 @@ COMMANDS = [
     (f"data {RECIPE}", "choose from", ""),
     (f"data stat {RECIPE}", "did you mean stats?", ""),
     ("data lint", "RECIPE is missing", f"data lint {RECIPE} data.path=DEMO"),
-    ("data stats nowhere.jsonl", "nowhere.jsonl: no such file or folder",
-     "data stats DEMO --out TMP/x.png"),
+    ("data stats nowhere.jsonl --model DEMO/model", "nowhere.jsonl: no such file or folder",
+     "data stats DEMO --model DEMO/model --out TMP/x.png"),
     (f"data preview {RECIPE} data.path=DEMO --row 1000", "the sources have 16 rows",
      f"data preview {RECIPE} data.path=DEMO --row 16"),
     (f"data preview {RECIPE} data.path=DEMO --row 0", "--row: 0: must be at least 1", ""),
@@ -142,5 +142,5 @@ def test_a_wrong_recipe(text: str, answer: str, typed, tmp_path) -> None:
 @pytest.mark.parametrize(("text", "answer"), ROWS)
 def test_wrong_rows(text: str, answer: str, typed, tmp_path) -> None:
     (tmp_path / "data.jsonl").write_text(text)
-    code, said = typed("data stats TMP/data.jsonl")
+    code, said = typed("data stats TMP/data.jsonl --model DEMO/model")
     assert code == 2 and "error: TMP/data.jsonl" in said and answer in said
