@@ -38,6 +38,7 @@ COMMANDS = [
     (f"data {RECIPE}", "choose from", ""),
     (f"data stat {RECIPE}", "did you mean stats?", ""),
     ("data lint", "RECIPE is missing", f"data lint {RECIPE} data.path=DEMO"),
+    (f"data lint {RECIPE} data.path=hf:nobody/nothing", "hf:nobody/nothing: `datasets` cannot", ""),
     ("data stats nowhere.jsonl --model DEMO/model", "nowhere.jsonl: no such file or folder",
      "data stats DEMO --model DEMO/model --out TMP/x.png"),
     (f"data preview {RECIPE} data.path=DEMO --row 1000", "the sources have 16 rows",
@@ -79,13 +80,12 @@ OVERRIDES = [  # (what is set, what the answer contains, what is set then: it is
     ("data.path=nowhere", "nowhere: no such file or folder", ""),
     ("data.path=TMP/empty", "nothing to read", ""),
     ("data.path=TMP/rows.csv2", ".csv2 is not read", ""),
-    ("data.path=hf:nobody/nothing", "hf:nobody/nothing", ""),
     ("data.path=s3://nobody/x.jsonl", "add its host and folder to data.remote.roots", ""),
 ]
 RECIPES = [  # (what the file holds, what the answer contains)
     ("model:\n\tllm: {}\n", "line 2: not valid YAML: a tab: YAML indents with spaces"),
     ("train: {lr: 1}\ntrain: {lr: 2}\n", "duplicate key 'train', also on line 1"),
-    ("", "data.path is missing"),
+    ("model: {config: model}\n", "data.path is missing"),
     ("- a\n", "the top level is a list, expected a section"),
     ("\0", "character U+0000 is not allowed in YAML"),
 ]
