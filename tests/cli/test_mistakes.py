@@ -38,8 +38,9 @@ COMMANDS = [
     (f"data {RECIPE}", "choose from", ""),
     (f"data stat {RECIPE}", "did you mean stats?", ""),
     ("data lint", "RECIPE is missing", f"data lint {RECIPE} data.path=DEMO"),
-    ("data stats nowhere.jsonl", "nowhere.jsonl: no such file or folder",
-     "data stats DEMO --out TMP/x.png"),
+    (f"data lint {RECIPE} data.path=hf:nobody/nothing", "hf:nobody/nothing: `datasets` cannot", ""),
+    ("data stats nowhere.jsonl --model DEMO/model", "nowhere.jsonl: no such file or folder",
+     "data stats DEMO --model DEMO/model --out TMP/x.png"),
     (f"data preview {RECIPE} data.path=DEMO --row 1000", "the sources have 16 rows",
      f"data preview {RECIPE} data.path=DEMO --row 16"),
     (f"data preview {RECIPE} data.path=DEMO --row 0", "--row: 0: must be at least 1", ""),
@@ -79,13 +80,12 @@ OVERRIDES = [  # (what is set, what the answer contains, what is set then: it is
     ("data.path=nowhere", "nowhere: no such file or folder", ""),
     ("data.path=TMP/empty", "nothing to read", ""),
     ("data.path=TMP/rows.csv2", ".csv2 is not read", ""),
-    ("data.path=hf:nobody/nothing", "hf:nobody/nothing", ""),
     ("data.path=s3://nobody/x.jsonl", "add its host and folder to data.remote.roots", ""),
 ]
 RECIPES = [  # (what the file holds, what the answer contains)
     ("model:\n\tllm: {}\n", "line 2: not valid YAML: a tab: YAML indents with spaces"),
     ("train: {lr: 1}\ntrain: {lr: 2}\n", "duplicate key 'train', also on line 1"),
-    ("", "data.path is missing"),
+    ("model: {config: model}\n", "data.path is missing"),
     ("- a\n", "the top level is a list, expected a section"),
     ("\0", "character U+0000 is not allowed in YAML"),
 ]
@@ -142,5 +142,5 @@ def test_a_wrong_recipe(text: str, answer: str, typed, tmp_path) -> None:
 @pytest.mark.parametrize(("text", "answer"), ROWS)
 def test_wrong_rows(text: str, answer: str, typed, tmp_path) -> None:
     (tmp_path / "data.jsonl").write_text(text)
-    code, said = typed("data stats TMP/data.jsonl")
+    code, said = typed("data stats TMP/data.jsonl --model DEMO/model")
     assert code == 2 and "error: TMP/data.jsonl" in said and answer in said

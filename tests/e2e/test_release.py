@@ -76,9 +76,9 @@ def test_what_is_released_works_elsewhere(kind, archives, tmp_path):
                "1000", "--table", "7",
                cwd=tmp_path)
     assert "3 not modelled" in rows  # from a table beside the code
-    assert "sampled  balanced" in run(bin_dir / "orchmllm", "data", "stats", "--ranks", "4",
-                                      cwd=tmp_path)
     run(bin_dir / "orchmllm", "init", "--demo", "demo", cwd=tmp_path)  # recipes are in it, too
+    assert "sampled  balanced" in run(bin_dir / "orchmllm", "data", "stats", "--ranks", "4",
+                                      "--model", "demo/model", cwd=tmp_path)
     assert "no problems" in run(bin_dir / "orchmllm", "train", "demo/recipe.yaml", "--validate",
                                 cwd=tmp_path)
     seconds, loaded = run(

@@ -1,5 +1,5 @@
-"""Costs of items by their lengths. (tests/tools/predict/test_scale_flops.py compares those of the
-model's phases with counted FLOP.)"""
+"""Costs of items by their lengths. (tests/models/test_whole_flops.py compares those of the model's
+phases with counted FLOP.)"""
 
 import numpy as np
 import pytest

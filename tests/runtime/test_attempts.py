@@ -388,7 +388,7 @@ def resumed_with_changes(world, folder: Path) -> dict[str, str]:
 
     start("seed", replace(run, run=replace(run.run, seed=5)))
     start("batch", replace(run, train=replace(run.train, global_batch_size=12)))
-    start("model", replace(run, model=model_of(num_layers=1, text={"num_hidden_layers": 3})))
+    start("model", replace(run, model=model_of(num_layers=2)))
     start("dtype", replace(run, fsdp=replace(run.fsdp, param_dtype="bfloat16")))
     start("folder", replace(run, run=replace(run.run, resume="no/such/folder")))
     more = replace(run, train=replace(run.train, num_steps=4, lr=5e-3))

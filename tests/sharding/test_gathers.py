@@ -14,7 +14,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from orchmllm.comm import exchange
 from orchmllm.comm.exchange import all_to_all
-from orchmllm.config.balance import BalanceConfig
+from orchmllm.config.balance import BalanceConfig, PhaseConfig
 from orchmllm.config.job import check_world, resolve
 from orchmllm.config.recipe import FsdpConfig
 from tests.lib.gathers import Gather, log_gathers
@@ -30,7 +30,10 @@ BACKWARD = [*reversed(LAYERS), *reversed(AUDIO), *reversed(VISION)]
 
 
 def case(model=MODEL, steps=1, **fsdp) -> Case:
-    return Case(recipe(model=model, fsdp=FsdpConfig(param_dtype="float64", **fsdp)),
+    """Features of images and of clips move: greedy does not ask where they are."""
+    moving = PhaseConfig(policy="greedy")
+    return Case(recipe(model=model, fsdp=FsdpConfig(param_dtype="float64", **fsdp),
+                       balance=BalanceConfig(vision=moving, audio=moving)),
                 accumulation_steps=steps)
 
 

@@ -35,8 +35,8 @@ NODEWISE = ("balance.vision.nodewise=true", "balance.audio.nodewise=true")
 # What recipes say of the keys, several at once where they do not touch each other. {folder}: of the
 # model; {shard}: ranks of a shard.
 KEYS = {
-    "tokenizer, streaming, tensors": [
-        "data.tokenizer={folder}", "data.streaming=true", "data.num_shards=2",
+    "streaming, tensors": [
+        "data.streaming=true", "data.num_shards=2",
         "data.shuffle_window=4", "balance.dispatch=tensors", "train.accumulation_steps=2"],
     "batching, group, loss_chunk_rows, load": [
         "data.batching=capped", "data.max_batch_tokens=150", "data.max_batch_images=2",
