@@ -52,15 +52,15 @@ def train_and_swap(world, recipe: Recipe) -> dict[str, float]:
     from orchmllm.trainer import Trainer
 
     trainer = Trainer(recipe, world)
-    losses = {"untrained": trainer.validate()}
+    losses = {"untrained": trainer.validate()["validation_loss"]}
     for step in trainer.loader():
         trainer.train_step(step)
-    losses["right media"] = trainer.validate()
+    losses["right media"] = trainer.validate()["validation_loss"]
     folder = Path(recipe.data.path).parent
     for what in ("all", "images", "audios"):
         data = replace(recipe.data, path=str(folder / f"swapped_{what}.jsonl"))
         trainer.dataset = build_dataset(replace(recipe, data=data))
-        losses[f"swapped {what}"] = trainer.validate()
+        losses[f"swapped {what}"] = trainer.validate()["validation_loss"]
     return losses
 
 

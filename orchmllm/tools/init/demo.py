@@ -24,12 +24,12 @@ from orchmllm.tools.predict.workload import CDF, PERCENTS
 IMAGE_SCALE, AUDIO_SCALE, TEXT_SCALE = 0.5, 0.25, 0.25  # of pixels a side, seconds, tokens
 VOCAB_SIZE = 512
 DRAWN = {"drawing": 0.5}  # beside MIX, of a corpus from which a generator learns
-DRAWN_SIDES = (32, 48, 64)  # of images that are made, in pixels
+DRAWN_SIDES = (24, 28, 32)  # of images that are made, in pixels
 MIX = {"text": 0.08, "image": 0.42, "images": 0.10, "audio": 0.28, "image+audio": 0.12}
 # Layers, width, width of the MLP and heads: wide enough that computing, not calling, takes the time
 # of a phase.
 TOWER, LLM, MAX_SIDE = (3, 256, 1024, 4), (4, 256, 704, 4), 224
-GENERATOR, SIDE = (4, 192, 4), 8  # layers, width and heads; pixels of a square
+GENERATOR, SIDE = (4, 192, 4), 4  # layers, width and heads; pixels of the side of a square
 TEMPLATE_TOKENS = 10  # ChatML's, a round
 MIN_CLIP_S = 0.6  # a slow rhythm needs two beats to be told from a steady tone
 
