@@ -88,32 +88,33 @@ class Generator(nn.Module):
         (n, 3): rows and columns of squares are the last two; states (S, width) of the LLM, of which
         each image has its `conditions`. keys: all that is drawn for an image follows from its own,
         on whichever rank it is. weights: (n,) of each image."""
-        latents = self.codec.encoded(squares, grids, states.dtype)
+        wide = torch.promote_types(torch.float32, states.dtype)  # of times and of what is learnt
+        latents = self.codec.encoded(squares, grids, wide)
         lengths = grids.prod(1).tolist()
         drawn = [draw(key, n, latents, self.dropout) for key, n in zip(keys, lengths, strict=True)]
         times, noise, kept = (torch.cat(parts) for parts in zip(*drawn, strict=True))
         of_row = on_device(np.repeat(np.arange(len(lengths)), lengths), latents.device)
         time = times[of_row, None]
         states = states * torch.cat([k.expand(n) for k, n in zip(
-            kept, conditions.lengths, strict=True)])[:, None]
+            kept.to(states.dtype), conditions.lengths, strict=True)])[:, None]
         flow = self.flow(latents + time * (noise - latents), times[of_row], states, grids,
                          conditions)
-        wide = torch.promote_types(torch.float32, flow.dtype)
-        errors = (flow.to(wide) - (noise - latents).to(wide)).square().mean(1)
+        errors = (flow - (noise - latents)).square().mean(1)
         return (errors * weights.to(wide)[of_row]).sum()
 
     def flow(self, rows: Tensor, times: Tensor, states: Tensor, grids: np.ndarray,
              conditions: SequenceLengths) -> Tensor:
-        """(R, channels): where rows (R, channels) at times (R,), from 0 (an image) to 1 (noise),
-        come from. Others: see forward."""
+        """(R, channels) in the dtype of rows: where these (R, channels) at times (R,), from 0 (an
+        image) to 1 (noise), come from. It is computed in the dtype of states. Others: see
+        forward."""
         self.attention.items = SequenceLengths.from_lengths(grids.prod(1), rows.device)
         self.attention.conditions = conditions
         states = self.connector(self.norm(states))
         return self.transformer(
-            hidden_states=rows[None], encoder_hidden_states=states[None],
+            hidden_states=rows[None].to(states.dtype), encoder_hidden_states=states[None],
             timestep=TIMES * times[None], encoder_attention_mask=None,
             video_coords=on_device(places(grids, self.codec.side), rows.device)[None],
-            return_dict=False)[0][0]
+            return_dict=False)[0][0].to(rows.dtype)
 
     @torch.no_grad()
     def made(self, states: Tensor, grid: tuple[int, int], steps: int, key: int,
@@ -122,7 +123,8 @@ class Generator(nn.Module):
         guidance: how much further than without its condition the flow goes; 1: no further."""
         grids, conditions = np.array([[1, *grid]]), SequenceLengths.from_lengths(
             [len(states)], states.device)
-        like = states.new_empty(0, self.codec.channels)
+        like = states.new_empty(0, self.codec.channels, dtype=torch.promote_types(
+            torch.float32, states.dtype))
         _, x, _ = draw(key, grids.prod(), like, 0.0)
         ends = torch.linspace(1, 0, steps + 1, device=x.device, dtype=x.dtype)
         for now, then in zip(ends, ends[1:], strict=False):

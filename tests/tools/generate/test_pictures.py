@@ -14,9 +14,10 @@ import pytest
 import torch
 from PIL import Image
 
+from orchmllm.batch import SequenceLengths
 from orchmllm.cli import dispatch
 from orchmllm.composition.codec import Codec
-from orchmllm.composition.generator import Generator
+from orchmllm.composition.generator import Generator, draw
 from orchmllm.data.made import Made
 from orchmllm.data.media.shapes import Size
 from orchmllm.tools.generate.pictures import write_pictures
@@ -172,3 +173,15 @@ def test_a_table_without_a_row_for_the_token_is_refused(tmp_path):
         capture_output=True, text=True, cwd=Path(__file__).parents[3])
     assert out.returncode == 2 and re.search(
         "table has 20 rows, and none for the\\s+token <.image_made.>", out.stderr)
+
+
+def test_times_are_told_apart_in_half_precision():
+    """bfloat16 has numbers in steps of 4 between 512 and 1000."""
+    part, told = Generator(config(), 8).to(torch.bfloat16), []
+    part.transformer.time_embed.register_forward_pre_hook(lambda _, args: told.append(args[0]))
+    rows = torch.randint(0, 256, (6, 48), dtype=torch.uint8)
+    loss = part(rows, torch.randn(3, 8, dtype=torch.bfloat16), np.array([[1, 2, 3]]),
+                SequenceLengths.from_lengths([3]), [7], torch.ones(1))
+    time, _, _ = draw(7, 6, torch.empty(0, 48), 0.0)
+    assert told[0].dtype == loss.dtype == torch.float32
+    assert torch.equal(told[0], 1000 * time.expand(6))
