@@ -185,3 +185,28 @@ def test_times_are_told_apart_in_half_precision():
     time, _, _ = draw(7, 6, torch.empty(0, 48), 0.0)
     assert told[0].dtype == loss.dtype == torch.float32
     assert torch.equal(told[0], 1000 * time.expand(6))
+
+
+@pytest.mark.slow
+def test_a_generator_learns_what_its_condition_says():
+    """Of three shades, each told by one of ten states, the one that is asked for is made."""
+    torch.manual_seed(0)
+    part = Generator({**config(num_layers=2, attention_head_dim=32, num_attention_heads=4,
+                               cross_attention_dim=128), "condition_dropout": 0.1}, 64)
+    optimizer = torch.optim.AdamW(part.parameters(), lr=1e-3)
+    common, told, shades = torch.randn(9, 64), torch.randn(3, 64), (20, 128, 235)
+    states = [torch.cat([common, one[None]]) for one in told]
+    rng, grids, lengths = np.random.default_rng(0), np.array([[1, 4, 4]] * 16), [10] * 16
+    for step in range(400):
+        kinds = rng.integers(0, 3, 16).tolist()
+        squares = torch.cat([torch.full((16, 48), shades[k], dtype=torch.uint8) for k in kinds])
+        loss = part(squares, torch.cat([states[k] for k in kinds]), grids,
+                    SequenceLengths.from_lengths(lengths), [step * 16 + k for k in range(16)],
+                    torch.ones(16)) / 256
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    for state, shade in zip(states, shades, strict=True):
+        made = part.made(state, (4, 4), 30, 5)
+        assert float(made.mean()) == pytest.approx(shade / 127.5 - 1, abs=0.25)
+        assert float(made.std()) < 0.2
