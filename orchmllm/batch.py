@@ -214,7 +214,7 @@ class Step:
 
     layout: of its global batch. num_global_targets: labels of all ranks and microbatches (failed
     examples excluded), None if some rank could not count its own; num_made_rows: of the images
-    that are made, alike; num_shifted_targets: of a
+    that are made, failed examples excluded; num_shifted_targets: of a
     model that shifts the labels itself (loaders of whole examples). failed: media that could not
     be decoded, of this rank until COMMIT, then of all. plan_s: seconds spent in agreements and
     planning. wait_s: seconds the caller waited. slowest: (seconds, dataset index) of the example

@@ -40,7 +40,8 @@ def packed_attention(
     and v where these are others: causal, q has the last rows of each; None: those of seqlens.
     Returns (T, Hq, Dh) in q's dtype, never a view of an input. With T = 0 the result is still
     attached to q, k and v: FSDP2 reduces only parameters that have a gradient, so a rank without
-    rows must give all of them one. Raises ValueError if seqlens does not cover the T rows. """
+    rows must give all of them one. Raises ValueError if seqlens does not cover the T rows.
+    """
     if is_compiling():  # the lengths would be compiled in, anew for every step
         return attention_op.packed(q, k, v, seqlens.cu_seqlens, seqlens.host, causal)[0]
     if not (seqlens.total == len(q) and (keys or seqlens).total == len(k) == len(v)):
@@ -135,8 +136,9 @@ def sdpa_per_sequence(
 def _to_longer(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
     """q: the last rows of a sequence; k, v: all of them. is_causal would take q for the first."""
     n, whole = len(q), len(k)
-    seen = torch.ones(n, whole, dtype=torch.bool, device=q.device)
-    mask = seen.tril(whole - n) if causal else None
+    mask = None
+    if causal:
+        mask = torch.ones(n, whole, dtype=torch.bool, device=q.device).tril(whole - n)
     out = F.scaled_dot_product_attention(
         *(x.transpose(0, 1)[None] for x in (q, k, v)), attn_mask=mask,
         enable_gqa=q.shape[1] != k.shape[1])
