@@ -23,7 +23,7 @@ from orchmllm.config.job import check_world
 from orchmllm.config.recipe import Recipe
 from orchmllm.models.whole_flops import plan_spec, step_flops
 from orchmllm.plan.assign import EVERY_PHASE, PhasePolicy, PlanSpec
-from orchmllm.plan.layout import ENCODERS, BatchLayout
+from orchmllm.plan.layout import OF_MEDIA, BatchLayout
 from orchmllm.plan.microbatches import plan_microbatches
 from orchmllm.plan.step import StepPlan, imbalance, plan_step
 from orchmllm.sharding.caps import with_count
@@ -130,7 +130,7 @@ def _workload(recipe: Recipe, drawn: Callable[..., BatchLayout], spec: PlanSpec,
     """Imbalance, time, memory and plan cost over at least `steps` microbatches of drawn steps.
     share: of the drawn examples that a step has, which is below 1 where train.global_batch_size
     does not divide."""
-    without = dict.fromkeys(ENCODERS, PhasePolicy("none"))  # what balancing before sampling can do
+    without = dict.fromkeys(OF_MEDIA, PhasePolicy("none"))  # what balancing before sampling can do
     free = spec.without_room  # what others do knows no limit of memory
     schemes = {"none": replace(free, balance=NONE), "balanced": spec,
                "LLM only": replace(free, balance=replace(spec.balance, **without))}

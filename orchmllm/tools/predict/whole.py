@@ -33,7 +33,7 @@ def parameters(model: ModelConfig) -> dict[str, int]:
     """Part of the model -> its parameters."""
     counts: Counter[str] = Counter()
     rest = {"vision": "vision front", "audio": "audio front", "llm": "llm embedding and head",
-            "connector": "connector"}
+            "connector": "connector", "generator": "generator front"}
     for p in placed(model.folder):
         counts[f"{p.part} layers" if p.role == "block" else rest[p.part]] += math.prod(p.shape)
     return dict(counts)
