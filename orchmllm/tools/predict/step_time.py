@@ -187,14 +187,14 @@ def _passes(phase: str, memory: MemoryModel, hardware: Hardware, num_ranks: int,
         return gather, compute + link[role].copies[1], link[role].reduce
 
     blocks = [forward_of("block", ahead / block.copies)] * block.copies
-    learnt = block.trained_size > 0 or phase == "llm"
+    learnt = block.trained_size > 0 or phase not in ENCODERS
     back = [backward_of("block", link["block"].backward, behind / block.copies)
             ] * block.copies if learnt else [(0.0, behind, 0.0)]
     if phase == "llm":
         return ([forward_of("embed"), *blocks, forward_of("head", head[0])],
                 [backward_of("head", 0.0, head[1]), *back, backward_of("embed", 0.0)])
-    around = [role for role in ("root", "connector") if role in link]
-    return ([forward_of("root"), *blocks, *(forward_of(role) for role in around[1:])],
+    around = [role for role in link if role != "block"]  # a generator has none
+    return ([*(forward_of(role) for role in around), *blocks],
             [*((link[role].backward, 0.0, 0.0) for role in around), *back,
              *(backward_of(role, 0.0) for role in around)])
 
