@@ -119,6 +119,15 @@ def test_a_run_is_exported_and_makes_pictures(tmp_path, capsys):
     [run] = settings(tmp_path / "model", train={"num_steps": 2, "warmup_steps": 0})
     first, *_ = run_ranks(train, 1, run)[0]
     assert first["generator_loss"] > 0
+    recipe = str(Path(run.run.dir) / "recipe.yaml")
+    for command in (["data", "stats", recipe, "--ranks", "2"], ["report", run.run.dir],
+                    ["dry-run", recipe, "--ranks", "4"]):
+        assert not dispatch(command)
+    said = capsys.readouterr().out
+    assert re.search(r"data.jsonl +made +8 +12 ", said) and "generator, squares" in said
+    assert re.search(r"generator, forward and backward +\d", said)
+    page = (Path(run.run.dir) / "report.html").read_text()
+    assert "Imbalance, generator" in page and "Loss of images" in page
     dispatch(["export", run.run.dir, "--out", str(tmp_path / "exported")])
     model = AutoModelForImageTextToText.from_pretrained(tmp_path / "exported").eval()
     own = model.generator.transformer.state_dict()
