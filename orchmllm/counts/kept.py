@@ -8,7 +8,7 @@ import logging
 import os
 from collections.abc import Callable, Sequence
 from functools import cache, lru_cache
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -50,7 +50,15 @@ def _known(folder: str, about: str) -> dict[str, Any]:
 
 
 def _about(key: Any) -> str:
-    return json.dumps([key, [version(name) for name in ("torch", "transformers")], _code()])
+    return json.dumps([key, [*map(_version, ("torch", "transformers", "diffusers"))], _code()])
+
+
+def _version(package: str) -> str:
+    """Empty where it is not installed."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return ""
 
 
 def _path(about: str) -> Path:

@@ -137,7 +137,8 @@ class Processor:
         return digest([calls.stock.to_dict(), self.tokenizer.digest, self._encode.identity,
                        self.options, self.patch, calls.clips and calls.clips.identity,
                        calls.videos and calls.videos.identity,
-                       sorted(self.token_ids.items()), self.made, self._most_tokens,
+                       sorted(self.token_ids.items()), self._most_tokens,
+                       *filter(None, [self.made]),
                        *(package.__version__ for package in (transformers, tokenizers, PIL))])
 
     def rendered(self, turns: Sequence[Turn]) -> list[Span]:
