@@ -80,7 +80,7 @@ def load_whole(
     seed_adapters(made[0].hf, seed)
     whole = made[0].train()
     if whole.generator is not None:
-        whole.generator.load_codec(folder, place, compute_dtype(config))
+        whole.generator.load_codec(folder, device, compute_dtype(config))
     for name, parameter in whole.hf.named_parameters():  # what was loaded is made anew
         parameter.requires_grad_(name not in fixed)
     return whole

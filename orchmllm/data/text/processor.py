@@ -83,6 +83,8 @@ class Processor:
         calls, backend = self.calls, self._ids_of.backend_tokenizer
         keep_space(backend)
         missing = [token for kind, token in self.token_ids.items() if calls.features[kind] is None]
+        if self.made is not None and self.made.token is None:
+            missing.append(self.made.id)
         if missing:
             raise ValueError(f"{self.folder}: its tokenizer does not have the token {missing[0]}, "
                              "which config.json names for media")

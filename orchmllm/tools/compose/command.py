@@ -41,8 +41,8 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--max-pixels", type=int, default=512**2, metavar="N",
                         help="of an image (default: 262144)")
     args = parser.parse_args(argv)
-    if not args.llm or not args.out or not (args.vision or args.audio or args.generator):
-        parser.error("name --llm, --out, and --vision, --audio or --generator")
+    if not args.llm or not args.out or not (args.vision or args.audio):
+        parser.error("name --llm, --out, and --vision or --audio")
     if args.tiles < 0 or min(args.audio_stack, args.side, args.max_pixels) < 1:
         parser.error("--tiles cannot be below 0, nor --audio-stack, --side or --max-pixels below 1")
     if args.vae and not args.generator:

@@ -20,6 +20,7 @@ from orchmllm.composition.codec import Codec
 from orchmllm.composition.generator import Generator, draw
 from orchmllm.data.made import Made
 from orchmllm.data.media.shapes import Size
+from orchmllm.data.text.processor import Processor
 from orchmllm.tools.generate.pictures import write_pictures
 from tests.lib import composed
 from tests.lib.ranks import run_ranks
@@ -154,11 +155,21 @@ def test_a_run_is_exported_and_makes_pictures(tmp_path, capsys):
     assert (tmp_path / "two_1.png").is_file() and (tmp_path / "two_2.png").is_file()
 
 
+def test_a_token_that_the_tokenizer_has_not_is_told(tmp_path):
+    write_folder(tmp_path)
+    file = tmp_path / "model" / "config.json"
+    said = json.loads(file.read_text())
+    said["generator_config"]["token_id"] = 999_999
+    file.write_text(json.dumps(said))
+    with pytest.raises(ValueError, match="model: its tokenizer does not have the token 999999"):
+        Processor(tmp_path / "model")
+
+
 def test_options_that_have_no_effect_are_refused(tmp_path, capsys):
     for words, told in (
             (["compose", "--llm", "a", "--vision", "b", "--out", "c", "--vae", "d"],
              "--vae has no effect"),
-            (["compose", "--llm", "a", "--out", "c"], "--vision, --audio or --generator"),
+            (["compose", "--llm", "a", "--out", "c", "--generator", "d"], "--vision or --audio"),
             (["init", "x.jsonl", "--generate"], "--generate is of --demo"),
             (["generate", "x", "hm", "--size", "big"], "'big' is no size"),
             (["generate", "x", "hm", "--steps", "0"], "--steps: 0: must be at least 1")):
@@ -177,8 +188,9 @@ def test_a_table_without_a_row_for_the_token_is_refused(tmp_path):
     settings["vocab_size"] = 20
     file.write_text(json.dumps(settings))
     out = subprocess.run(
-        [sys.executable, "-m", "orchmllm", "compose", "--llm", str(parts.llm), "--generator",
-         str(tmp_path / "generator"), "--out", str(tmp_path / "model")],
+        [sys.executable, "-m", "orchmllm", "compose", "--llm", str(parts.llm), "--audio",
+         str(parts.audio), "--generator", str(tmp_path / "generator"), "--out",
+         str(tmp_path / "model")],
         capture_output=True, text=True, cwd=Path(__file__).parents[3])
     assert out.returncode == 2 and re.search(
         "table has 20 rows, and none for the\\s+token <.image_made.>", out.stderr)
