@@ -163,8 +163,10 @@ class ConversationDataset:
 
     def kept(self, i: int, *, read: bool = False) -> MeasuredExample | None:
         """What planning read of example i, if that is still there: for `load` in a process that
-        would have to read it again. read: it is read where it is not there."""
-        return self._cache.get(i) or (self._row(i) if read else None)
+        would have to read it again. read: it is read where it is not there, and no data are on
+        other machines, for which a step would wait here."""
+        reads = read and not self.storage.config.roots
+        return self._cache.get(i) or (self._row(i) if reads else None)
 
     def media_of(self, i: int) -> list[tuple[int, int, Medium]]:
         """(segment index, modality, medium) of example i's media in reading order; those after the
