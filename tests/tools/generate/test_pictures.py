@@ -21,6 +21,7 @@ from orchmllm.composition.generator import Generator, draw
 from orchmllm.data.made import Made
 from orchmllm.data.media.shapes import Size
 from orchmllm.data.text.processor import Processor
+from orchmllm.tools.compose.write import compose
 from orchmllm.tools.generate.pictures import write_pictures
 from tests.lib import composed
 from tests.lib.ranks import run_ranks
@@ -153,6 +154,24 @@ def test_a_run_is_exported_and_makes_pictures(tmp_path, capsys):
                    [token, 8, token], Namespace(**{**vars(args), "out": tmp_path / "two.png"}),
                    lines.append)
     assert (tmp_path / "two_1.png").is_file() and (tmp_path / "two_2.png").is_file()
+
+
+def test_weights_of_a_generator_are_read_from_its_folder(tmp_path):
+    """As diffusers names their files, beside those of the other parts; its connector is drawn."""
+    import diffusers
+    from transformers import AutoModelForMultimodalLM
+
+    parts = composed.write_parts("whisper_qwen3", tmp_path / "parts",
+                                 generator=tmp_path / "generator", side=4)
+    own = diffusers.LTXVideoTransformer3DModel.from_config(
+        diffusers.LTXVideoTransformer3DModel.load_config(parts.generator)).double()
+    own.save_pretrained(parts.generator, max_shard_size="50KB")
+    assert len(list(parts.generator.glob("*.safetensors"))) > 1
+    compose(parts, tmp_path / "model")
+    model = AutoModelForMultimodalLM.from_pretrained(tmp_path / "model", dtype=torch.float64)
+    found = model.generator.transformer.state_dict()
+    assert all(torch.equal(found[name], value) for name, value in own.state_dict().items())
+    assert model.generator.connector.weight.std() > 0
 
 
 def test_a_token_that_the_tokenizer_has_not_is_told(tmp_path):
