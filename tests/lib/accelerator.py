@@ -48,6 +48,9 @@ def accelerator(num_ranks: int, rank: int = 1) -> Iterator[torch.device]:
     dist.init_process_group(f"cpu:fake,{NAME}:fake", store=FakeStore(), rank=rank,
                             world_size=num_ranks)
     with (really(fsdp, "make_mesh"), really(_fully_shard, "_get_post_forward_mesh_info"),
+          patch.object(torch.accelerator, "current_stream", _Stream),
+          # Or copies of real tensors to the device are computed.
+          patch.object(FakeTensorMode, "avoid_device_init", True),
           FakeTensorMode(allow_non_fake_inputs=True)):
         yield torch.device(NAME, 0)
 

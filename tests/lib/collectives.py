@@ -20,6 +20,7 @@ from orchmllm.comm.exchange import exchange_group
 from orchmllm.config.balance import BalanceConfig
 from orchmllm.config.job import resolve
 from orchmllm.config.recipe import FsdpConfig, TrainConfig
+from orchmllm.encoders.mirrored import Mirrored
 from orchmllm.models.whole_flops import plan_spec
 from orchmllm.orchestrator import Orchestrator
 from orchmllm.plan.layout import ENCODERS, BatchLayout
@@ -51,8 +52,14 @@ class Log(TorchDispatchMode):
         self.found: list[Collective] = []
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if any(issubclass(t, Mirrored) for t in types):
+            return NotImplemented  # it calls what it needs of the device
         if func.namespace == "c10d":
             self.found.append(self._describe(func.__name__.split(".")[0], args))
+        if func.__name__.startswith("to."):
+            # Below autograd, as where Mirrored calls it, it is no copy yet, and FakeTensorMode
+            # would compute it of what is no fake tensor.
+            return func.decompose(*args, **(kwargs or {}))
         return func(*args, **(kwargs or {}))
 
     @staticmethod
