@@ -10,6 +10,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from orchmllm.config.recipe import load_recipe
 from orchmllm.models.gpus import GPUS
 from orchmllm.papers.fact import MEASURED, Fact, Printed
 from orchmllm.papers.grouping import intra_reorder
@@ -18,6 +19,9 @@ from orchmllm.papers.profiles import ModuleProfile, analytic, state_of, with_fro
 from orchmllm.papers.shapes import Backbone, Tower
 from orchmllm.papers.units import UnitsPlan, plan_units
 from orchmllm.plan.balance import core
+from orchmllm.tools.init.command import RECIPES
+from orchmllm.tools.predict.dry_run import dry_run
+from orchmllm.tools.predict.examples import of_mix
 from orchmllm.tools.predict.hardware import Hardware
 
 A800 = Hardware("A800, 8 a node, 4 x 200 Gbit/s per node", network_bandwidth=12.5e9,
@@ -204,6 +208,22 @@ def figures(printed: Printed) -> Iterator[Fact]:
                     f"{n} {v:.3f}" for n, v in found.items())))
 
 
+def trained(printed: Printed, ranks: int = 1296) -> Fact:
+    """MLLM-72B as this project trains it, all parts on every rank: predicted."""
+    recipe, ours = load_recipe(RECIPES / "disttrain_72b.yaml"), None
+    try:
+        found = dry_run(recipe, ranks, A800, 4, of_mix(recipe, "made"))
+    except ValueError as error:  # diffusers is missing
+        note = str(error)
+    else:
+        ours = 100 * found["predicted"]["balanced"]["mfu"]
+        note = (f"without balancing {100 * found['predicted']['none']['mfu']:.1f}; slowest rank "
+                "over the mean " + ", ".join(f"{p} {x['none']:.2f} -> {x['balanced']:.2f}"
+                                             for p, x in found["phases"].items()))
+    return printed.row("Figure 15", "MFU of recipes/disttrain_72b.yaml", "MLLM-72B", ours,
+                       note=note)
+
+
 def lines(paper: str) -> Iterator[Fact]:
     """All rows of `disttrain` or `mmscale`."""
     printed = Printed(paper)
@@ -214,6 +234,8 @@ def lines(paper: str) -> Iterator[Fact]:
     if paper == "mmscale":
         yield from table_3(printed)
     yield from figures(printed)
+    if paper == "disttrain":
+        yield trained(printed)
     yield printed.row("Figure 21", "preprocessing a step, in the trainer and elsewhere",
                       kind=MEASURED, note="`data.preprocess: ray` does it elsewhere; "
                       "scripts/bench_preprocess.py measures what a step then waits")

@@ -33,5 +33,5 @@ def headers_of(mix: str, num_examples: int, seed: int) -> Headers:
         size[image] = PAGE if mix == "documents" else FRAME
     if mix == "documents":
         text += (image * count * rng.lognormal(5.8, 0.6, n)).astype(np.int64)
-    return replace(made, text=text, media_per_example=count, is_image=image.repeat(count),
-                   size=size.repeat(count, axis=0))
+    return replace(made, text=text, media_per_example=count,
+                   modality=made.modality.repeat(count), size=size.repeat(count, axis=0))

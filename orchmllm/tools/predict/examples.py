@@ -19,7 +19,7 @@ from orchmllm.data.index import LengthIndex, joined_layouts, usable_rows
 from orchmllm.data.sampler import make_sampler
 from orchmllm.data.storage.remote import Storage
 from orchmllm.models.families import read_config
-from orchmllm.plan.layout import BatchLayout
+from orchmllm.plan.layout import AUDIO, MADE, TEXT, VISION, BatchLayout
 from orchmllm.tools.predict.whole import absent
 from orchmllm.tools.predict.workload import SAMPLE_RATE, Headers, batch_layout, sample_headers
 
@@ -47,7 +47,9 @@ def _cut(layout: BatchLayout, limit: int) -> BatchLayout:
     """The layout with its examples' last texts cut to `limit` tokens an example (0: as it is)."""
     if not limit:
         return layout
-    tokens, last = layout.num_tokens.copy(), np.cumsum(layout.segments_per_example) - 1
+    tokens, ends = layout.num_tokens.copy(), np.cumsum(layout.segments_per_example)
+    texts = np.where(layout.modality == TEXT, np.arange(len(tokens)), 0)
+    last = np.maximum.reduceat(texts, ends - layout.segments_per_example)
     excess = np.maximum(layout.tokens_per_example - limit, 0)
     tokens[last] = np.maximum(tokens[last] - excess, 1)
     return replace(layout, num_tokens=tokens,
@@ -138,18 +140,19 @@ class Row(BaseModel, extra="forbid"):
 
     images: list[tuple[Size, Size]] = []
     audio_s: list[Seconds] = []
+    made: list[tuple[Size, Size]] = []
     text_tokens: int = Field(0, ge=0, lt=2**31)
 
 
 def of_file(recipe: Recipe, path: Path) -> Examples:
     """The examples of a statistics file, a JSON object a line: {"images": [[width, height], ...],
-    "audio_s": [seconds, ...], "text_tokens": n}, each key optional. Raises ValueError naming the
-    line that is none."""
+    "audio_s": [seconds, ...], "made": [[width, height], ...], "text_tokens": n}, each key optional.
+    Raises ValueError naming the line that is none."""
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as e:
         raise ValueError(f"--lengths {path}: cannot be read ({e})") from e
-    rows, size, is_image = [], [], []
+    rows, size, modality = [], [], []
     for number, line in enumerate(lines, 1):
         try:
             rows.append(row := Row.model_validate_json(line))
@@ -157,17 +160,19 @@ def of_file(recipe: Recipe, path: Path) -> Examples:
             wrong = e.errors()[0]
             raise ValueError(
                 f'--lengths {path}, line {number}: not {{"images": [[width, height]], "audio_s": '
-                f'[seconds], "text_tokens": n}} with sizes below 2**31: '
+                f'[seconds], "made": [[width, height]], "text_tokens": n}} with sizes below 2**31: '
                 f"{'.'.join(map(str, wrong['loc']))}: {wrong['msg']}") from e
-        size += [*row.images, *((int(s * SAMPLE_RATE), SAMPLE_RATE) for s in row.audio_s)]
-        is_image += [True] * len(row.images) + [False] * len(row.audio_s)
+        clips = [(int(s * SAMPLE_RATE), SAMPLE_RATE) for s in row.audio_s]
+        for kind, sizes in ((VISION, row.images), (AUDIO, clips), (MADE, row.made)):
+            size += sizes
+            modality += [kind] * len(sizes)
     if not lines:
         raise ValueError(f"--lengths {path}: it is empty")
     tokens = np.array([max(row.text_tokens, 1) for row in rows])
     headers = Headers(
         np.zeros_like(tokens), tokens, tokens,
-        np.array([len(row.images) + len(row.audio_s) for row in rows]), np.array(is_image, bool),
-        np.array(size, np.int64).reshape(-1, 2))
+        np.array([len(row.images) + len(row.audio_s) + len(row.made) for row in rows]),
+        np.array(modality, int), np.array(size, np.int64).reshape(-1, 2))
     try:
         pool = _cut(batch_layout(headers, recipe.model, 1), recipe.data.max_example_tokens)
     except ValueError as e:  # longer than the model takes

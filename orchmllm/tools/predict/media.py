@@ -18,11 +18,13 @@ from transformers import (
     AutoImageProcessor,
 )
 
+from orchmllm.data.made import Made
 from orchmllm.data.media.shapes import Shapes, Size, adapted, sized
 from orchmllm.data.text.clips import FEWEST, fills_windows
 from orchmllm.models.families import read_config
 from orchmllm.models.hf import meta_model
 from orchmllm.plan.geometry import SegmentLengths
+from orchmllm.plan.layout import GENERATOR
 
 CURE = "run `orchmllm data index RECIPE` first, so that lengths are those of its own rows"
 
@@ -110,7 +112,22 @@ class Clips:
         return SegmentLengths(frames, (frames + 1) // 2, tokens, (1, 1, frames))
 
 
+class Drawings:
+    """What images become that a folder's model makes. Raises ValueError for one that makes none."""
+
+    def __init__(self, folder: str) -> None:
+        given = getattr(read_config(Path(folder)), "generator_config", None)
+        if given is None:
+            raise ValueError(f"{folder}: the model makes no images, and the examples have images "
+                             "to make")
+        self._made = Made("", given["token_id"], given["side"], given["max_pixels"])
+
+    def segment_lengths(self, width: int, height: int) -> SegmentLengths:
+        """Of an image of so many pixels."""
+        return self._made.lengths(self._made.grid(Size(height, width)))
+
+
 @lru_cache(maxsize=4)
-def of(folder: str, phase: str) -> Pictures | Clips:
-    """For the media of an encoder phase. Raises ValueError, saying what is missing."""
-    return (Pictures if phase == "vision" else Clips)(folder)
+def of(folder: str, phase: str) -> Pictures | Clips | Drawings:
+    """For the media of a phase. Raises ValueError, saying what is missing."""
+    return {"vision": Pictures, "audio": Clips, GENERATOR: Drawings}[phase](folder)

@@ -39,7 +39,7 @@ def cluster_options(parser: argparse.ArgumentParser) -> None:
                          help="drawn lengths instead of the recipe's data")
     add_options(lengths, (("--lengths", Path, "lengths of a file, a line an example: "
                            '{"images": [[width, height]], "audio_s": [seconds], '
-                           '"text_tokens": n}'),))
+                           '"made": [[width, height]], "text_tokens": n}'),))
 
 
 def cluster_of(args: argparse.Namespace) -> Hardware:

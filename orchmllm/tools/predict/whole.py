@@ -19,7 +19,7 @@ from orchmllm.plan.geometry import AudioGeometry
 from orchmllm.plan.layout import ENCODERS
 
 if TYPE_CHECKING:
-    from orchmllm.tools.predict.media import Clips, Pictures
+    from orchmllm.tools.predict.media import Clips, Drawings, Pictures
 
 SETTINGS = ("preprocessor_config.json", "processor_config.json")
 
@@ -40,10 +40,10 @@ def parameters(model: ModelConfig) -> dict[str, int]:
 
 
 def geometry(model: ModelConfig, phase: str, sizes: np.ndarray) -> np.ndarray:
-    """(n, 6) int64: rows, positions, tokens and grid of media of an encoder phase, each by itself
-    in an example. sizes (n, 2) int64: width and height in pixels, or samples and their rate. Raises
+    """(n, 6) int64: rows, positions, tokens and grid of media of a phase, each by itself in an
+    example. sizes (n, 2) int64: width and height in pixels, or samples and their rate. Raises
     ValueError, saying what is missing in the folder."""
-    def opened() -> Pictures | Clips:
+    def opened() -> Pictures | Clips | Drawings:
         from orchmllm.tools.predict import media  # with torch
 
         return media.of(model.folder, phase)

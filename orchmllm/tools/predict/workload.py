@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from orchmllm.config.model import ModelConfig
-from orchmllm.plan.layout import AUDIO, TEXT, VISION, BatchLayout
+from orchmllm.plan.layout import AUDIO, MADE, OF_MEDIA, TEXT, VISION, BatchLayout
 from orchmllm.tools.predict.whole import geometry
 
 PERCENTS = np.array([0, 1, 5, 10, 20, 30, 40, 50, 60, 70, 80, 90, 95, 99, 100])
@@ -70,17 +70,23 @@ def _questions(mean: float, answer: int) -> Callable:
 class Headers:
     """Examples before any model is chosen. n examples, m media items (images and clips).
 
-    prefix (n,), text (n,): tokens before and after the media. targets (n,): tokens with a label.
-    media_per_example (n,); is_image (m,) bool; size (m, 2): width and height in pixels, or samples
-    and their rate in Hz.
+    prefix (n,), text (n,): tokens before and after the media that are read. targets (n,): tokens
+    with a label. media_per_example (n,); modality (m,): VISION, AUDIO or MADE, which is behind the
+    text and the last of its example; size (m, 2): width and height in pixels, or samples and their
+    rate in Hz.
     """
 
     prefix: np.ndarray
     text: np.ndarray
     targets: np.ndarray
     media_per_example: np.ndarray
-    is_image: np.ndarray
+    modality: np.ndarray
     size: np.ndarray
+
+    @property
+    def is_image(self) -> np.ndarray:
+        """(m,) bool: images that are read."""
+        return self.modality == VISION
 
 
 def _oriented(rng: np.random.Generator, long: np.ndarray, aspect: np.ndarray,
@@ -147,7 +153,7 @@ _TEXT: dict[str, tuple[int, str, Callable]] = {
 }
 _IMAGES = {"coco": coco_sizes, "genome": genome_sizes, "cover": cover_sizes,
            "textcaps": textcaps_sizes}
-MIXES = ("natural", "half", "omni")
+MIXES = ("natural", "half", "omni", "made")
 
 
 def _mix_probabilities(mix: str, without: Collection[str] = ()) -> np.ndarray:
@@ -168,41 +174,44 @@ def _mix_probabilities(mix: str, without: Collection[str] = ()) -> np.ndarray:
 def sample_headers(mix: str, num_examples: int, seed: int,
                    without: Collection[str] = ()) -> Headers:
     """Examples of a mix, seeded: `natural` (proportions of the paper's data), `half` (half vision,
-    half audio) or `omni` (natural, but 20% hold an image and speech, 15% hold 2-8 images).
-    without: encoder phases whose sets are left out of the mix."""
+    half audio), `omni` (natural, but 20% hold an image and speech, 15% hold 2-8 images) or `made`
+    (natural, but half of the images are made, not read). without: encoder phases whose sets are
+    left out of the mix."""
     rng = np.random.default_rng(seed)
     n = num_examples
     kind_of = rng.choice(len(_TEXT), n, p=_mix_probabilities(mix, without))
-    text, media = np.zeros(n), []  # media: (example, is_image, (m, 2) size)
+    text, media = np.zeros(n), []  # media: (example, modality, (m, 2) size)
     for index, (_, kind, text_tokens) in enumerate(_TEXT.values()):
         at = np.flatnonzero(kind_of == index)
         text[at] = text_tokens(rng, len(at))
         if kind in _IMAGES:
-            media.append((at, True, _IMAGES[kind](rng, len(at))))
+            media.append((at, VISION, _IMAGES[kind](rng, len(at))))
         elif kind != "text":
             seconds = (quantile("librispeech_s", rng, len(at)) if kind == "speech"
                        else air_bench_s(rng, len(at)))
             if kind == "speech":
                 text[at] += seconds * quantile("text_tokens_per_s", rng, len(at))
-            media.append((at, False, _samples(seconds)))
+            media.append((at, AUDIO, _samples(seconds)))
     if mix == "omni":
         role, extra = rng.random(n), rng.integers(1, 8, n)
         has_image = np.isin(kind_of, [i for i, (_, k, _) in enumerate(_TEXT.values())
                                       if k in _IMAGES])
         spoken = np.flatnonzero(has_image & (role < .2 / .645))
-        media.append((spoken, False, _samples(quantile("librispeech_s", rng, len(spoken)))))
+        media.append((spoken, AUDIO, _samples(quantile("librispeech_s", rng, len(spoken)))))
         several = np.flatnonzero(has_image & (role >= .2 / .645) & (role < .35 / .645))
         several = np.repeat(several, extra[several])
-        media.append((several, True, coco_sizes(rng, len(several))))
+        media.append((several, VISION, coco_sizes(rng, len(several))))
     owner = np.concatenate([at for at, _, _ in media])
-    is_image = np.concatenate([np.full(len(at), image) for at, image, _ in media])
+    modality = np.concatenate([np.full(len(at), kind) for at, kind, _ in media])
+    if mix == "made":
+        modality[(modality == VISION) & (rng.random(len(modality)) < .5)] = MADE
     order = np.argsort(owner, kind="stable")
     text = np.maximum(text, 1).astype(np.int64)
     per_example = np.bincount(owner, minlength=n)
     return Headers(
         prefix=np.where(per_example > 0, SYSTEM_TOKENS + MEDIA_TOKENS * per_example, 0),
         text=text, targets=np.maximum(1, (text * rng.uniform(.2, .7, n)).astype(np.int64)),
-        media_per_example=per_example, is_image=is_image[order],
+        media_per_example=per_example, modality=modality[order],
         size=np.concatenate([size for _, _, size in media])[order],
     )
 
@@ -216,7 +225,8 @@ def _samples(seconds: np.ndarray) -> np.ndarray:
 def _media_lengths(headers: Headers, model: ModelConfig) -> np.ndarray:
     """(m, 6) int64: rows, attn_len, num_tokens and grid of each media item."""
     table = np.zeros((len(headers.size), 6), np.int64)
-    for phase, at in (("vision", headers.is_image), ("audio", ~headers.is_image)):
+    for phase, modality in OF_MEDIA.items():
+        at = headers.modality == modality
         if at.any():
             table[at] = geometry(model, phase, headers.size[at])
     return table
@@ -224,8 +234,8 @@ def _media_lengths(headers: Headers, model: ModelConfig) -> np.ndarray:
 
 def batch_layout(headers: Headers, model: ModelConfig, num_ranks: int) -> BatchLayout:
     """The global batch of these examples in equal contiguous shares; the number of examples must be
-    a multiple of num_ranks (else it raises ValueError). Segments of an example: system text, media,
-    text."""
+    a multiple of num_ranks (else it raises ValueError). Segments of an example: system text, media
+    that are read, text, images that are made."""
     n, media = len(headers.text), headers.media_per_example
     if num_ranks < 1 or n % num_ranks:
         raise ValueError(f"{n} examples do not divide over num_ranks = {num_ranks}")
@@ -234,11 +244,13 @@ def batch_layout(headers: Headers, model: ModelConfig, num_ranks: int) -> BatchL
     table = np.zeros((start[-1], 7), np.int64)  # modality, rows, attn_len, num_tokens, grid
     table[:, 0] = TEXT
     table[start[:-1], 3] = headers.prefix
-    table[start[1:] - 1, 3] = headers.text  # the only segment of a text-only example
     owner = np.repeat(np.arange(n), media)
+    is_made = headers.modality == MADE
+    text = start[1:] - 1 - np.bincount(owner[is_made], minlength=n)
+    table[text, 3] = headers.text  # the only segment of a text-only example
     nth = np.arange(len(owner)) - np.repeat(np.cumsum(media) - media, media)
-    at = start[owner] + 1 + nth
-    table[at, 0] = np.where(headers.is_image, VISION, AUDIO)
+    at = start[owner] + 1 + nth + is_made
+    table[at, 0] = headers.modality
     table[at, 1:] = _media_lengths(headers, model)
     return BatchLayout.from_table(np.arange(n), headers.targets, per_example, table,
                                   np.full(num_ranks, n // num_ranks))

@@ -7,6 +7,7 @@ import json
 from dataclasses import replace
 from functools import cache
 
+import numpy as np
 import pytest
 
 from orchmllm.config.job import resolve
@@ -18,7 +19,8 @@ from orchmllm.plan.step import plan_step
 from orchmllm.tools.data.command import main as data_command
 from orchmllm.tools.predict.dry_run import dry_run
 from orchmllm.tools.predict.dry_run_command import main
-from orchmllm.tools.predict.examples import of_mix, of_recipe
+from orchmllm.plan.layout import MADE, TEXT, VISION
+from orchmllm.tools.predict.examples import of_file, of_mix, of_recipe
 from orchmllm.tools.predict.hardware import Hardware, cluster
 from orchmllm.tools.predict.transfers import moves_of
 from tests.lib.corpora import write_llava
@@ -201,6 +203,10 @@ def test_wrong_options_are_one_line(tmp_path, own):
     assert code == 2 and "line 2" in told and "pictures" in told
     code, _, told = own("--measured", str(lines))
     assert code == 2 and "--measured" in told and told.count("\n") == 1
+    for args in (("--mix", "made"), ("--lengths", str(lines))):
+        lines.write_text('{"made": [[64, 64]]}', encoding="utf-8")
+        code, _, told = own(*args)
+        assert code == 2 and "the model makes no images" in told and told.count("\n") == 1
     for row, says in (('{"audio_s": [1e999]}', "line 1"), ('{"text_tokens": 1e30}', "line 1"),
                       ('{"images": [[1e12, 9]]}', "2**31"), ('{"audio_s": [1000]}', "too long")):
         lines.write_text(row, encoding="utf-8")
@@ -236,6 +242,25 @@ def test_lengths_of_a_statistics_file(tmp_path, own):
     assert r["epoch"] == 60 and r["flops"]["vision"] > 0 and r["flops"]["audio"] == 0
     assert "60 examples of" in said and "an epoch of 60 examples" in said
     assert "a100, 85 GB" in said
+
+
+def test_images_that_are_made_are_behind_the_text_that_they_are_made_from(tmp_path):
+    recipe = read("disttrain_72b")
+    recipe = replace(recipe, data=replace(recipe.data, max_example_tokens=300))
+    lines = tmp_path / "lengths.jsonl"
+    lines.write_text('{"text_tokens": 500, "made": [[640, 480], [4096, 4096]], "images": [[28, 56]]'
+                     '}\n{"text_tokens": 9}\n', encoding="utf-8")
+    [found] = of_file(recipe, lines).rows()
+    assert found.modality.tolist() == [TEXT, VISION, TEXT, MADE, MADE, TEXT, TEXT][:6]
+    assert found.grid[found.segments[MADE]].tolist() == [[1, 30, 40], [1, 64, 64]]
+    assert found.tokens_per_example.tolist() == [300, 9]  # the text is cut, and no image
+    assert found.conditions.tolist() == [299, 300]
+    drawn = of_mix(recipe, "made").draw(4, 100, 0)
+    items, read_ = (drawn.items_per_example[m] for m in (MADE, VISION))
+    assert 0.8 < items.sum() / read_.sum() < 1.25 and not items[read_ > 0].any()
+    ends = np.cumsum(drawn.segments_per_example)[items > 0] - 1
+    assert (drawn.modality[ends] == MADE).all()
+    assert (drawn.conditions == drawn.tokens_per_example[items > 0]).all()
 
 
 def test_the_recipes_own_lengths_once_they_are_indexed(tmp_path, capsys):
