@@ -207,7 +207,7 @@ class MemoryModel:
         done, beside = done - features, dict.fromkeys(self.phases, 0.0)
         beside["llm"] = BACKWARD_COPIES * shared
         if GENERATOR in beside:  # while the head waits for its backward pass
-            beside[GENERATOR] = self.loss_bytes(loads) + head
+            beside[GENERATOR] = self._loss_kept(loads)
             done = done + kept[GENERATOR]
             out["generator forward"] = done + beside[GENERATOR] + self._gather(
                 GENERATOR, False) + np.maximum(
@@ -304,6 +304,15 @@ class MemoryModel:
                      rounded * learnt * llm.outputs)
         chunked = e * llm.width * (tokens + chunk) + f * learnt * llm.outputs + moment
         return np.where(tokens > chunk, chunked, plain)
+
+    def _loss_kept(self, loads: Loads) -> np.ndarray:
+        """(d,) bytes that the loss keeps for its backward pass: the log-softmax of logits, or, by
+        chunks, the gradients that were made at once."""
+        llm, f, tokens = self._counts["llm"], max(4, self.element), loads.phases["llm"].rows
+        learns = not (self.model.llm.frozen or self.model.lora.rank)
+        chunked = self.element * llm.width * tokens + f * llm.width * learns * llm.outputs
+        is_chunked = (self.fsdp.loss_chunk_rows > 0) & (tokens > self.fsdp.loss_chunk_rows)
+        return np.where(is_chunked, chunked, float(f * llm.outputs) * tokens)
 
     def _units(self, phase: str) -> dict[str, Unit]:
         return by_role(self.model, phase)

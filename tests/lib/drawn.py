@@ -54,8 +54,12 @@ def shortened(model: ModelConfig, num_layers: int) -> ModelConfig:
     """A model with at most so many layers in each part; it has no tokenizer."""
     folder = Path(model.folder)
     config, out = json.loads((folder / "config.json").read_text()), _made()
-    for part, key in LAYERS.items():
-        config[f"{part}_config"][key] = min(num_layers, config[f"{part}_config"][key])
+    of_parts = [(config[name], key) for part, key in LAYERS.items()
+                if (name := f"{part}_config") in config]
+    if "generator_config" in config:
+        of_parts.append((config["generator_config"]["transformer"], "num_layers"))
+    for values, key in of_parts:
+        values[key] = min(num_layers, values[key])
     (out / "config.json").write_text(json.dumps(config))
     shutil.copy(folder / "preprocessor_config.json", out)
     return replace(model, config=str(out))

@@ -12,10 +12,11 @@ from orchmllm.batch import Microbatch
 from orchmllm.comm.pieces import Media, Piece
 from orchmllm.config.model import ModelConfig
 from orchmllm.config.recipe import FsdpConfig
+from orchmllm.data.made import described as made
 from orchmllm.encoders.planned import PlannedEncoders
 from orchmllm.models.hf import WholeModel
-from orchmllm.plan.assign import PHASES
-from orchmllm.plan.layout import ENCODERS
+from orchmllm.plan.assign import EVERY_PHASE
+from orchmllm.plan.layout import GENERATOR
 from orchmllm.plan.step import StepPlan
 from orchmllm.sharding.blocks import recompute
 from orchmllm.sharding.fsdp import compute_dtype, shard_all
@@ -30,7 +31,7 @@ def on_meta(model: ModelConfig, fsdp: FsdpConfig, group: dist.ProcessGroup | Non
         whole = build(model, getattr(torch, fsdp.param_dtype))
     whole.dtype, whole.loss_chunk_rows = compute_dtype(fsdp), fsdp.loss_chunk_rows
     whole.encoders = PlannedEncoders(whole.hf, group)
-    recompute(whole, {p: fsdp.checkpointing(p) for p in PHASES})
+    recompute(whole, {p: fsdp.checkpointing(p) for p in EVERY_PHASE})
     return whole
 
 
@@ -49,14 +50,19 @@ def microbatch(whole: WholeModel, data: SyntheticDataset, plan: StepPlan, rank: 
     def load(example: int, **how):
         return data.load(int(layout.example_id[example]), **how)
 
+    def piece(phase: str, tensors: dict[str, torch.Tensor]) -> Piece:
+        return made(tensors) if phase == GENERATOR else whole.encoders.described(phase, tensors)
+
     def described(phase: str, places: np.ndarray) -> list[Piece]:
-        return [whole.encoders.described(phase, load(e, text=False, segments=[s]).parts[s])
+        return [piece(phase, load(e, text=False, segments=[s]).parts[s])
                 for e, s in places.tolist()]
 
     media = {}
-    for phase, code in ENCODERS.items():
+    for phase, code in plan.spec.of_media.items():
+        if phase not in whole.blocks():
+            continue
         move = plan.encode[phase]
-        blank = whole.encoders.described(phase, data.reader.blank(code))
+        blank = piece(phase, data.reader.blank(code))
         pieces = described(phase, mine.media[phase])
         if dispatch == "tensors":
             sent = layout.places(layout.segments[code][move.items_of(rank)])

@@ -24,14 +24,15 @@ from orchmllm.config.job import resolve
 from orchmllm.config.model import ModelConfig
 from orchmllm.config.recipe import FsdpConfig, Recipe
 from orchmllm.counts.on_a_gpu import fused
+from orchmllm.data.made import Made
 from orchmllm.models import attention
 from orchmllm.models.families import model_class, read_config
 from orchmllm.models.flops import Lengths
 from orchmllm.models.hf import WholeModel
 from orchmllm.models.whole_flops import part_counts, plan_spec
-from orchmllm.plan.assign import PHASES
+from orchmllm.plan.assign import EVERY_PHASE
 from orchmllm.plan.geometry import AudioGeometry, SegmentLengths
-from orchmllm.plan.layout import AUDIO, ENCODERS, VISION, BatchLayout
+from orchmllm.plan.layout import AUDIO, ENCODERS, MADE, VISION, BatchLayout
 from orchmllm.plan.step import StepPlan, plan_step
 from orchmllm.sharding.blocks import recompute
 from orchmllm.sharding.fsdp import shard_all
@@ -47,7 +48,7 @@ def tracked(recipe: Recipe, num_ranks: int) -> tuple[float, dict[str, float]]:
     """(tracked peak, predicted bytes by moment) of rank 0 in a drawn step without balancing:
     parameters, gradients, activations and exchanges, without the optimizer's moments."""
     memory, plan = planned(recipe, num_ranks)
-    choice = {p: recipe.fsdp.checkpointing(p) for p in PHASES}
+    choice = {p: recipe.fsdp.checkpointing(p) for p in EVERY_PHASE}
     moments = memory.peaks(loads_of(plan), choice)
     moments.pop("optimizer")
     moves = memory.state_bytes()["optimizer"]
@@ -58,7 +59,9 @@ def tracked(recipe: Recipe, num_ranks: int) -> tuple[float, dict[str, float]]:
 def planned(recipe: Recipe, num_ranks: int) -> tuple[MemoryModel, StepPlan]:
     """The memory model of the step that is tracked, and its plan."""
     job = resolve(recipe, num_ranks, 8)
-    layout = of_mix(recipe).draw(num_ranks, recipe.train.batch_size, 0)
+    has_generator = hasattr(read_config(Path(recipe.model.folder)), "generator_config")
+    mix = of_mix(recipe, "made" if has_generator else "natural")
+    layout = mix.draw(num_ranks, recipe.train.batch_size, 0)
     return MemoryModel.of(job), plan_step(layout, replace(plan_spec(job), balance=NONE))
 
 
@@ -67,10 +70,14 @@ class Drawn(SyntheticDataset):
 
     def __init__(self, layout: BatchLayout, model: ModelConfig) -> None:
         config, counts = read_config(Path(model.folder)), part_counts(model)
+        audio, made = (getattr(config, name, None) for name in ("audio_config", "generator_config"))
         super().__init__(size=layout.num_examples, audio=AudioGeometry(
-            num_mels=config.audio_config.num_mel_bins, stack=1))
+            num_mels=audio.num_mel_bins if audio else 1, stack=1))
         self._all, self._width = layout, counts["vision"].row_values
         self._tokens = {VISION: config.image_token_id, AUDIO: config.audio_token_id}
+        if made:
+            self._tokens[MADE] = made["token_id"]
+            self._made = Made("", made["token_id"], made["side"], made["max_pixels"])
         self._first = np.append(0, np.cumsum(layout.segments_per_example))
         self._place = {e: k for k, e in enumerate(layout.example_id.tolist())}
 
@@ -92,6 +99,8 @@ class Drawn(SyntheticDataset):
 
     def _medium(self, i: int, k: int, layout: BatchLayout) -> dict[str, Tensor]:
         rows = int(layout.rows[k])
+        if layout.modality[k] == MADE:
+            return self._made.blank(rows)
         if layout.modality[k] == VISION:
             return {"pixel_values": torch.zeros(rows, self._width),
                     "image_grid_thw": torch.from_numpy(layout.grid[k: k + 1])}
@@ -100,6 +109,8 @@ class Drawn(SyntheticDataset):
 
     def blank(self, modality: int) -> dict[str, Tensor]:
         """A small image or clip."""
+        if modality == MADE:
+            return self._made.blank()
         if modality == VISION:
             return {"pixel_values": torch.zeros(16, self._width),
                     "image_grid_thw": torch.tensor([[1, 4, 4]])}
@@ -133,7 +144,7 @@ def tracked_peak(recipe: Recipe, plan: StepPlan) -> float:
             with tracker:
                 for _ in range(recipe.train.accumulation_steps):
                     tracker.reset_mod_stats()
-                    whole(batch).backward()
+                    whole(batch).sum().backward()
         return float(tracker.get_tracker_snapshot("peak")[device]["Total"])
     finally:
         dist.destroy_process_group()

@@ -106,7 +106,7 @@ class SyntheticDataset:
         parts |= {k: MeasuredExample(layout, None, None, [], None) for k in encoded}
         ids, labels = self._text(i) if text else (None, None)
         return ProcessedExample(i, ids, labels, media, layout, parts, {
-            k: KINDS[int(layout.modality[k])].content for k in at})
+            k: KINDS[m].content for k in at if (m := int(layout.modality[k])) in KINDS})
 
     def blank(self, modality: int) -> dict[str, Tensor]:
         """The tensors of a small black image or a silent clip."""

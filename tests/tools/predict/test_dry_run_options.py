@@ -15,11 +15,11 @@ from orchmllm.config.recipe import load_recipe
 from orchmllm.models.gpus import GPUS, kind_of
 from orchmllm.models.whole_flops import plan_spec
 from orchmllm.plan.assign import PHASES
+from orchmllm.plan.layout import MADE, TEXT, VISION
 from orchmllm.plan.step import plan_step
 from orchmllm.tools.data.command import main as data_command
 from orchmllm.tools.predict.dry_run import dry_run
 from orchmllm.tools.predict.dry_run_command import main
-from orchmllm.plan.layout import MADE, TEXT, VISION
 from orchmllm.tools.predict.examples import of_file, of_mix, of_recipe
 from orchmllm.tools.predict.hardware import Hardware, cluster
 from orchmllm.tools.predict.transfers import moves_of

@@ -4,12 +4,16 @@ torch's tracker does not see that gathered units without a gradient are freed.)"
 
 from __future__ import annotations
 
+import json
+import shutil
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from orchmllm.config.job import resolve
+from orchmllm.config.model import ModelConfig
 from orchmllm.models.flops import Lengths
 from orchmllm.models.whole_flops import plan_spec
 from orchmllm.plan.assign import PHASES, BalancePolicy, PhasePolicy
@@ -72,6 +76,12 @@ CASES = {  # (ranks, recipe)
     "18B, hybrid": (128, thin("mllm18b", shard_size=8, batch_size=8)),
     "18B, mixed": (256, thin("mllm18b", shard_size=64, batch_size=10, llm_checkpointing="selective",
                              audio_checkpointing="none")),
+    "generator, full": (64, thin("disttrain_72b", batch_size=8)),
+    "generator, selective": (64, thin("disttrain_72b", batch_size=8,
+                                      activation_checkpointing="selective")),
+    "generator, none": (64, thin("disttrain_72b", batch_size=8, activation_checkpointing="none")),
+    "generator kept, LLM full": (64, thin("disttrain_72b", batch_size=4, generator_reshard="none",
+                                          generator_checkpointing="none")),
     "1 rank, none": (1, thin("mllm_1gpu", batch_size=8, activation_checkpointing="none")),
 }
 FAST = ("kept, selective",)
@@ -83,6 +93,24 @@ def test_predicted_peak_is_the_tracked_one(name):
     ranks, recipe = CASES[name]
     peak, moments = tracked(recipe, ranks)
     assert max(moments.values()) == pytest.approx(peak, rel=0.05)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("choice", ["none", "selective", "full"])
+def test_predicted_peak_where_the_generator_is_larger_than_the_llm(choice, tmp_path):
+    recipe = thin("disttrain_72b", batch_size=24, generator_checkpointing=choice)
+    config = Path(recipe.model.config, "config.json")
+    parts = json.loads(config.read_text())
+    narrow = {"hidden_size": 1024, "intermediate_size": 2816, "num_attention_heads": 16,
+              "vocab_size": 4000}
+    parts["text_config"] |= narrow
+    parts["image_token_id"], parts["generator_config"]["token_id"] = 4000, 3999
+    parts["generator_config"]["transformer"]["caption_channels"] = narrow["hidden_size"]
+    (tmp_path / "config.json").write_text(json.dumps(parts))
+    shutil.copy(config.parent / "preprocessor_config.json", tmp_path)
+    peak, moments = tracked(replace(recipe, model=ModelConfig(config=str(tmp_path))), 64)
+    assert max(moments, key=moments.get) == "generator backward"
+    assert moments["generator backward"] == pytest.approx(peak, rel=0.08)
 
 
 @pytest.mark.slow
