@@ -287,7 +287,7 @@ def batch(family: Family, model: nn.Module, items: list[Item], seed: int) -> dic
             # Qwen3-VL and GLM-4V write the frames of a video apart; GLM-4V as images.
             apart = kind == "video" and family.name.startswith(("qwen3", "glm4v"))
             frames = int(one["video_grid_thw"][0, 0]) if apart else 1
-            token = torch.tensor([IMAGE if family.name == "glm4v" else _TOKENS[kind]])
+            token = torch.tensor([IMAGE if family.name.startswith("glm4v") else _TOKENS[kind]])
             start = AUDIO_START if kind == "audio" else START
             part = [torch.tensor([start]), token.repeat(n // frames), text(3)]
             ids += part * frames

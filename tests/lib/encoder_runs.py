@@ -24,7 +24,8 @@ def scenarios(family: Family) -> dict[str, list[list[Item]]]:
     kinds = list(family.make)
     first, other = kinds[0], kinds[-1]
     many = [Item(first, s) for s in (5, 1, 4, 2)]
-    apart = other if family.name != "glm4v" else first  # transformers refuses both in one batch
+    # Transformers refuses both in one batch of GLM-4V.
+    apart = first if family.name.startswith("glm4v") else other
     return {
         "uneven": [many, [Item(first, 3)], [Item(first, 2), Item(first, 0)]],
         "text only": [many, [], [Item(first, 1)]],
