@@ -16,6 +16,7 @@ import transformers
 from orchmllm.config.balance import PhaseConfig
 from orchmllm.config.recipe import Recipe, RunConfig
 from orchmllm.models import shared
+from orchmllm.plan import shares as plans
 from orchmllm.runtime.preflight import checks
 from orchmllm.sharding import compiled
 from orchmllm.trainer import Trainer
@@ -121,6 +122,22 @@ def test_what_is_frozen_changes_no_other_gradient(ranks, shard_size, tmp_path):
     settings = [parts for n in (1, 2) for parts in combinations(every, n)]
     run_ranks(frozen_compared, ranks, tmp_path, "qwen3_vl", settings, shard_size, exact=1e-10,
               max_shares=4)
+
+
+def compared_by_three(world, *args) -> list[dict]:
+    """Plans share by powers of two; nothing else relies on it."""
+    num_ranks = plans._num_ranks
+    with mock.patch.object(plans, "_num_ranks", lambda *of: np.minimum(2 * num_ranks(*of) - 1, 3)):
+        return compared(world, *args)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [3, 4])
+def test_gradients_where_three_ranks_share(ranks, tmp_path):
+    write_model("qwen3_vl", tmp_path, torch.float64)
+    write_rows(tmp_path, ["image"])
+    seen = run_ranks(compared_by_three, ranks, tmp_path, "qwen3_vl", [shares(recipe(tmp_path))])[0]
+    assert all(step["shared"] for step in seen)
 
 
 def compared_compiled(world, *args) -> list[dict]:
