@@ -20,6 +20,7 @@ from orchmllm.composition.codec import Codec
 from orchmllm.models.attention import packed_attention
 
 EXACT = 1e-5  # diffusers rotates in float32
+WAVES = 2.0 ** np.arange(4)  # half periods over a side of an image, by which a row is told its place
 TIMES = 1000  # transformers of diffusers count from 0 to 1000 what flows from 0 to 1
 TAKES = ("hidden_states", "encoder_hidden_states", "timestep", "encoder_attention_mask",
          "video_coords")  # what a transformer for packed rows is told
@@ -35,10 +36,17 @@ class Generator(nn.Module):
         self.transformer = self._kind.from_config(self._settings)
         self.norm = nn.LayerNorm(width)
         self.connector = nn.Linear(width, self.transformer.config.caption_channels)
+        # The transformer sees how far rows are from each other, and not where the image ends.
+        entrance = self.transformer.proj_in
+        self.place = nn.Linear(4 * len(WAVES), entrance.out_features, bias=False)
+        entrance.register_forward_hook(self._placed)
         self.codec = Codec(config["side"])
         self.dropout = config["condition_dropout"]
         self.attention = PackedAttention()
         self.transformer.set_attn_processor(self.attention)
+
+    def _placed(self, _: nn.Module, given: tuple, rows: Tensor) -> Tensor:
+        return rows + self.place(self.waves)
 
     def load_codec(self, folder: Path | None, device: torch.device, dtype: torch.dtype) -> None:
         """That of the model's folder. Raises ValueError where it does not fit."""
@@ -109,6 +117,7 @@ class Generator(nn.Module):
         forward."""
         self.attention.items = SequenceLengths.from_lengths(grids.prod(1), rows.device)
         self.attention.conditions = conditions
+        self.waves = on_device(waves(grids), rows.device).to(states.dtype)
         states = self.connector(self.norm(states))
         return self.transformer(
             hidden_states=rows[None].to(states.dtype), encoder_hidden_states=states[None],
@@ -147,6 +156,16 @@ def draw(key: int, rows: int, like: Tensor, dropout: float) -> tuple[Tensor, Ten
     kept = torch.rand(1, **options) >= dropout
     noise = torch.randn(rows, like.shape[-1], **options)
     return time.to(like), noise.to(like), kept.to(like)
+
+
+def waves(grids: np.ndarray) -> Tensor:
+    """(R, 4 * WAVES) float64: sines and cosines of where each row is in its image, from the top and
+    from the left, as a share of its sides."""
+    found = []
+    for _, h, w in grids.tolist():
+        at = (np.indices((h, w)).reshape(2, -1, 1) + 0.5) / [[[h]], [[w]]] * np.pi * WAVES
+        found.append(np.concatenate([*np.sin(at), *np.cos(at)], 1))
+    return torch.from_numpy(np.concatenate(found))
 
 
 def places(grids: np.ndarray, side: int) -> Tensor:

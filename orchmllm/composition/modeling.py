@@ -158,7 +158,9 @@ class ComposedPreTrainedModel(PreTrainedModel):
         if generator is None or not any(m is module for m in generator.modules()):
             super()._init_weights(module)
             return
-        if hasattr(module, "reset_parameters"):  # as diffusers has it
+        if module is generator.place:  # so that a transformer with weights is what it was
+            init.zeros_(module.weight)
+        elif hasattr(module, "reset_parameters"):  # as diffusers has it
             module.reset_parameters()
         for name, parameter in module.named_parameters(recurse=False):
             if name == "scale_shift_table":

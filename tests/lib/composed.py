@@ -163,5 +163,7 @@ def write_composed(name: str, folder: Path, linked: bool = False, **makes) -> Pa
     if not linked:
         model = transformers.AutoModelForMultimodalLM.from_pretrained(folder, dtype=torch.float64)
         (folder / PARTS).unlink()
+        if parts.generator:  # it starts at zero
+            torch.nn.init.normal_(model.generator.place.weight)
         model.save_pretrained(folder)
     return parts

@@ -84,11 +84,16 @@ def stock_loss(model, example, keys: dict[int, int]) -> tuple[torch.Tensor, torc
         latents = part.codec.encoded(example.parts[s][SQUARES], grid[None], torch.float64)
         time, noise, kept = draw(key, len(latents), latents, part.dropout)
         states = out.hidden_states[0, :ends[s]] * kept
+        h, w = grid[1:].tolist()
+        sides = [(torch.arange(n, dtype=torch.float64) + 0.5) / n * torch.pi for n in (h, w)]
+        angles = torch.stack(torch.meshgrid(*sides, indexing="ij")).reshape(2, -1, 1) * (
+            torch.tensor([1, 2, 4, 8]))
+        part.waves = torch.cat([*angles.sin(), *angles.cos()], 1)
         flow = part.transformer(
             hidden_states=(latents + time * (noise - latents))[None],
             encoder_hidden_states=part.connector(part.norm(states))[None],
             timestep=1000 * time[None], encoder_attention_mask=None, num_frames=1,
-            height=int(grid[1]), width=int(grid[2]),
+            height=h, width=w,
             rope_interpolation_scale=(1, part.codec.side, part.codec.side)).sample[0]
         total = total + (flow - (noise - latents)).square().mean(1).sum()
     return text, total

@@ -46,7 +46,7 @@ _MACRO = ("{%- macro with_media(content) %}{% if content is string %}{{ content 
           "{% elif content %}{% for part in content %}"
           "{% if part.type == 'image' %}IMAGE{% elif part.type == 'audio' %}AUDIO"
           "{% else %}{{ part.text }}{% endif %}{% endfor %}{% endif %}{% endmacro -%}")
-_CONNECTORS = ("generator.norm.", "generator.connector.")
+_CONNECTORS = ("generator.norm.", "generator.connector.", "generator.place.")
 _CONTENT = re.compile(r"""\b\w+(?:\[[^\]'"]*\])*(?:\.content\b|\[(['"])content\1\])"""
                       r"(?!\s+is\s+(?:not\s+)?(?:none|defined|undefined))")
 

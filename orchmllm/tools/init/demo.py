@@ -70,7 +70,8 @@ def image_size(rng: np.random.Generator) -> tuple[int, int]:
 
 def draw_image(rng: np.random.Generator, size: tuple[int, int], facts: dict[str, str],
                cells: int = 3):
-    """Figures in cells along the long side, each big enough for several patches."""
+    """Figures in cells along the long side, each big enough for several patches; a single cell has
+    one of always the same size in its middle, which is what a small generator learns soon."""
     def shade(colour: tuple[int, int, int]) -> tuple[int, ...]:
         return tuple(int(c) for c in np.clip(np.add(colour, rng.integers(-20, 21, 3)), 0, 255))
 
@@ -80,10 +81,10 @@ def draw_image(rng: np.random.Generator, size: tuple[int, int], facts: dict[str,
     along = int(size[1] > size[0])
     cell = np.array([size[0], size[1]], float)
     cell[along] /= cells
-    diameter = rng.uniform(0.6, 0.85) * cell.min()
+    diameter = (0.75 if cells == 1 else rng.uniform(0.6, 0.85)) * cell.min()
     fill = shade(COLOURS[facts["colour"]])
     for k in rng.permutation(cells)[:count]:
-        corner = rng.uniform(0, 1, 2) * (cell - diameter)
+        corner = (0.5 if cells == 1 else rng.uniform(0, 1, 2)) * (cell - diameter)
         corner[along] += k * cell[along]
         (x0, y0), (x1, y1) = corner, corner + diameter
         if facts["shape"] == "circle":
