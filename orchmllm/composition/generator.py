@@ -20,7 +20,7 @@ from orchmllm.composition.codec import Codec
 from orchmllm.models.attention import packed_attention
 
 EXACT = 1e-5  # diffusers rotates in float32
-WAVES = 2.0 ** np.arange(4)  # half periods over a side of an image, by which a row is told its place
+WAVES = 2.0 ** np.arange(4)  # half periods over a side of an image, which tell a row its place
 TIMES = 1000  # transformers of diffusers count from 0 to 1000 what flows from 0 to 1
 TAKES = ("hidden_states", "encoder_hidden_states", "timestep", "encoder_attention_mask",
          "video_coords")  # what a transformer for packed rows is told
