@@ -45,8 +45,9 @@ def main(argv: list[str]) -> int:
                             type=read, help="any number of them")
     parser.add_argument("--dtype", choices=list(DTYPES), default="", metavar="DTYPE",
                         help=f"{', '.join(DTYPES)} (default: as saved)")
-    parser.add_argument("--size", type=_size, default=(256, 256), metavar="WxH",
-                        help="of an image, at most (default: 256x256)")
+    parser.add_argument("--size", type=_size, metavar="WxH",
+                        help="of an image, at most (default: a square, as large as those that "
+                        "were learnt may be)")
     args = parser.parse_args(argv)
     if not args.temperature >= 0 or not 0 < args.top_p <= 1:
         parser.error(f"--temperature {args.temperature} --top-p {args.top_p}: must be at least 0, "

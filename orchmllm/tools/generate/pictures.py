@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
@@ -38,7 +39,8 @@ def write_pictures(model: nn.Module, folder: Path, given: Mapping[str, Tensor],
         return
     part, side = model.generator, settings["side"]
     part.load_codec(folder, model.device, model.dtype)
-    grid = tuple(max(1, n // side) for n in args.size[::-1])
+    most = math.isqrt(settings["max_pixels"])
+    grid = tuple(max(1, n // side) for n in (args.size or (most, most))[::-1])
     every = torch.cat([given["input_ids"], torch.tensor([ids]).to(given["input_ids"])], 1)
     for number, k in enumerate(at):
         end = given["input_ids"].shape[1] + k + 1

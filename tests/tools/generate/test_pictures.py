@@ -151,9 +151,10 @@ def test_a_run_is_exported_and_makes_pictures(tmp_path, capsys):
     write_pictures(model, tmp_path / "exported", {}, [8], args, lines.append)
     assert lines[-1] == f"the answer has 0 images, so {args.out} is not written"
     write_pictures(model, tmp_path / "exported", {"input_ids": torch.tensor([[5]])},
-                   [token, 8, token], Namespace(**{**vars(args), "out": tmp_path / "two.png"}),
-                   lines.append)
-    assert (tmp_path / "two_1.png").is_file() and (tmp_path / "two_2.png").is_file()
+                   [token, 8, token], Namespace(**{**vars(args), "out": tmp_path / "two.png",
+                                                   "size": None}), lines.append)
+    assert (tmp_path / "two_1.png").is_file()
+    assert Image.open(tmp_path / "two_2.png").size == (24, 24)  # as large as it learnt
 
 
 def test_weights_of_a_generator_are_read_from_its_folder(tmp_path):
