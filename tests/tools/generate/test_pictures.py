@@ -157,6 +157,16 @@ def test_a_run_is_exported_and_makes_pictures(tmp_path, capsys):
     assert Image.open(tmp_path / "two_2.png").size == (24, 24)  # as large as it learnt
 
 
+@pytest.mark.slow
+@pytest.mark.dist
+def test_the_pictures_of_the_docs_are_made(tmp_path):
+    done = subprocess.run([
+        sys.executable, "scripts/make_pictures.py", "--folder", tmp_path, "--first", "2",
+        "--second", "50", "--out", tmp_path / "sheet.png"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert Image.open(tmp_path / "sheet.png").size == (768, 128)
+
+
 def test_weights_of_a_generator_are_read_from_its_folder(tmp_path):
     """As diffusers names their files, beside those of the other parts; its connector is drawn."""
     import diffusers
