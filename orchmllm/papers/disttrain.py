@@ -21,7 +21,6 @@ from orchmllm.papers.units import UnitsPlan, plan_units
 from orchmllm.plan.balance import core
 from orchmllm.tools.init.command import RECIPES
 from orchmllm.tools.predict.dry_run import dry_run
-from orchmllm.tools.predict.examples import of_mix
 from orchmllm.tools.predict.hardware import Hardware
 
 A800 = Hardware("A800, 8 a node, 4 x 200 Gbit/s per node", network_bandwidth=12.5e9,
@@ -212,7 +211,7 @@ def trained(printed: Printed, ranks: int = 1296) -> Fact:
     """MLLM-72B as this project trains it, all parts on every rank: predicted."""
     recipe, ours = load_recipe(RECIPES / "disttrain_72b.yaml"), None
     try:
-        found = dry_run(recipe, ranks, A800, 4, of_mix(recipe, "made"))
+        found = dry_run(recipe, ranks, A800, 4)
     except ValueError as error:  # diffusers is missing
         note = str(error)
     else:

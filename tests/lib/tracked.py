@@ -59,9 +59,7 @@ def tracked(recipe: Recipe, num_ranks: int) -> tuple[float, dict[str, float]]:
 def planned(recipe: Recipe, num_ranks: int) -> tuple[MemoryModel, StepPlan]:
     """The memory model of the step that is tracked, and its plan."""
     job = resolve(recipe, num_ranks, 8)
-    has_generator = hasattr(read_config(Path(recipe.model.folder)), "generator_config")
-    mix = of_mix(recipe, "made" if has_generator else "natural")
-    layout = mix.draw(num_ranks, recipe.train.batch_size, 0)
+    layout = of_mix(recipe).draw(num_ranks, recipe.train.batch_size, 0)
     return MemoryModel.of(job), plan_step(layout, replace(plan_spec(job), balance=NONE))
 
 

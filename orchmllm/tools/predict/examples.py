@@ -19,8 +19,8 @@ from orchmllm.data.index import LengthIndex, joined_layouts, usable_rows
 from orchmllm.data.sampler import make_sampler
 from orchmllm.data.storage.remote import Storage
 from orchmllm.models.families import read_config
-from orchmllm.plan.layout import AUDIO, MADE, TEXT, VISION, BatchLayout
-from orchmllm.tools.predict.whole import absent
+from orchmllm.plan.layout import AUDIO, GENERATOR, MADE, TEXT, VISION, BatchLayout
+from orchmllm.tools.predict.whole import absent, parameters
 from orchmllm.tools.predict.workload import SAMPLE_RATE, Headers, batch_layout, sample_headers
 
 if TYPE_CHECKING:
@@ -56,9 +56,11 @@ def _cut(layout: BatchLayout, limit: int) -> BatchLayout:
                    num_targets=np.minimum(layout.num_targets, tokens[last]))
 
 
-def of_mix(recipe: Recipe, mix: str = "natural", why: str = "") -> Examples:
-    """A mix of orchmllm.tools.predict.workload. why: said behind its name."""
-    without = absent(recipe.model)
+def of_mix(recipe: Recipe, mix: str = "", why: str = "") -> Examples:
+    """A mix of orchmllm.tools.predict.workload (default: `made` of a model that makes images, else
+    `natural`). why: said behind its name."""
+    parts, without = parameters(recipe.model), absent(recipe.model)
+    mix = mix or ("made" if f"{GENERATOR} layers" in parts else "natural")
     media = [name for p, name in (("vision", "images"), ("audio", "audio")) if p not in without]
     kinds = f"{', '.join(media)} and text" if media else "text"
 
@@ -195,4 +197,4 @@ def examples_of(recipe: Recipe, mix: str = "", path: Path | None = None) -> Exam
         own, why = of_recipe(recipe), "`orchmllm data index` was not run"
     except (ValueError, OSError) as e:
         own, why = None, str(e).splitlines()[0]
-    return own or of_mix(recipe, "natural", f"; the recipe's own could not be used: {why}")
+    return own or of_mix(recipe, why=f"; the recipe's own could not be used: {why}")
