@@ -54,6 +54,7 @@ def shapes(llm: Sequence[int], vision: Sequence[int] = (), audio: Sequence[int] 
         out["vision_config"] = {
             "model_type": "qwen2_vl_vision", "depth": layers, "embed_dim": width,
             "mlp_ratio": mlp // width, "num_heads": heads, "hidden_size": width,
+            "hidden_act": "gelu",  # one kernel, as InternViT has it
             "patch_size": 14, "spatial_merge_size": 2, "temporal_patch_size": 1}
     if audio:
         out |= {"audio_packed": True, "audio_stack": audio_stack, "audio_config": {
