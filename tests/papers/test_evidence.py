@@ -173,6 +173,8 @@ def test_what_is_said_of_single_rows(rows):
         assert padded.ours < 1.1 and padded.verdict != "agrees"
         assert said["Figure 8", "MFU over no balancing", model].paper == "1.5-2.0"
     assert said["Figure 17", "MFU over Megatron-like", "MLLM-72B"].verdict == "off"
+    own = said["Figure 15", "MFU of recipes/disttrain_72b.yaml", "MLLM-72B"]
+    assert own.verdict == "agrees" and "generator 1." in own.note
     assert said["Figure 15", "MFU", "MLLM-9B"].paper == "51.8-54.7"
     assert {row.verdict for (where, _, case), row in said.items()
             if (where, case) == ("Table 3", "baseline")} == {"calibrated"}
