@@ -1,5 +1,5 @@
 """Learns the drawings of the demo corpus in two stages, and writes docs/pictures.png, in which the
-model has drawn what it was asked for. About 18 minutes on a core.
+model has drawn what it was asked for. About 15 minutes on a core.
 
     python scripts/make_pictures.py [--folder FOLDER] [--out docs/pictures.png]
 
