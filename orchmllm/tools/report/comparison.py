@@ -80,7 +80,7 @@ def comparison_table(result: dict, recipe: Recipe) -> str:
         f"  validation loss before training {first:.3f} (ln(vocabulary) is "
         f"{math.log(r['vocab_size']):.3f}), after {last:.3f}: {100 * (last / first - 1):+.0f}%",
         "", _line("Less waiting", "off", "on") + "   moved a step",
-        *(_line(f"  {p}: slowest rank / mean rank, predicted", r["imbalance"][p]["off"],
+        *(_line(f"  {p}: slowest / mean rank, predicted", r["imbalance"][p]["off"],
                 r["imbalance"][p]["on"], ".2f") + f"{_bytes(r['moved_bytes_per_step'][p]):>15}"
           for p in r["imbalance"]),
         _line("  waiting, CPU seconds a step and rank", waiting["off"], waiting["on"], ".3f"),
