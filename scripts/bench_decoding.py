@@ -31,6 +31,7 @@ import av
 import numpy as np
 import psutil
 import torch.distributed as dist
+from bench_data import write_tokenizer
 
 from orchmllm.config.recipe import load_recipe
 from orchmllm.data.media import av_process
@@ -38,7 +39,6 @@ from orchmllm.runtime.build import build_dataset
 from orchmllm.tools.compose.drawn import shapes, write_drawn
 from orchmllm.tools.init.demo import LLM, TOWER
 from orchmllm.trainer import Trainer
-from scripts.bench_data import write_tokenizer
 from tests.lib.ranks import run_ranks
 
 LIGHT, HEAVY = (96, 72), (1280, 720)  # pixels of a frame

@@ -22,10 +22,11 @@ import tempfile
 import time
 from pathlib import Path
 
+from bench_data import WORDS, cpu_seconds, write_tokenizer
+
 from orchmllm.tools.compose.drawn import shapes, write_drawn
 from orchmllm.tools.data.build_index import FILES, JOURNAL
 from orchmllm.tools.init.demo import LLM, MAX_SIDE, TOWER
-from scripts.bench_data import WORDS, cpu_seconds, write_tokenizer
 
 RECIPE = """
 data: {{path: {folder}/data.jsonl}}
