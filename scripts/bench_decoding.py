@@ -22,6 +22,7 @@ import argparse
 import hashlib
 import json
 import os
+import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -31,7 +32,6 @@ import av
 import numpy as np
 import psutil
 import torch.distributed as dist
-from bench_data import write_tokenizer
 
 from orchmllm.config.recipe import load_recipe
 from orchmllm.data.media import av_process
@@ -39,7 +39,10 @@ from orchmllm.runtime.build import build_dataset
 from orchmllm.tools.compose.drawn import shapes, write_drawn
 from orchmllm.tools.init.demo import LLM, TOWER
 from orchmllm.trainer import Trainer
-from tests.lib.ranks import run_ranks
+
+sys.path.append(str(Path(__file__).resolve().parents[1]))
+from scripts.bench_data import write_tokenizer  # noqa: E402
+from tests.lib.ranks import run_ranks  # noqa: E402
 
 LIGHT, HEAVY = (96, 72), (1280, 720)  # pixels of a frame
 FRAMES, KINDS = 24, 16  # of a light video; different ones
