@@ -66,7 +66,8 @@ def test_a_difference_of_losses_is_found():
 def test_the_demo_shows_what_it_promises(tmp_path):
     make_demo_data(tmp_path / "data", 400)
     out = python("-m", "orchmllm", "compare", "recipes/demo.yaml",
-                 f"data.path={tmp_path / 'data'}", f"run.dir={tmp_path / 'run'}")
+                 f"data.path={tmp_path / 'data'}", f"model.config={tmp_path / 'data' / 'model'}",
+                 f"run.dir={tmp_path / 'run'}")
     print(out.stdout, out.stderr)
     assert out.returncode == 0, out.stderr
     result = json.loads((tmp_path / "run" / "comparison.json").read_text())
