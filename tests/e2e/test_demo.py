@@ -10,8 +10,9 @@ import pytest
 from orchmllm.runtime.metrics import read_rows
 from orchmllm.tools import compare as command
 from orchmllm.tools.compare import largest_difference
+from orchmllm.tools.init.demo import make_corpus
 from tests.lib import launched
-from tests.lib.commands import ROOT, TINY, demo_of, make_demo_data, python
+from tests.lib.commands import ROOT, TINY, demo_of, python
 from tests.lib.rows import row_problems
 
 KEYS = {"loss_off", "loss_on", "critical_path_ratio", "predicted_ratio", "on_over_mean",
@@ -64,7 +65,7 @@ def test_a_difference_of_losses_is_found():
 @pytest.mark.dist
 @pytest.mark.timeout(3600)
 def test_the_demo_shows_what_it_promises(tmp_path):
-    make_demo_data(tmp_path / "data", 400)
+    make_corpus(tmp_path / "data")
     out = python("-m", "orchmllm", "compare", "recipes/demo.yaml",
                  f"data.path={tmp_path / 'data'}", f"model.config={tmp_path / 'data' / 'model'}",
                  f"run.dir={tmp_path / 'run'}")
