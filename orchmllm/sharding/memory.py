@@ -289,30 +289,30 @@ class MemoryModel:
     def loss_bytes(self, loads: Loads) -> np.ndarray:
         """(d,) bytes of the loss at its worst: logits, their log-softmax and gradient, or a chunk's
         logits with its rows of the input and the gradients that are made at once."""
-        config, e, llm = self.model.llm, self.element, self._counts["llm"]
-        f, chunk, tokens = max(4, e), self.fsdp.loss_chunk_rows, loads.phases["llm"].rows
-        plain = 3.0 * f * llm.outputs * tokens
-        if not chunk:
-            return plain
-        learns = not (config.frozen or self.model.lora.rank)
-        learnt = llm.width * learns  # columns of the weight's gradient
+        e, llm, tokens = self.element, self._counts["llm"], loads.phases["llm"].rows
+        f, chunk, kept = max(4, e), self.fsdp.loss_chunk_rows, self._loss_kept(loads)
+        learnt = llm.width * self._head_learns  # columns of the weight's gradient
         rounded = e * (e < f)
         # A chunk's logits as computed and in float32, their gradient and rows of its product, or
         # the weight's gradient as it is rounded.
         moment = max((f + rounded) * chunk * llm.outputs,
                      e * chunk * llm.outputs + rounded * COPIED_ROWS * learnt,
                      rounded * learnt * llm.outputs)
-        chunked = e * llm.width * (tokens + chunk) + f * learnt * llm.outputs + moment
-        return np.where(tokens > chunk, chunked, plain)
+        return np.where(self._in_chunks(tokens), kept + e * llm.width * chunk + moment, 3 * kept)
 
     def _loss_kept(self, loads: Loads) -> np.ndarray:
         """(d,) bytes that the loss keeps for its backward pass: the log-softmax of logits, or, by
         chunks, the gradients that were made at once."""
         llm, f, tokens = self._counts["llm"], max(4, self.element), loads.phases["llm"].rows
-        learns = not (self.model.llm.frozen or self.model.lora.rank)
-        chunked = self.element * llm.width * tokens + f * llm.width * learns * llm.outputs
-        is_chunked = (self.fsdp.loss_chunk_rows > 0) & (tokens > self.fsdp.loss_chunk_rows)
-        return np.where(is_chunked, chunked, float(f * llm.outputs) * tokens)
+        chunked = llm.width * (self.element * tokens + f * self._head_learns * llm.outputs)
+        return np.where(self._in_chunks(tokens), chunked, float(f * llm.outputs) * tokens)
+
+    def _in_chunks(self, tokens: np.ndarray) -> np.ndarray:
+        return (tokens > self.fsdp.loss_chunk_rows) & (self.fsdp.loss_chunk_rows > 0)
+
+    @property
+    def _head_learns(self) -> bool:
+        return not (self.model.llm.frozen or self.model.lora.rank)
 
     def _units(self, phase: str) -> dict[str, Unit]:
         return by_role(self.model, phase)

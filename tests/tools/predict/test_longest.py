@@ -81,8 +81,7 @@ def with_every_tower(recipe, example: BatchLayout, ranks: int) -> BatchLayout:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", list(CASES))
 def test_the_longest_that_fits_takes_the_budget(name):
-    """Its tracked peak is at most 5% above the budget, and at most 7% below it: of the text where
-    all is recomputed, a block's backward pass is predicted 6% too high."""
+    """Its tracked peak is within 5% of the budget."""
     ranks, recipe, phase = CASES[name]
     recipe = replace(recipe, fsdp=replace(recipe.fsdp, memory_gb=GB),
                      train=replace(recipe.train, global_batch_size=0))
@@ -96,7 +95,7 @@ def test_the_longest_that_fits_takes_the_budget(name):
     plan = plan_step(layout, replace(plan_spec(job), balance=NONE))
     peak = tracked_peak(recipe, plan) + memory.state_bytes()["optimizer"]
     print(f"{name}: {positions:,} positions, {peak / 1e9:.2f} of {GB:g} GB")
-    assert 0.93e9 * GB <= peak <= 1.05e9 * GB
+    assert peak == pytest.approx(1e9 * GB, rel=0.05)
 
 
 def test_each_example_alone_is_a_plan_of_as_many_ranks():

@@ -145,7 +145,7 @@ def test_layers_that_are_not_alike_count_each_for_themselves(choice, tmp_path):
     text.layer_types = ["linear_attention"] * 2 + ["full_attention"] * 2
     config.save_pretrained(tmp_path)
     peak, predicted = tracked_text(tmp_path, {**dict.fromkeys(PHASES, "none"), "llm": choice}, 256)
-    assert peak <= MISSED * predicted and predicted <= 1.17 * peak
+    assert peak <= MISSED * predicted and predicted <= 1.15 * peak
 
 
 @pytest.mark.whole
