@@ -48,7 +48,7 @@ def learn(folder: Path, first: int, second: int) -> Path:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--folder", type=Path, help="what is written beside (default: removed)")
+    parser.add_argument("--folder", type=Path, help="of corpus and runs (default: one that goes)")
     parser.add_argument("--out", type=Path, default=DOCS / "pictures.png")
     parser.add_argument("--first", type=int, default=120, help="steps of the first stage")
     parser.add_argument("--second", type=int, default=1200, help="steps of the second stage")

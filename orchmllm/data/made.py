@@ -60,10 +60,10 @@ class Made(NamedTuple):
         most = max(1, self.max_pixels // self.side**2)  # of a long one, which keeps no ratio
         return min(h, max(1, most // w)), min(w, max(1, most // h))
 
-    @staticmethod
-    def lengths(grid: tuple[int, int]) -> SegmentLengths:
-        """Of an image of so many rows and columns of squares."""
-        return SegmentLengths(math.prod(grid), math.prod(grid), 1, (1, *grid))
+    def segment_lengths(self, width: int, height: int) -> SegmentLengths:
+        """Of an image of so many pixels."""
+        h, w = self.grid(Size(height, width))
+        return SegmentLengths(h * w, h * w, 1, (1, h, w))
 
     def squares(self, image: Image.Image, grid: Sequence[int]) -> dict[str, Tensor]:
         """(h * w, 3 * side**2) uint8 of an image, the squares from left to right, row by row; their
@@ -89,8 +89,9 @@ class Made(NamedTuple):
                 continue
             before = 0
             for at in np.flatnonzero(ids == self.id).tolist():
+                height, width, *_ = next(images)
                 segments += [(TEXT, text_lengths(at - before)),
-                             (MADE, self.lengths(self.grid(next(images))))]
+                             (MADE, self.segment_lengths(width, height))]
                 before = at + 1
             segments.append((TEXT, text_lengths(len(ids) - before)))
         return tokens._replace(segments=[one for one in segments if one[1].num_tokens])

@@ -14,7 +14,7 @@ import transformers
 from orchmllm.config.balance import PhaseConfig
 from orchmllm.config.model import ModelConfig
 from orchmllm.config.recipe import FsdpConfig
-from orchmllm.plan.assign import PHASES
+from orchmllm.plan.assign import EVERY_PHASE
 from orchmllm.sharding.hf import load_whole
 from tests.lib import composed
 from tests.lib.ranks import run_ranks
@@ -83,10 +83,10 @@ def test_what_is_frozen_changes_no_other_gradient(name, settings, ranks, shard_s
     run_ranks(frozen_compared, ranks, folder, name, settings, shard_size, exact=1e-10)
 
 
-def loaded(world, folder: Path) -> dict[str, np.ndarray]:
+def loaded(world, model: ModelConfig) -> dict[str, np.ndarray]:
     whole = load_whole(
-        folder, ModelConfig(pretrained=str(folder)), FsdpConfig(param_dtype="float64"),
-        torch.device("cpu"), dict.fromkeys(PHASES, "none"), seed=5)
+        Path(model.folder), model, FsdpConfig(param_dtype="float64"), torch.device("cpu"),
+        dict.fromkeys(EVERY_PHASE, "none"), seed=5)
     return {n: p.full_tensor().detach().numpy() for n, p in whole.hf.named_parameters()}
 
 
@@ -97,7 +97,8 @@ def test_shards_are_read_from_the_folders_of_the_parts(name, tmp_path):
     composed.write_composed(name, tmp_path / "model", linked=True)
     plain = transformers.AutoModelForMultimodalLM.from_pretrained(
         tmp_path / "model", dtype=torch.float64)
-    one, three = (run_ranks(loaded, ranks, tmp_path / "model")[0] for ranks in (1, 3))
+    model = ModelConfig(pretrained=str(tmp_path / "model"))
+    one, three = (run_ranks(loaded, ranks, model)[0] for ranks in (1, 3))
     parameters = dict(plain.named_parameters())
     for (n, p), part in zip(parameters.items(), named_parts(plain, parameters), strict=True):
         assert np.array_equal(one[n], three[n]), n

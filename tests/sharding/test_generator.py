@@ -19,19 +19,17 @@ from orchmllm.batch import IGNORE_INDEX
 from orchmllm.composition.generator import draw, rotated
 from orchmllm.config.balance import PhaseConfig
 from orchmllm.config.model import ModelConfig, PartConfig
-from orchmllm.config.recipe import FsdpConfig
 from orchmllm.data.made import SQUARES
 from orchmllm.data.stream import open_dataset
 from orchmllm.models import made
 from orchmllm.models.made import key_of
-from orchmllm.plan.assign import EVERY_PHASE
 from orchmllm.plan.layout import MADE
-from orchmllm.sharding.hf import load_whole
 from orchmllm.trainer import Trainer
 from tests.lib import composed
 from tests.lib import whole_models as models
 from tests.lib.ranks import RankFailure, run_ranks
 from tests.lib.whole_folders import write_medium
+from tests.sharding.test_composed import loaded
 from tests.sharding.test_planned_phases import gradients, recipe, steps_of
 
 pytestmark = [pytest.mark.dist, pytest.mark.whole]
@@ -245,17 +243,11 @@ def trained(world, run) -> list[list[float]]:
     return [[row[name] for name in row if name.endswith("loss")] for row in rows]
 
 
-def drawn(world, folder: Path) -> dict[str, np.ndarray]:
-    whole = load_whole(
-        folder, ModelConfig(config=str(folder)), FsdpConfig(param_dtype="float64"),
-        torch.device("cpu"), dict.fromkeys(EVERY_PHASE, "none"), seed=5)
-    return {name: p.full_tensor().detach().numpy() for name, p in whole.hf.named_parameters()}
-
-
 @pytest.mark.slow
 def test_a_generator_is_drawn_as_diffusers_draws_it_on_any_number_of_ranks(tmp_path):
     write_folder(tmp_path)
-    one, three = (run_ranks(drawn, ranks, tmp_path / "model")[0] for ranks in (1, 3))
+    model = ModelConfig(config=str(tmp_path / "model"))
+    one, three = (run_ranks(loaded, ranks, model)[0] for ranks in (1, 3))
     assert all(np.array_equal(one[name], three[name]) for name in one)
     blocks = "generator.transformer.transformer_blocks.0."
     assert one[f"{blocks}attn1.to_q.weight"].std() == pytest.approx((3 * 24)**-0.5, rel=0.1)

@@ -20,7 +20,7 @@ from orchmllm.data.sampler import make_sampler
 from orchmllm.data.storage.remote import Storage
 from orchmllm.models.families import read_config
 from orchmllm.plan.layout import AUDIO, GENERATOR, MADE, TEXT, VISION, BatchLayout
-from orchmllm.tools.predict.whole import absent, parameters
+from orchmllm.tools.predict.whole import absent, parts
 from orchmllm.tools.predict.workload import SAMPLE_RATE, Headers, batch_layout, sample_headers
 
 if TYPE_CHECKING:
@@ -59,8 +59,8 @@ def _cut(layout: BatchLayout, limit: int) -> BatchLayout:
 def of_mix(recipe: Recipe, mix: str = "", why: str = "") -> Examples:
     """A mix of orchmllm.tools.predict.workload (default: `made` of a model that makes images, else
     `natural`). why: said behind its name."""
-    parts, without = parameters(recipe.model), absent(recipe.model)
-    mix = mix or ("made" if f"{GENERATOR} layers" in parts else "natural")
+    without, mix = absent(recipe.model), mix or (
+        "made" if GENERATOR in parts(recipe.model) else "natural")
     media = [name for p, name in (("vision", "images"), ("audio", "audio")) if p not in without]
     kinds = f"{', '.join(media)} and text" if media else "text"
 

@@ -112,22 +112,15 @@ class Clips:
         return SegmentLengths(frames, (frames + 1) // 2, tokens, (1, 1, frames))
 
 
-class Drawings:
+def _made(folder: str) -> Made:
     """What images become that a folder's model makes. Raises ValueError for one that makes none."""
-
-    def __init__(self, folder: str) -> None:
-        given = getattr(read_config(Path(folder)), "generator_config", None)
-        if given is None:
-            raise ValueError(f"{folder}: the model makes no images, and the examples have images "
-                             "to make")
-        self._made = Made("", given["token_id"], given["side"], given["max_pixels"])
-
-    def segment_lengths(self, width: int, height: int) -> SegmentLengths:
-        """Of an image of so many pixels."""
-        return self._made.lengths(self._made.grid(Size(height, width)))
+    given = getattr(read_config(Path(folder)), "generator_config", None)
+    if given is None:
+        raise ValueError(f"{folder}: the model makes no images, and examples have some to make")
+    return Made("", given["token_id"], given["side"], given["max_pixels"])
 
 
 @lru_cache(maxsize=4)
-def of(folder: str, phase: str) -> Pictures | Clips | Drawings:
+def of(folder: str, phase: str) -> Pictures | Clips | Made:
     """For the media of a phase. Raises ValueError, saying what is missing."""
-    return {"vision": Pictures, "audio": Clips, GENERATOR: Drawings}[phase](folder)
+    return {"vision": Pictures, "audio": Clips, GENERATOR: _made}[phase](folder)

@@ -19,14 +19,20 @@ from orchmllm.plan.geometry import AudioGeometry
 from orchmllm.plan.layout import ENCODERS
 
 if TYPE_CHECKING:
-    from orchmllm.tools.predict.media import Clips, Drawings, Pictures
+    from orchmllm.data.made import Made
+    from orchmllm.tools.predict.media import Clips, Pictures
 
 SETTINGS = ("preprocessor_config.json", "processor_config.json")
 
 
+def parts(model: ModelConfig) -> frozenset[str]:
+    """What the model is made of: its phases, and `connector`."""
+    return frozenset(p.part for p in placed(model.folder))
+
+
 def absent(model: ModelConfig) -> frozenset[str]:
     """Encoder phases that the model has not."""
-    return frozenset(ENCODERS.keys() - {p.part for p in placed(model.folder)})
+    return frozenset(ENCODERS.keys() - parts(model))
 
 
 def parameters(model: ModelConfig) -> dict[str, int]:
@@ -43,7 +49,7 @@ def geometry(model: ModelConfig, phase: str, sizes: np.ndarray) -> np.ndarray:
     """(n, 6) int64: rows, positions, tokens and grid of media of a phase, each by itself in an
     example. sizes (n, 2) int64: width and height in pixels, or samples and their rate. Raises
     ValueError, saying what is missing in the folder."""
-    def opened() -> Pictures | Clips | Drawings:
+    def opened() -> Pictures | Clips | Made:
         from orchmllm.tools.predict import media  # with torch
 
         return media.of(model.folder, phase)
