@@ -90,6 +90,11 @@ class ModelConfig:
             return not self.connectors_frozen and (not self.lora.rank or self.lora.connector)
         return not getattr(self, part).frozen
 
+    @property
+    def llm_weights_learn(self) -> bool:
+        """Whether the LLM's own weights do, and not adapters alone."""
+        return not (self.llm.frozen or self.lora.rank)
+
     def features_learn(self, phase: str) -> bool:
         """Whether the features of an encoder have a gradient: something that makes them learns."""
         return self.learns(phase) or self.learns("connector")

@@ -7,6 +7,7 @@ grids and masks, stay real tensors on the CPU, because modules read them.
 
 from __future__ import annotations
 
+import weakref
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -78,7 +79,9 @@ class Counted(TorchDispatchMode):
         for weight in weights:
             weight.grad = None  # else that of an earlier count would be read, and added to
         self._apart = {_storage(t) for t in weights}
-        self._hooks = torch.autograd.graph.saved_tensors_hooks(self._save, lambda t: t)
+        self._hooks = torch.autograd.graph.saved_tensors_hooks(self._save, lambda keeper: keeper())
+        self._keepers: Counter[int] = Counter()  # by storage, what keeps it
+        self._is_used = False
         self.moved = self._flop = 0
         self.stages: dict[Hashable, Work] = {}
         self.reaches: list[int | None] = []
@@ -124,13 +127,25 @@ class Counted(TorchDispatchMode):
         self.stages.setdefault(stage, Work())
         self.moved = self._flop = 0
 
-    def _save(self, tensor: Tensor) -> Tensor:
+    def _save(self, tensor: Tensor) -> Callable[[], Tensor]:
         work, size = self.stages[self._order[-1]], tensor.untyped_storage().nbytes()
         work.moved, work.repeated = self.moved, self._flop
-        if _storage(tensor) not in self._apart:
-            self._apart.add(_storage(tensor))
-            work.saved += size
+        storage, keeper = _storage(tensor), partial(self._used, tensor)
+        if storage not in self._apart:
+            work.saved += size * (not self._keepers[storage])
             work.largest = max(work.largest, size)
+            self._keepers[storage] += 1
+            weakref.finalize(keeper, self._gone, work, storage, size)
+        return keeper
+
+    def _gone(self, work: Work, storage: int, size: int) -> None:
+        """What goes before the backward pass is not kept for it."""
+        self._keepers[storage] -= 1
+        if not self._keepers[storage] and not self._is_used:
+            work.saved -= size
+
+    def _used(self, tensor: Tensor) -> Tensor:
+        self._is_used = True
         return tensor
 
     def _call(self, stage: Hashable, module: nn.Module, forward: Callable, *args: Any,

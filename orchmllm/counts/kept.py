@@ -8,7 +8,7 @@ import logging
 import os
 from collections.abc import Callable, Sequence
 from functools import cache, lru_cache
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -50,15 +50,9 @@ def _known(folder: str, about: str) -> dict[str, Any]:
 
 
 def _about(key: Any) -> str:
-    return json.dumps([key, [*map(_version, ("torch", "transformers", "diffusers"))], _code()])
-
-
-def _version(package: str) -> str:
-    """Empty where it is not installed."""
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return ""
+    versions = [found.version for name in ("torch", "transformers", "diffusers")
+                for found in distributions(name=name)]  # none where it is not installed
+    return json.dumps([key, versions, _code()])
 
 
 def _path(about: str) -> Path:

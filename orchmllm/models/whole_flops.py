@@ -219,7 +219,7 @@ def moved_by_head(model: ModelConfig, dtype: str, chunk_rows: int) -> np.ndarray
     """(2, 2) bytes of the head's loss, forward and backward: once, and of a row of logits.
     chunk_rows: of the loss."""
     llm = part_counts(model, dtype)["llm"]
-    shape = [llm.width, llm.outputs, chunk_rows, dtype, not (model.llm.frozen or model.lora.rank)]
+    shape = [llm.width, llm.outputs, chunk_rows, dtype, model.llm_weights_learn]
 
     def count() -> list:
         from orchmllm.models.counting_head import count_head  # with torch

@@ -291,7 +291,7 @@ class MemoryModel:
         logits with its rows of the input and the gradients that are made at once."""
         e, llm, tokens = self.element, self._counts["llm"], loads.phases["llm"].rows
         f, chunk, kept = max(4, e), self.fsdp.loss_chunk_rows, self._loss_kept(loads)
-        learnt = llm.width * self._head_learns  # columns of the weight's gradient
+        learnt = llm.width * self.model.llm_weights_learn  # columns of the weight's gradient
         rounded = e * (e < f)
         # A chunk's logits as computed and in float32, their gradient and rows of its product, or
         # the weight's gradient as it is rounded.
@@ -304,15 +304,12 @@ class MemoryModel:
         """(d,) bytes that the loss keeps for its backward pass: the log-softmax of logits, or, by
         chunks, the gradients that were made at once."""
         llm, f, tokens = self._counts["llm"], max(4, self.element), loads.phases["llm"].rows
-        chunked = llm.width * (self.element * tokens + f * self._head_learns * llm.outputs)
+        weights = f * llm.outputs * self.model.llm_weights_learn
+        chunked = float(llm.width) * (self.element * tokens + weights)
         return np.where(self._in_chunks(tokens), chunked, float(f * llm.outputs) * tokens)
 
     def _in_chunks(self, tokens: np.ndarray) -> np.ndarray:
         return (tokens > self.fsdp.loss_chunk_rows) & (self.fsdp.loss_chunk_rows > 0)
-
-    @property
-    def _head_learns(self) -> bool:
-        return not (self.model.llm.frozen or self.model.lora.rank)
 
     def _units(self, phase: str) -> dict[str, Unit]:
         return by_role(self.model, phase)

@@ -162,7 +162,7 @@ def slowest_compute(work: PlanWork, phase: str, memory: MemoryModel, choice: str
         model, dtype = memory.model, memory.fsdp.forward_dtype
         llm, rate = part_counts(model, dtype)["llm"], hardware.rates(
             phase, dtype, work.attended[phase])[0, 0]
-        passes = np.array([1, 1 if model.llm.frozen or model.lora.rank else 2])
+        passes = np.array([1, 1 + model.llm_weights_learn])
         seconds = passes * 2.0 * llm.width * llm.outputs * work.rows["llm"][slowest] / rate
         if phase not in hardware.measured:
             seconds += head_bytes(work, memory)[:, slowest] / hardware.memory_rate
