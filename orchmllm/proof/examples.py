@@ -17,6 +17,7 @@ from torch import Tensor
 
 from orchmllm.batch import IGNORE_INDEX, ProcessedExample
 from orchmllm.data.dataset import ConversationDataset
+from orchmllm.data.media.av_process import has_pyav
 from orchmllm.data.media.kinds import VIDEO
 from orchmllm.data.media.medium import MediaError
 from orchmllm.data.processed import ProcessedReader
@@ -33,9 +34,11 @@ def made_by(processor: Processor) -> Iterator[list[ProcessedExample]]:
     """With the tensors and the parts of all media; all tokens but those of media are learnt. At
     first where one example ends with its medium and the next one begins with it; then, since a
     model may run neither, without the end and without both. Several media are left out where the
-    processor takes one. Raises ValueError, or MediaError, where it does not take such media."""
+    processor takes one, and clips of video where nothing could read them. Raises ValueError, or
+    MediaError, where it does not take such media."""
     kinds = [kind for kind in processor.token_ids if kind != VIDEO or (
-        processor.videos.processor is not None and processor.tokenizer.writes(VIDEO))]
+        has_pyav() and processor.videos.processor is not None
+        and processor.tokenizer.writes(VIDEO))]
     features = torch.tensor([*processor.token_ids.values()])
     out = []
     with TemporaryDirectory() as folder:

@@ -19,6 +19,7 @@ from orchmllm.comm.exchange import RowGather
 from orchmllm.config.recipe import Recipe
 from orchmllm.counts.kept import kept
 from orchmllm.data.dataset import ConversationDataset
+from orchmllm.data.media.av_process import has_pyav
 from orchmllm.data.text.processor import Processor
 from orchmllm.models.families import model_class, read_config
 from orchmllm.models.hf import meta_model
@@ -56,7 +57,8 @@ def prove(folder: Path, processor: Processor, log: Callable[[str], object]) -> N
     said = {name: value for name, value in config.to_diff_dict().items()
             if name not in ("_name_or_path", "transformers_version", "dtype")}
     started = time.process_time()
-    verdict = kept(["proof", repr(sorted(said.items())), processor.digest, _code(config)],
+    verdict = kept(["proof", repr(sorted(said.items())), processor.digest, _code(config),
+                    has_pyav()],
                    lambda: _verdict(config, processor, meta_model(str(folder)).generator))
     seconds = time.process_time() - started
     if verdict["why"]:

@@ -182,6 +182,18 @@ def test_examples_are_those_that_transformers_runs(name, tmp_path):
     assert _verdict(read_config(tmp_path), Processor(tmp_path))["why"] == ""
 
 
+def test_a_proof_where_no_clip_could_be_read_has_none(tmp_path, monkeypatch):
+    write_model("qwen3_vl", tmp_path)
+    processor = Processor(tmp_path)
+
+    def clips() -> list[bool]:
+        return ["pixel_values_videos" in example.media for example in next(made_by(processor))]
+
+    assert clips() == [False, False, True, True, False, False]
+    monkeypatch.setattr("orchmllm.proof.examples.has_pyav", lambda: False)
+    assert clips() == [False] * 5
+
+
 def test_an_example_without_positions_is_named(tmp_path):
     FAMILIES["qwen2_5_omni"](transformers)
     write_model("qwen2_5_omni", tmp_path)

@@ -83,6 +83,11 @@ _lock = threading.Lock()
 _child: Child | None = None
 
 
+def has_pyav() -> bool:
+    """Whether containers can be read here."""
+    return importlib.util.find_spec("av") is not None
+
+
 def _ask(medium: Medium, demuxer: str, what: str, *args) -> tuple[list, list[np.ndarray]]:
     """What a function of containers returns: (values, arrays)."""
     [answer] = _answers(medium, demuxer, what, *args)
@@ -92,7 +97,7 @@ def _ask(medium: Medium, demuxer: str, what: str, *args) -> tuple[list, list[np.
 def _answers(medium: Medium, demuxer: str, what: str, *args
              ) -> Iterator[tuple[list, list[np.ndarray]]]:
     """(values, arrays) of each message of an answer. Raises MediaError."""
-    if importlib.util.find_spec("av") is None:
+    if not has_pyav():
         raise MediaError(medium.name, INSTALL)
     request = {"what": what, "demuxer": demuxer, "args": args, "path": str(medium.path),
                "offset": medium.offset, "size": medium.size, "cpu_s": CPU_S}
