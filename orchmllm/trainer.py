@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from typing import NamedTuple
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
 from orchmllm.batch import Step
 from orchmllm.comm.errors import AgreedError
-from orchmllm.comm.exchange import RowGather, exchange_group, gather_scalars
+from orchmllm.comm.exchange import RowGather, exchange_group, gather_scalars, send_scalars
 from orchmllm.config.job import resolve
 from orchmllm.config.recipe import Recipe
 from orchmllm.data.dataset import ConversationDataset
@@ -30,7 +31,7 @@ from orchmllm.runtime.build import build_dataset, build_orchestrator
 from orchmllm.runtime.display import RunDisplay
 from orchmllm.runtime.health import HangWatchdog
 from orchmllm.runtime.host_memory import trim
-from orchmllm.runtime.measured import StepTimer, thread_times
+from orchmllm.runtime.measured import Reported, StepTimer, thread_times
 from orchmllm.runtime.metrics import JsonLines, as_logged, open_log
 from orchmllm.runtime.profile import IN_ANSWERS, IN_VALIDATION, StepProfiler, memory_errors
 from orchmllm.runtime.resumable import describe_end
@@ -46,8 +47,20 @@ from orchmllm.sharding.optimizer import (
     learning_parts,
     make_optimizer,
     set_learning_rate,
+    takes_flags,
 )
 from orchmllm.sharding.run_memory import RunMemory
+
+
+class Unread(NamedTuple):
+    """A step whose update is on its way to the device. since: thread_times where its time begins.
+    logging_s: what the log took before it."""
+
+    step: Step
+    lr: float
+    since: np.ndarray
+    logging_s: float
+    reported: Reported
 
 
 class Trainer:
@@ -55,6 +68,8 @@ class Trainer:
     watch: is told where this rank is. on_step: `run` calls it on every rank with each step and its
     row of metrics, before that step is saved; what it raises ends the run."""
 
+    _unread: Unread | None = None  # the last step
+    _logging_s = 0.0
     _metrics: JsonLines | None = None
     _rows: list[dict] | None = None
 
@@ -66,7 +81,8 @@ class Trainer:
         self.display = RunDisplay(recipe.run, shows=world.rank == 0)
         self._log = self.display.note
         self.device = device_of(world)
-        self._gather = partial(gather_scalars, device=self.device)  # a step's one synchronisation
+        self._gather, self._send = (partial(f, device=self.device) for f in (
+            gather_scalars, send_scalars))
         sources = find_sources(recipe.model)  # its errors come before any collective
         self.dataset = dataset if dataset is not None else build_dataset(
             recipe, self._log, seen=bool(world.ledgers))
@@ -106,6 +122,7 @@ class Trainer:
         self.timer = StepTimer(self.model.clock, self.device)
         train, self.parts = recipe.train, learning_parts(self.model)
         self.optimizer = make_optimizer(self.model, train)
+        self.reads_late = takes_flags(self.optimizer)  # so that a GPU has work while a step is read
         self.progress = Progress(global_batch_size=job.global_batch_size)
         self.stop = StopSignal(watch and watch.folder_taken)
         self.profiler = StepProfiler(recipe, world.rank, self._log, self.memory.exhausted)
@@ -163,28 +180,60 @@ class Trainer:
                 self._sample()
             except AgreedError as e:
                 self.optimizer.zero_grad(set_to_none=True)
+                if self._unread is not None:  # it counts: its update was made
+                    self._tell()
                 self.checkpointer.keep(self.progress, e)
                 raise
             if self.recipe.balance.enabled:
                 self.display.check_gain()
 
     def _train_steps(self) -> None:
-        """To the last step, or back to a checkpoint before a step that is not finite."""
+        """To the last step, or back to a checkpoint before a step that is not finite. Where
+        reads_late, the device goes forward and backward before the step before is read, so that it
+        never waits for the host; after a step that something is due after, it waits."""
         for step in self.loader():
             self.long.tell(step, self.memory.choice)
             with self.profiler.around(step, self.model.clock):
-                row = self.train_step(step)
-                self.model.clock.switch("logging")
-                self._emit(row)
-            self.display.step(row)
-            self.model.clock.switch("data")
-            if self.on_step is not None:
-                self.on_step(step, row)
-            if (row["nonfinite"] and self.recipe.train.nonfinite == "rollback"
-                    and step.index not in self.progress.skip):
-                self.progress = self.checkpointer.roll_back(self.progress, step.index)
+                since, loss_sum = self._compute(step)
+            if self._unread is not None:
+                if not self._end_step():
+                    return
+                since = thread_times()
+            with self.profiler.around(step, self.model.clock):
+                self._unread = self._update(step, since, loss_sum)
+            self.profiler.stop(step)
+            if not (self.reads_late and self._nothing_due(step)) and not self._end_step():
                 return
-            self._after_step(stop=row["stop_signal"], save=row["save_due"])
+
+    def _nothing_due(self, step: Step) -> bool:
+        """Whether no other step than the next one follows a step."""
+        train, after = self.recipe.train, replace(self.progress, step=step.index + 1)
+        return after.step < train.num_steps and not any(
+            after.is_due(every, train.num_steps) for every in (
+                train.validate_every_steps, train.sample_every,
+                self.recipe.checkpoint.every_steps))
+
+    def _end_step(self) -> bool:
+        """Tells of the step that is not read yet, and does what follows it; False after a rollback.
+        """
+        step, row = self._tell()
+        if (row["nonfinite"] and self.recipe.train.nonfinite == "rollback"
+                and step.index not in self.progress.skip):
+            self.optimizer.zero_grad(set_to_none=True)  # of the next step
+            self.progress = self.checkpointer.roll_back(self.progress, step.index)
+            return False
+        self._after_step(stop=row["stop_signal"], save=row["save_due"])
+        return True
+
+    def _tell(self) -> tuple[Step, dict]:
+        """Reads the step that is not read yet, logs and shows it -> it and its row."""
+        step, row = self._unread.step, self._read()
+        self.model.clock.switch("logging")
+        self.display.step(self._emit(row))
+        self.model.clock.switch("data")
+        if self.on_step is not None:
+            self.on_step(step, row)
+        return step, row
 
     def _validate(self) -> None:
         """Logs the loss of the weights as they are; nothing without data.num_validation."""
@@ -220,48 +269,65 @@ class Trainer:
 
     def train_step(self, step: Step) -> dict:
         """One optimizer step (all ranks) -> its row of metrics."""
-        started = thread_times()
-        clock, train = self.model.clock, self.recipe.train
-        logging_s = clock.wall_s["logging"]  # of the step before
+        since, loss_sum = self._compute(step)
+        self._unread = self._update(step, since, loss_sum)
+        return self._read()
+
+    def _compute(self, step: Step) -> tuple[np.ndarray, torch.Tensor]:
+        """Forward and backward -> (thread_times when it began to wait for the step's data, this
+        rank's sums of losses)."""
+        since = thread_times() - [step.wait_s, 0.0, 0.0]
         if self.watch is not None:
             self.watch.enter_step(step.index, step.example_ids_of_rank)
-        self.incidents.media(step, self.progress.media, self.dataset.describe)
         if step.kept_balanced:
             self._log(f"step {step.index} is not measured as sampled: {step.kept_balanced}")
-        clock.reset()
+        self._logging_s = self.model.clock.wall_s["logging"]  # of the step before
+        self.model.clock.reset()
+        return since, self._accumulate(step)
+
+    def _update(self, step: Step, since: np.ndarray, loss_sum: torch.Tensor) -> Unread:
+        """Of the weights, on all ranks alike: loss, norm and targets are global."""
+        clock, train = self.model.clock, self.recipe.train
+        self.incidents.media(step, self.progress.media, self.dataset.describe)
         lr = set_learning_rate(self.optimizer, step.index, train)
-        loss_sum = self._accumulate(step)
         clock.switch("update")
         norms = clip_gradients(self.parts, train.max_grad_norm, self.device)
         clock.switch("gather")
-        facts = self.timer.gather(self._gather, step, loss_sum, norms,
-                                  signal=self.stop.asked or self.display.stop_signal,
-                                  save=self.checkpointer.is_due())
-        measured = self.timer.measured(step, facts.measured_s)
-        loss, norm = float(facts.loss_sum.sum()), float(facts.norms[0, 0])
-        nonfinite = not (math.isfinite(loss) and math.isfinite(norm))
-        if nonfinite:
-            self.incidents.nonfinite(step, facts.losses(step)[0], norm, self.progress)
+        reported = self.timer.send(self._send, step, loss_sum, norms,
+                                   signal=self.stop.asked or self.display.stop_signal,
+                                   save=self.checkpointer.is_due())
         clock.switch("update")
-        # From here on every rank decides alike: loss, norm and targets are global.
-        if nonfinite or not step.num_global_targets or step.index in self.progress.skip:
-            self.progress.skipped_steps += 1
-        else:
-            self.optimizer.step()
-            if step.index > max(self.progress.skip, default=-1):
-                self.progress.nonfinite_in_a_row = 0
+        if step.num_global_targets and step.index not in self.progress.skip:
+            if self.reads_late:
+                self.optimizer.found_inf = reported.bad
+                self.optimizer.step()
+            elif reported.facts().finite:
+                self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
+        clock.switch("data")
+        return Unread(step, lr, since, self._logging_s, reported)
+
+    def _read(self) -> dict:
+        """What the last step was, once it is known -> its row of metrics."""
+        (step, lr, since, logging_s, reported), self._unread = self._unread, None
+        facts = reported.facts()
+        measured = self.timer.measured(step, facts.measured_s, reported.marks)
+        if not facts.finite:
+            self.incidents.nonfinite(step, facts.losses(step)[0], float(facts.norms[0, 0]),
+                                     self.progress)
+        if not (facts.finite and step.num_global_targets) or step.index in self.progress.skip:
+            self.progress.skipped_steps += 1
+        elif step.index > max(self.progress.skip, default=-1):
+            self.progress.nonfinite_in_a_row = 0
         self.progress.step = step.index + 1
         self.memory.measure(step, facts.peak_bytes[:, 0], self.model)
         trim(step.index, self.device)
-        clock.switch("data")
-        wall_s, cpu_s, core_wait_s = (thread_times() - started).tolist()
-        step_s = wall_s + step.wait_s
+        step_s, cpu_s, core_wait_s = (thread_times() - since).tolist()
         self.incidents.waited(step, step_s, facts.wait_s, facts.slowest, self.dataset.name)
         return {
-            "lr": lr, "step_s": step_s, "nonfinite": nonfinite,
+            "lr": lr, "step_s": step_s, "nonfinite": not facts.finite,
             "mfu": mfu(step.useful_flop, step_s, self.world.world_size, self._peak_flops),
-            "waiting_s": max(wall_s - cpu_s, 0.0), "core_wait_s": core_wait_s,
+            "waiting_s": max(step_s - step.wait_s - cpu_s, 0.0), "core_wait_s": core_wait_s,
             "logging_s": logging_s, "skipped_steps": self.progress.skipped_steps,
             **facts.row(step, step_s, list(self.parts)), "measured": measured}
 

@@ -80,17 +80,17 @@ def run_trainer(recorder: Recorder, way: str, data: Path, folder: Path) -> None:
     """Steps 2 and 3 of a run of 4."""
     from orchmllm.trainer import Trainer
 
-    train_step = Trainer.train_step
+    read = Trainer._read
     seen = 0
 
     def counted(*args):
         nonlocal seen
-        result = train_step(*args)
+        result = read(*args)
         seen += 1
         recorder.record(seen in (1, 2))
         return result
 
-    Trainer.train_step = counted
+    Trainer._read = counted
     from orchmllm import train
 
     os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1",

@@ -12,6 +12,7 @@ import atexit
 import itertools
 from collections.abc import Sequence
 from datetime import timedelta
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -109,9 +110,23 @@ class RaggedGather:
             self._capacity = 1 << (longest - 1).bit_length()
 
 
-def gather_scalars(values: Sequence[float | Tensor], device: torch.device) -> np.ndarray:
-    """(d, len(values)) float64 of all ranks, on the default group. Tensors (0-d, on `device`) stay
-    there until everything is copied to the host at once."""
+class Sent(NamedTuple):
+    """Numbers of all ranks on their way to the host. rows (d, numbers): on the device."""
+
+    rows: Tensor
+    host: Tensor
+    arrived: torch.cuda.Event | None
+
+    def read(self) -> np.ndarray:
+        """(d, numbers) float64; waits for them."""
+        if self.arrived is not None:
+            self.arrived.synchronize()
+        return self.host.numpy()
+
+
+def send_scalars(values: Sequence[float | Tensor], device: torch.device) -> Sent:
+    """Gathers numbers of all ranks on the default group, in float64. Tensors (0-d, on `device`)
+    stay there until everything is copied to the host at once; nothing waits."""
     host = [0.0 if isinstance(v, Tensor) else v for v in values]
     mine = on_device(torch.tensor(host, dtype=torch.float64), device)
     for i, value in enumerate(values):
@@ -119,7 +134,17 @@ def gather_scalars(values: Sequence[float | Tensor], device: torch.device) -> np
             mine[i].copy_(value)
     rows = mine.new_empty(dist.get_world_size() * len(mine))
     all_gather_single(rows, mine)
-    return rows.reshape(-1, len(mine)).cpu().numpy()
+    rows = rows.reshape(-1, len(mine))
+    host, arrived = rows.to("cpu", non_blocking=True), None  # in pinned memory
+    if rows.device.type == "cuda":
+        arrived = torch.cuda.Event(blocking=True)  # a core that waits is free for data workers
+        arrived.record()
+    return Sent(rows, host, arrived)
+
+
+def gather_scalars(values: Sequence[float | Tensor], device: torch.device) -> np.ndarray:
+    """(d, len(values)) float64 of all ranks, as send_scalars."""
+    return send_scalars(values, device).read()
 
 
 def gather_texts(

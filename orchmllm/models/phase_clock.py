@@ -40,14 +40,10 @@ class PhaseClock:
         new_event: makes one, with the methods `record` and `elapsed_time` of torch.cuda.Event."""
         self.has_events, self._new_event = True, new_event
 
-    def device_s(self) -> dict[str, float]:
-        """Seconds of the device per phase since the last `reset`. Nothing waits, so the host has to
-        have waited for the last switch's work before."""
-        out: dict[str, float] = defaultdict(float)
-        for (phase, start), (_, end) in pairwise(self._marks):
-            out[phase] += 1e-3 * start.elapsed_time(end)
-        self._marks.clear()
-        return out
+    def take_marks(self) -> list[tuple[str, Any]]:
+        """The events since the last `reset`, for `device_s`; then it has none."""
+        marks, self._marks = self._marks, []
+        return marks
 
     def reset(self) -> None:
         """Begins a step. The update that ended the step before stays: it is read with this one."""
@@ -76,6 +72,15 @@ class PhaseClock:
         x: of any shape."""
         self.switch(after)
         return _Mark.apply(x, self, before) if x.requires_grad else x
+
+
+def device_s(marks: list[tuple[str, Any]]) -> dict[str, float]:
+    """Seconds of the device per phase between events of a PhaseClock. Nothing waits, so the host
+    has to have waited for the last one's work before."""
+    out: dict[str, float] = defaultdict(float)
+    for (phase, start), (_, end) in pairwise(marks):
+        out[phase] += 1e-3 * start.elapsed_time(end)
+    return out
 
 
 class _Mark(torch.autograd.Function):

@@ -1,8 +1,8 @@
 """What a step took, as measured on all ranks.
 
 On a CPU times are CPU seconds of a rank's thread: waiting for other ranks does not count. On a GPU
-they are the device's, from events that are read after the step's one synchronisation and told to
-the other ranks in that of the next step; waiting for parameters on their way counts.
+they are the device's, from events that are read with what the step's ranks reported and told to
+the other ranks with the report of the next step; waiting for parameters on their way counts.
 """
 
 from __future__ import annotations
@@ -12,13 +12,14 @@ import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
 from orchmllm.batch import Step
-from orchmllm.models.phase_clock import PhaseClock
+from orchmllm.comm.exchange import Sent
+from orchmllm.models.phase_clock import PhaseClock, device_s
 from orchmllm.plan.assign import EVERY_PHASE
 from orchmllm.plan.gain import GainMeter, slowest_costs
 from orchmllm.plan.step import StepPlan, imbalance
@@ -46,7 +47,7 @@ def peak_bytes(device: torch.device) -> float:
 
 
 class StepFacts(NamedTuple):
-    """What all d ranks reported at the end of a step (StepTimer.gather). loss_sum: (d, losses),
+    """What all d ranks reported at the end of a step (StepTimer.send). loss_sum: (d, losses),
     see WholeModel.forward; slowest (d, 2): see Step; update_s, exchange_s, wait_s, signal, save,
     peak_bytes, host_gb: (d, 1);
     cpu_s, measured_s: (d, CLOCK_PHASES); norms (d, 1 + parts): of the gradient and of its parts,
@@ -64,6 +65,11 @@ class StepFacts(NamedTuple):
     norms: np.ndarray
     peak_bytes: np.ndarray
     host_gb: np.ndarray
+
+    @property
+    def finite(self) -> bool:
+        """Of the loss and the norm of the gradient."""
+        return bool(np.isfinite(self.loss_sum.sum()) and np.isfinite(self.norms[0, 0]))
 
     def losses(self, step: Step) -> list[float]:
         """Of the text, and of the images that are made; nan of what the step has not."""
@@ -94,6 +100,20 @@ class StepFacts(NamedTuple):
         }
 
 
+class Reported(NamedTuple):
+    """The facts of a step on their way to the host. bad: 1.0 on the device where the loss or the
+    norm of the gradient of the step is not finite, on all ranks, else 0.0."""
+
+    sent: Sent
+    sizes: list[int]
+    marks: list[tuple[str, Any]]
+    bad: torch.Tensor
+
+    def facts(self) -> StepFacts:
+        """Waits for them."""
+        return StepFacts(*np.split(self.sent.read(), np.cumsum(self.sizes)[:-1], axis=1))
+
+
 class StepTimer:
     """From a rank's clock to what all ranks took; on a GPU the clock gets its events."""
 
@@ -109,11 +129,11 @@ class StepTimer:
         self._gain = GainMeter()
         self._seconds, self._update_s = [0.0] * len(CLOCK_PHASES), 0.0
 
-    def gather(self, gather: Callable[[list], np.ndarray], step: Step, loss_sum: torch.Tensor,
-               norms: torch.Tensor, signal: int, save: bool) -> StepFacts:
-        """What all ranks report of a step: its one synchronisation. gather: numbers -> (d, numbers)
-        of all ranks. norms: (1 + parts,). signal: that asked this rank to stop. save: whether
-        this rank says that the time for a checkpoint has come."""
+    def send(self, send: Callable[[list], Sent], step: Step, loss_sum: torch.Tensor,
+             norms: torch.Tensor, signal: int, save: bool) -> Reported:
+        """What all ranks report of a step; nothing waits. send: numbers -> those of all ranks.
+        norms: (1 + parts,). signal: that asked this rank to stop. save: whether this rank says that
+        the time for a checkpoint has come."""
         clock = self._clock
         cpu_s = [clock.cpu_s[p] for p in CLOCK_PHASES]
         update_s = clock.cpu_s.pop("update")  # what follows is reported with the next step
@@ -125,18 +145,21 @@ class StepTimer:
             exchange_s=self._seconds[-1:] if clock.has_events else [clock.wall_s["exchange"]],
             measured_s=self._seconds if clock.has_events else cpu_s, norms=list(norms),
             peak_bytes=[peak_bytes(self._device)], host_gb=[resident_gb()])
-        rows = gather([number for numbers in mine for number in numbers])
-        return StepFacts(*np.split(rows, np.cumsum([len(n) for n in mine])[:-1], axis=1))
+        sent, sizes = send([number for numbers in mine for number in numbers]), [*map(len, mine)]
+        of_ranks = StepFacts(*sent.rows.split(sizes, dim=1))
+        finite = of_ranks.loss_sum.sum().isfinite() & of_ranks.norms[0, 0].isfinite()
+        return Reported(sent, sizes, clock.take_marks(), 1.0 - finite.float())
 
-    def measured(self, step: Step, seconds: np.ndarray) -> dict | None:
+    def measured(self, step: Step, seconds: np.ndarray, marks: list[tuple[str, Any]]
+                 ) -> dict | None:
         """What metrics.jsonl says of the step that was measured: this one, or with events the one
-        before. seconds: (d, CLOCK_PHASES), what all ranks reported in the synchronisation of
-        `step`."""
+        before. seconds: (d, CLOCK_PHASES), what all ranks reported with `step`; marks: of the
+        report, which has been read."""
         timed = step.index, step.plans, slowest_costs(step.phases), step.as_sampled
         if self._clock.has_events:
-            device_s = self._clock.device_s()
-            self._seconds = [device_s.get(p, 0.0) for p in CLOCK_PHASES]
-            self._update_s = device_s.get("update", 0.0)
+            of_device = device_s(marks)
+            self._seconds = [of_device.get(p, 0.0) for p in CLOCK_PHASES]
+            self._update_s = of_device.get("update", 0.0)
             timed, self._before = self._before, timed
             if timed is None:
                 return None

@@ -63,6 +63,9 @@ class StepProfiler:
             self._profile.start()
         with memory_errors(partial(self._ran_out, step, clock)):
             yield
+
+    def stop(self, step: Step) -> None:
+        """Ends a recording after its last step."""
         if self._profile is not None and step.index + 1 not in self._window:
             self.close()
             self._log(f"profile of steps {self._steps}: {self._path}")

@@ -70,6 +70,13 @@ def make_optimizer(model: WholeModel, config: TrainConfig
     return _ShardAdamW(groups, betas=(config.beta1, config.beta2), fused=fused or None)
 
 
+def takes_flags(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether the optimizer reads on the device, from its attribute `found_inf`, that it is to
+    leave everything as it is: fused kernels of a GPU do."""
+    first = optimizer.param_groups[0]["params"][0]
+    return bool(optimizer.defaults["fused"]) and first.device.type == "cuda"
+
+
 @torch.no_grad()
 def clip_gradients(parts: Mapping[str, Sequence[nn.Parameter]], max_norm: float,
                    device: torch.device) -> Tensor:

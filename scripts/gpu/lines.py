@@ -35,7 +35,7 @@ FIGURES = {
     # Of each dtype the largest error of a submodule's gradient beside float64 on the CPU.
     "gradients": {"errors": {kind: NUMBER for kind in GRADIENTS}},
     "doctor": {}, "self-test": {},
-    **{f"train-{choice}": STEPS for choice in ("none", "selective", "full")},
+    **{f"train-{choice}": STEPS for choice in ("none", "at-once", "selective", "full")},
     **{f"compiled-{choice}": STEPS for choice in ("none", "selective", "full")},
     "whole": STEPS,
     "resume": {"saved_bytes": COUNT, "save_s": NUMBER, "stall_s": NUMBER, "step_s": NUMBER,

@@ -63,12 +63,12 @@ def _overrides(place: Place, checkpointing: str) -> list[str]:
             f"data.num_workers={1 if place.tiny else 8}"]
 
 
-def _steps(model: str, checkpointing: str, *overrides: str, traced: bool = False
-           ) -> Callable[[Place, str], list[str]]:
+def _steps(model: str, checkpointing: str, *overrides: str, traced: bool = False,
+           at_once: bool = False) -> Callable[[Place, str], list[str]]:
     def command(place: Place, part: str) -> list[str]:
         return ["-m", "scripts.gpu.steps", "--result", str(place.result(part)),
                 f"--work={place.drawn}", f"--model={model}", *["--tiny"] * place.tiny,
-                f"--tokens={TINY_TOKENS if place.tiny else TOKENS}",
+                *["--at-once"] * at_once, f"--tokens={TINY_TOKENS if place.tiny else TOKENS}",
                 f"--steps={6 if place.tiny else 14}",
                 *[f"--trace={place.out / f'trace_{part}.json.gz'}"] * traced,
                 *_overrides(place, checkpointing), f"run.dir={place.work / part}",
@@ -148,6 +148,8 @@ PARTS = {
                       lambda path, output: {}),
     **{f"train-{choice}": Part(f"steps of drawn sizes, recomputing {choice}", 140, _steps(
         "7b", choice, traced=choice == "none")) for choice in CHOICES},
+    "train-at-once": Part("train-none, where each step is read before the next one begins", 140,
+                          _steps("7b", "none", traced=True, at_once=True)),
     **{f"compiled-{choice}": Part(f"the same, blocks compiled, recomputing {choice}", 200, _steps(
         "7b", choice, "fsdp.compile=true", traced=choice == "none")) for choice in CHOICES},
     "whole": Part("the same with Qwen3-VL", 140, _steps("qwen3-vl", "none", traced=True)),

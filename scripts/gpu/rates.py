@@ -11,8 +11,6 @@ bytes are those that the dry run counts, times those of the kernels by what laun
 from __future__ import annotations
 
 import argparse
-import gzip
-import json
 import tempfile
 from bisect import bisect_right
 from collections import Counter
@@ -55,24 +53,16 @@ def kind_of(stack: list[str]) -> str:
 
 def seconds_of(path: Path) -> Counter[str]:
     """Kind -> seconds of its kernels."""
-    with gzip.open(path, "rt", encoding="utf-8") as file:
-        events = json.load(file)["traceEvents"]
-
-    def of(*kinds: str) -> list[dict]:
-        return sorted((e for e in events if e.get("cat") in kinds and "dur" in e),
-                      key=lambda e: (e["ts"], -e["dur"]))
-
-    launched = {e["args"]["correlation"]: e for e in of("cuda_runtime", "cuda_driver")
-                if "correlation" in e.get("args", {})}
-    threads: dict[int, list[dict]] = {}
-    for e in of("cpu_op", "user_annotation"):
-        threads.setdefault(e["tid"], []).append(e)
+    events, threads = trace.events(path), {}
+    for e in sorted(events, key=lambda e: (e["ts"], -e["dur"])):
+        if e.get("cat") in ("cpu_op", "user_annotation"):
+            threads.setdefault(e["tid"], []).append(e)
     starts = {tid: [e["ts"] for e in found] for tid, found in threads.items()}
     parents = {tid: _parents(found) for tid, found in threads.items()}
     out = Counter()
-    for kernel in of(*trace.ON_A_GPU):
-        stack, launch = [], launched.get(kernel["args"].get("correlation"))
-        if launch and launch["tid"] in threads:
+    for kernel, launch in trace.of_last_step(events):
+        stack = []
+        if launch["tid"] in threads:
             tid = launch["tid"]
             at = bisect_right(starts[tid], launch["ts"]) - 1
             while at >= 0:

@@ -1,12 +1,13 @@
 """Trains some steps of drawn sizes on one rank and measures them, beside what is predicted.
 
     python -m scripts.gpu.steps --result FILE --work FOLDER --tokens 16384 --steps 14
-        [--model 7b] [--tiny] [--trace FILE.json.gz] [--log FILE] section.key=value ...
+        [--model 7b] [--tiny] [--trace FILE.json.gz] [--log FILE] [--at-once] section.key=value ...
 
 The recipe is recipes/mllm_1gpu.yaml with the overrides; model and rows are written to the folder
 (see drawn.py), of small sizes with --tiny. train.batch_size is chosen so that every step has
---tokens LLM tokens. The file of figures grows with the run. --trace: of the last step. --log: a
-line a step, as soon as it is done.
+--tokens LLM tokens. The file of figures grows with the run. --trace: of the last two steps, since
+the GPU has nothing to do while recording begins. --log: a line a step, as soon as it is done.
+--at-once: each step is read before the next one begins.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ def recipe_of(overrides: list[str], steps: int, traced: bool, model: Path, rows:
     return load_recipe(ROOT / "recipes" / "mllm_1gpu.yaml", [
         f"model.config={model}", f"data.path={rows}", f"data.index_dir={rows.parent / 'index'}",
         f"train.num_steps={steps}", "train.warmup_steps=2",
-        *[f"profile.steps={steps - 1}-{steps - 1}"] * traced, *overrides])
+        *[f"profile.steps={steps - 2}-{steps - 1}"] * traced, *overrides])
 
 
 def reset_peak(device: torch.device) -> None:
@@ -80,6 +81,7 @@ def train(recipe: Recipe, dataset: ConversationDataset, args: argparse.Namespace
 
     with process_group(world, recipe.launch.timeout_s):
         trainer = Trainer(recipe, world, dataset=dataset, on_step=told)
+        trainer.reads_late &= not args.at_once
         try:
             reset_peak(device)
             trainer.run()
@@ -98,6 +100,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--trace", type=Path)
     parser.add_argument("--log", type=Path)
     parser.add_argument("--tiny", action="store_true")
+    parser.add_argument("--at-once", action="store_true")
     parser.add_argument("overrides", nargs="*")
     args = parser.parse_args(argv)
     recipe = recipe_of(args.overrides, args.steps, bool(args.trace),

@@ -236,15 +236,23 @@ def test_the_table_compares_runs_and_shows_the_last_line_of_a_part():
 
 
 def test_a_trace_tells_when_the_gpu_had_nothing_to_do(tmp_path):
-    """Kernels of two streams overlap; what runs on the host does not count."""
-    def event(start: float, duration: float, name: str, category: str = "kernel") -> dict:
-        return {"cat": category, "ts": start, "dur": duration, "name": name}
+    """Kernels of two streams overlap; what runs on the host does not count, nor what was launched
+    before the last step's first kernel."""
+    def event(start: float, duration: float, name: str, category: str = "kernel",
+              launch: int = 0) -> dict:
+        return {"cat": category, "ts": start, "dur": duration, "name": name,
+                "args": {"correlation": launch}}
 
-    events = [event(40.0, 20.0, "b"), event(0.0, 30.0, "a"), event(10.0, 10.0, "a"),
-              event(20.0, 15.0, "copy", "gpu_memcpy"), event(30.0, 90.0, "host", "cpu_op")]
+    before = [event(-70.0, 1.0, "cudaLaunch", "cuda_runtime", 1), event(-30.0, 25.0, "b", launch=1),
+              event(-60.0, 1.0, "Optimizer.step#A", "user_annotation"),
+              event(50.0, 1.0, "Optimizer.step#A", "user_annotation"),
+              event(-5.0, 4.0, "unknown", launch=2)]
+    events = [event(-20.0, 1.0, "cudaLaunch", "cuda_runtime"),
+              event(40.0, 20.0, "b"), event(0.0, 30.0, "a"), event(10.0, 10.0, "a"),
+              event(20.0, 15.0, "copy", "gpu_memcpy"), event(30.0, 90.0, "host", "cpu_op"), *before]
     for kept, found in ((events, {"idle_share": pytest.approx(5 / 60), "longest": [
             "0.0 ms, 2 x a", "0.0 ms, 1 x b", "0.0 ms, 1 x copy"]}),
-                        (events[-1:], {"idle_share": None, "longest": []})):
+                        (before, {"idle_share": None, "longest": []})):
         with gzip.open(tmp_path / "t.json.gz", "wt") as file:
             json.dump({"traceEvents": kept}, file)
         assert trace.read(tmp_path / "t.json.gz") == found

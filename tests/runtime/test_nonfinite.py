@@ -98,14 +98,14 @@ def test_a_resumed_run_goes_on_as_one_that_skipped_a_step_does(tmp_path):
 
 def poisoned_on_all(world, run, bad: set[int], empty: int) -> str:
     """How a run ends in which the loss of some steps is nan; step `empty` has no targets."""
-    def train_step(step) -> dict:
+    def compute(step) -> tuple:
         if step.index == empty:
             step.num_global_targets = 0
-        return trained(step)
+        return computed(step)
 
     trainer = Trainer(run, world, dataset=SyntheticDataset())
-    forward, trained = trainer.model.forward, trainer.train_step
-    trainer.train_step = train_step
+    forward, computed = trainer.model.forward, trainer._compute
+    trainer._compute = compute
     trainer.model.forward = lambda batch: forward(batch) * (
         float("nan") if trainer.progress.step in bad else 1.0)
     try:

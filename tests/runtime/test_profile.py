@@ -25,22 +25,22 @@ def run(world, folder: str, steps: str, exhausted_in: int = -1) -> list[int]:
     one = replace(one, run=replace(one.run, dir=folder), profile=ProfileConfig(steps),
                   train=replace(one.train, num_steps=4, accumulation_steps=2))
     trainer = Trainer(one, world, dataset=SyntheticDataset())
-    train_step = trainer.train_step
+    compute = trainer._compute
 
-    def stepped(step: Step) -> dict:
+    def stepped(step: Step) -> tuple:
         if step.index == exhausted_in:
             for micro in step.micro:
                 wanted.append(int(micro.rank_plan.llm.lengths.sum()))
             if world.rank:
                 torch.empty(1 << 60, dtype=torch.uint8)
             raise OSError("another one failed first")
-        return train_step(step)
+        return compute(step)
 
     def no_memory(*_) -> None:
         raise MemoryError
 
     wanted: list[int] = []
-    trainer.train_step = stepped
+    trainer._compute = stepped
     try:
         trainer.run()
     except (RuntimeError, OSError) as e:

@@ -1,0 +1,117 @@
+"""A step that is read while the next one is computed, as on a GPU: rows, weights, checkpoints and
+ends of runs are those of a run that reads each step at once."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from orchmllm.comm.errors import AgreedError
+from orchmllm.config.recipe import Recipe
+from orchmllm.runtime.run_state import NonFiniteError
+from orchmllm.runtime.stop import Stopped
+from orchmllm.trainer import Trainer
+from tests.lib.ranks import run_ranks
+from tests.lib.resume import run_recipe
+from tests.lib.synthetic import SyntheticDataset
+
+pytestmark = pytest.mark.dist
+
+
+def trained(world, run: Recipe, late: bool, bad: tuple[int, ...] = (), stop: int | None = None,
+            error: int | None = None) -> tuple[list[tuple], list[tuple], str]:
+    """(Steps as they were told, with the sum of the weights then; the order in which steps were
+    computed and told; how it ended). bad: losses of these passes are nan on rank 1. stop: rank 1 is
+    asked to stop as it computes this step; error: all ranks fail then."""
+    told, order = [], []
+
+    def tell(step, row: dict) -> None:
+        order.append(("told", step.index))
+        total = sum(float(p.detach().full_tensor().double().sum())
+                    for p in trainer.model.parameters())
+        told.append((step.index, row["nonfinite"], row["skipped_steps"], str(row["loss"]), total))
+
+    def compute(step):
+        order.append(("computed", step.index))
+        if step.index == error:
+            raise AgreedError("a failure of all ranks")
+        if step.index == stop and world.rank == 1:
+            trainer.stop.signal = 15
+        return computed(step)
+
+    def forward(batch):
+        passes.append(batch)
+        poisoned = len(passes) - 1 in bad and world.rank == 1
+        return out(batch) * (float("nan") if poisoned else 1.0)
+
+    trainer, passes = Trainer(run, world, dataset=SyntheticDataset(), on_step=tell), []
+    for group in trainer.optimizer.param_groups:
+        group["fused"] = True  # a CPU's fused kernel reads found_inf, too
+    assert trainer.reads_late == (trainer.device.type == "cuda")
+    trainer.reads_late = late
+    computed, out = trainer._compute, trainer.model.forward
+    trainer._compute, trainer.model.forward, end = compute, forward, "finished"
+    try:
+        trainer.run()
+    except (AgreedError, Stopped, NonFiniteError) as e:
+        end = str(e).replace(run.run.dir, "")
+    finally:
+        trainer.close()
+    return told, order, end
+
+
+def both(folder: Path, change=lambda run: run, **how) -> list[tuple[list, list, str]]:
+    """On two ranks, [read at once, read late], of rank 0; their metrics and newest checkpoints are
+    alike."""
+    found, kept = [], []
+    for late in (False, True):
+        run = change(run_recipe(folder / str(late), every_steps=4))
+        here, other = run_ranks(trained, 2, run, late, **how)
+        assert here[0] == other[0] and here[2] == other[2]
+        found.append(here)
+        rows = map(json.loads, (folder / str(late) / "metrics.jsonl").read_text().splitlines())
+        newest = max((folder / str(late) / "checkpoints").glob("step_*"))
+        state = json.loads((newest / "state.json").read_text())
+        kept.append(([(row["step"], str(row.get("loss"))) for row in rows], newest.name,
+                     state["step"], state["skipped_steps"], state["media"]))
+    assert kept[0] == kept[1]
+    assert found[0][0] == found[1][0]
+    return found
+
+
+def test_a_step_is_told_while_the_next_one_is_computed(tmp_path):
+    """Not before a checkpoint, nor at the end."""
+    at_once, late = both(tmp_path)
+    assert at_once[1][:4] == [("computed", 0), ("told", 0), ("computed", 1), ("told", 1)]
+    assert [what for what, step in late[1] if step in (0, 1)] == ["computed"] * 2 + ["told"] * 2
+    assert late[1].index(("told", 3)) < late[1].index(("computed", 4))
+    assert late[1].index(("told", 4)) > late[1].index(("computed", 5))
+    assert at_once[2] == late[2] == "finished" and len({row[-1] for row in late[0]}) == 8
+
+
+@pytest.mark.parametrize("policy, story", [
+    ("skip", [0, 1, 2, 3, 4, 5, 6, 7]), ("rollback", [0, 1, 2, 3, 4, 5, 4, 5, 6, 7]),
+    ("raise", [0, 1, 2, 3, 4])])
+def test_an_update_that_is_not_finite_is_not_made(tmp_path, policy, story):
+    at_once, late = both(tmp_path, lambda run: replace(run, train=replace(
+        run.train, nonfinite=policy)), bad=(5,))
+    assert [row[0] for row in late[0]] == story
+    assert ("step 5: loss nan" in late[2]) == (policy == "raise")
+    assert policy == "raise" or late[0][5][1] and late[0][5][-1] == late[0][4][-1]
+
+
+def test_a_stop_and_an_error_keep_the_steps_that_were_done(tmp_path):
+    """The next start goes on with their weights."""
+    stopped = both(tmp_path / "stop", stop=5)
+    assert [told[-1][0] for told, *_ in stopped] == [5, 5] and "step_00000006" in str(
+        [*(tmp_path / "stop" / "True").rglob("step_*")])
+    failed = both(tmp_path / "error", error=6)
+    assert [told[-1][0] for told, *_ in failed[:1]] == [5]
+    (whole, *_), _ = run_ranks(trained, 2, run_recipe(tmp_path / "whole"), False)
+    for folder in ("stop", "error"):
+        run = run_recipe(tmp_path / folder / "True")
+        (resumed, *_), _ = run_ranks(trained, 2, run, True)
+        assert resumed == whole[6:], folder
