@@ -67,7 +67,7 @@ def layout_rows(layout: BatchLayout, spec: PlanSpec) -> list[np.ndarray]:
 
 def sent(rows: np.ndarray) -> Sent:
     """Numbers that nobody has to send."""
-    return Sent(torch.from_numpy(rows), torch.from_numpy(rows), None)
+    return Sent(torch.from_numpy(rows), torch.from_numpy(rows), None, 0.0)
 
 
 class Rank:

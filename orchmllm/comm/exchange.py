@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import atexit
 import itertools
+import time
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import NamedTuple
@@ -111,17 +112,25 @@ class RaggedGather:
 
 
 class Sent(NamedTuple):
-    """Numbers of all ranks on their way to the host. rows (d, numbers): on the device."""
+    """Numbers of all ranks on their way to the host. rows (d, numbers): on the device. at: when
+    they were sent, by the host's clock."""
 
     rows: Tensor
     host: Tensor
     arrived: torch.cuda.Event | None
+    at: float
 
     def read(self) -> np.ndarray:
         """(d, numbers) float64; waits for them."""
         if self.arrived is not None:
             self.arrived.synchronize()
         return self.host.numpy()
+
+    def seconds_until(self, later: Sent) -> float:
+        """Between their arrivals, by the device's clock where it has one. Both have been read."""
+        if self.arrived is None:
+            return later.at - self.at
+        return 1e-3 * self.arrived.elapsed_time(later.arrived)
 
 
 def send_scalars(values: Sequence[float | Tensor], device: torch.device) -> Sent:
@@ -137,9 +146,10 @@ def send_scalars(values: Sequence[float | Tensor], device: torch.device) -> Sent
     rows = rows.reshape(-1, len(mine))
     host, arrived = rows.to("cpu", non_blocking=True), None  # in pinned memory
     if rows.device.type == "cuda":
-        arrived = torch.cuda.Event(blocking=True)  # a core that waits is free for data workers
+        # blocking: a core that waits is free for data workers.
+        arrived = torch.cuda.Event(enable_timing=True, blocking=True)
         arrived.record()
-    return Sent(rows, host, arrived)
+    return Sent(rows, host, arrived, time.perf_counter())
 
 
 def gather_scalars(values: Sequence[float | Tensor], device: torch.device) -> np.ndarray:

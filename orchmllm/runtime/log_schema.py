@@ -108,7 +108,8 @@ METRICS = {
                            chart="Throughput"),
     "mfu": Metric(MEASURED, "share of the GPUs' dense bf16 peak spent on useful FLOPs (no padding, "
                   "nothing recomputed); null where the peak is unknown"),
-    "step_s": Metric(SIZE, "duration on rank 0, waiting for data included", "s"),
+    "step_s": Metric(SIZE, "duration on rank 0, waiting for data included; on a GPU "
+                     "its own, from the report of the step before to that of this one", "s"),
     "update_s": Metric(SIZE, "CPU time of the slowest rank's thread to clip gradients, and to "
                        "update parameters in the step before; on a GPU the device's time, a step "
                        "later", "s"),

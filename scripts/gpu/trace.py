@@ -26,7 +26,7 @@ def events(path: Path) -> list[dict]:
 def of_last_step(found: Sequence[dict]) -> list[tuple[dict, dict]]:
     """(What runs on a GPU, what launched it), without what was launched before the last step: the
     GPU may still be busy with it when the recording begins."""
-    updates = sorted(e["ts"] for e in found if e.get("cat") == "user_annotation"
+    updates = sorted(e["ts"] + e["dur"] for e in found if e.get("cat") == "user_annotation"
                      and e["name"].startswith("Optimizer.step"))
     since = updates[-2] if len(updates) > 1 else 0.0
     launches = {e["args"]["correlation"]: e for e in found if e.get("cat") in LAUNCHES

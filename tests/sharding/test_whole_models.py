@@ -14,7 +14,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 from torch.distributed.tensor import DTensor
 
-from orchmllm import trainer
+from orchmllm import step_trainer
 from orchmllm.config.model import ModelConfig
 from orchmllm.config.recipe import (
     CheckpointConfig,
@@ -146,7 +146,7 @@ def recipe(folder: Path, model: ModelConfig, steps: int, **train_keys) -> Recipe
 def trained(world, run: Recipe, name: str) -> tuple[list[dict], float]:
     """Rows of metrics, and the loss of the first step by stock transformers. MFU is that of a GPU
     whose peak is known."""
-    trainer.gpu_of = lambda device: ("NVIDIA H100 80GB HBM3", 0)
+    step_trainer.gpu_of = lambda device: ("NVIDIA H100 80GB HBM3", 0)
     stock, layouts = models.build(name), []
     data = models.WholeDataset(name, stock, 24)
     rows = train(world, run, data, lambda step, row: layouts.append(step.layout))
