@@ -101,7 +101,8 @@ def _llm(whole: WholeModel) -> PartCounts:
     moved = _moved(TOKENS, runs, [*range(len(stack)), "front", "behind"])
     return PartCounts(item, row, position, attention, moved, _blocks(TOKENS, runs, len(stack)),
                       _saved(rows, runs, ["head"]), _saved(TOKENS, runs, ["front", "behind"]),
-                      runs[0].stages[0].width, len(head.weight), attended=runs[0].attended)
+                      _saved(TOKENS, runs, ["behind"]), runs[0].stages[0].width,
+                      len(head.weight), attended=runs[0].attended)
 
 
 def _generator(whole: WholeModel) -> PartCounts:
@@ -134,8 +135,9 @@ def _generator(whole: WholeModel) -> PartCounts:
     return PartCounts(
         item - row * STATES[0], row, position - crossed * STATES[0], attention,
         _moved(TOKENS, few, [*blocks, "front", "behind"]), _blocks(TOKENS, few, len(stack)),
-        kept_row, _saved(TOKENS, few, ["front", "behind"]), few[0].stages[0].width,
-        part.transformer.config.in_channels, *[3 * part.codec.side**2] * 2)
+        kept_row, _saved(TOKENS, few, ["front", "behind"]), _saved(TOKENS, few, ["behind"]),
+        few[0].stages[0].width, part.transformer.config.in_channels,
+        *[3 * part.codec.side**2] * 2)
 
 
 def _encoder(whole: WholeModel, part: str) -> PartCounts:
@@ -176,8 +178,8 @@ def _encoder(whole: WholeModel, part: str) -> PartCounts:
             kind, flop = _kind(media.tile is not None, of_all, runs[-1].stages[block], found)
             attention[kind] += flop
     return PartCounts(item, row, position, attention, moved, _blocks(positions, runs, len(stack)),
-                      kept, _saved(positions, runs, around), runs[0].stages[0].width, widths[0],
-                      media.row_bytes, media.row_values)
+                      kept, _saved(positions, runs, around), _saved(positions, runs, ["behind"]),
+                      runs[0].stages[0].width, widths[0], media.row_bytes, media.row_values)
 
 
 def _backward(out: torch.Tensor) -> None:

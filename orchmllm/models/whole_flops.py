@@ -57,9 +57,10 @@ class PartCounts:
     (frames of sound, the LLM's targets, or states that an image is made from) and of its
     positions. attention: of a pair of positions.
     Bytes: moved, (2, 3), see moved_by; blocks, in their order; kept_row, kept_position: what is
-    kept around them; row_bytes: of a patch or a frame that moves. Numbers: width, in a position of
-    the blocks; outputs, in a token for the LLM or in a row of its logits; row_values, in a patch or
-    frame for the encoder; attended, in the keys and values of a position in a layer of the LLM."""
+    kept around them; kept_behind: of a position, what of it comes after them; row_bytes: of a patch
+    or a frame that moves. Numbers: width, in a position of the blocks; outputs, in a token for the
+    LLM or in a row of its logits; row_values, in a patch or frame for the encoder; attended, in the
+    keys and values of a position in a layer of the LLM."""
 
     item: np.ndarray
     row: np.ndarray
@@ -69,6 +70,7 @@ class PartCounts:
     blocks: Sequence[BlockCounts]
     kept_row: float
     kept_position: float
+    kept_behind: float
     width: int
     outputs: int
     row_bytes: int = 0

@@ -192,7 +192,8 @@ class MemoryModel:
                 for p in self.phases}
         features = sum(self._features(p, loads) for p in ENCODERS)
         shared = self._shared(loads)
-        kept["llm"] = kept["llm"] + stacks["llm"].whole * shared
+        got = loads.phases["llm"].tokens * float(self.element * feature_width(self.model))
+        kept["llm"] = kept["llm"] + got + stacks["llm"].whole * shared  # got by the layers
         done = static + float(again)
         out = {}
         for phase in ENCODERS:
@@ -216,10 +217,12 @@ class MemoryModel:
         out["head backward"] = done + self._head_backward()
         made = 0.0
         for phase in reversed(self.phases):
+            behind = self._behind(phase, loads)  # is used up before blocks go backward
+            done = done - behind
             out[f"{phase} backward"] = done + made + self._waiting(phase) + self._gather(
                 phase, True) + self._backward_work(phase, loads, stacks[phase]) + beside[phase]
             made += grads[phase] * (not again)
-            done = done - kept[phase]
+            done = done - (kept[phase] - behind)
         late = self._late()
         out["last gradients"] = done + made + max(
             self.element * sum(u.trained_size for u in late[i:])
@@ -267,10 +270,16 @@ class MemoryModel:
         if phase not in self._counts:
             return np.zeros(len(lengths.rows))
         found = self._counts[phase]
-        kept = found.kept_row * lengths.rows + found.kept_position * lengths.positions
-        if phase == "llm":  # and what the layers get
-            kept = kept + lengths.tokens * float(self.element * feature_width(self.model))
-        return kept
+        return found.kept_row * lengths.rows + found.kept_position * lengths.positions
+
+    def _behind(self, phase: str, loads: Loads) -> np.ndarray:
+        """What is kept behind the blocks, the LLM's head included."""
+        lengths = loads.phases[phase]
+        if phase not in self._counts:
+            return np.zeros(len(lengths.rows))
+        found = self._counts[phase]
+        return found.kept_behind * lengths.positions + lengths.rows * (
+            found.kept_row if phase == "llm" else 0.0)
 
     def _backward_work(self, phase: str, loads: Loads, stack: Stack) -> np.ndarray:
         """A block's recomputed activations and its gradients: as the weights' gradients are made,

@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import gc
+from contextlib import nullcontext
 
 import numpy as np
 from torch.profiler import ProfilerActivity, profile
 
 from orchmllm.config.balance import BalanceConfig
 from orchmllm.config.model import ModelConfig
-from orchmllm.config.recipe import FsdpConfig
+from orchmllm.config.recipe import FsdpConfig, Recipe
 from orchmllm.data.loading.step_loader import StepLoader
 from orchmllm.data.sampler import GlobalSampler
 from orchmllm.plan.assign import PHASES
 from orchmllm.plan.geometry import AudioGeometry, VisionGeometry
-from orchmllm.sharding.memory import Loads, MemoryModel, loads_of
+from orchmllm.plan.step import StepPlan
+from orchmllm.sharding.memory import MemoryModel, loads_of
 from orchmllm.trainer import Trainer
 from tests.lib.drawn import model_of
+from tests.lib.ranks import run_ranks
 from tests.lib.synthetic import SyntheticDataset, recipe
+from tests.lib.tracked import as_on_a_gpu, tracked_peak
 
 
 def wide() -> ModelConfig:
@@ -40,25 +44,21 @@ def _peak(trainer: Trainer, step) -> float:
     return float(np.cumsum([b for _, b in events]).max())
 
 
-def _joined(memory: MemoryModel, loads: Loads, choice: str, rank: int) -> float:
-    """Bytes of what attention made of each example, which a CPU keeps beside what it joins of them:
-    of all blocks, or of the one that computes again."""
-    of = [loads.phases[p].positions[rank] * memory.element * memory._counts[p].width *
-          (memory.num_layers(p) if choice == "none" else 1)
-          for p in PHASES if memory.kept(p, choice)]
-    return float(sum(of) if choice == "none" else max(of))
-
-
-def measured(world, fsdp: FsdpConfig, kinds: tuple[str, ...],
-             model: ModelConfig, batch_size: int = 24, joined: bool = False
-             ) -> tuple[float, float]:
-    """(measured, predicted) peak bytes of one forward and backward pass above what is resident
-    before it but the batch (parameters and optimizer state), from the allocator's own events: the
-    least of three passes. joined: with what a CPU keeps more than a GPU."""
-    data = SyntheticDataset(kinds=kinds, size=1000, vision=VisionGeometry(max_side=224),
+def dataset(kinds: tuple[str, ...]) -> SyntheticDataset:
+    return SyntheticDataset(kinds=kinds, size=1000, vision=VisionGeometry(max_side=224),
                             audio=AudioGeometry(num_mels=8, stack=2))
-    trainer = Trainer(recipe(model=model, fsdp=fsdp, balance=BalanceConfig(enabled=False)), world,
-                      dataset=data)
+
+
+def of(model: ModelConfig, fsdp: FsdpConfig) -> Recipe:
+    return recipe(model=model, fsdp=fsdp, balance=BalanceConfig(enabled=False))
+
+
+def measured(world, one: Recipe, kinds: tuple[str, ...], batch_size: int = 24
+             ) -> tuple[float, StepPlan]:
+    """(Measured peak bytes of one forward and backward pass above what is resident before it but
+    the batch, from the allocator's own events: the least of three passes; its plan)."""
+    data = dataset(kinds)
+    trainer = Trainer(one, world, dataset=data)
     n = batch_size * world.world_size
     loader = iter(StepLoader(data, GlobalSampler(range(2 * n), n, shuffle=False),
                              trainer.orchestrator, num_steps=2, prefetch=0, feed=trainer._feed))
@@ -68,14 +68,22 @@ def measured(world, fsdp: FsdpConfig, kinds: tuple[str, ...],
     step = next(loader)
     gc.collect()
     peak = min(_peak(trainer, step) for _ in range(3))
-    memory = MemoryModel(model, fsdp, world.world_size)
-    state = memory.state_bytes()
-    moments = memory.peaks(loads_of(step.plans[0]),
-                           {p: fsdp.checkpointing(p) for p in PHASES})
-    predicted = max(float(v[world.rank]) for k, v in moments.items() if k != "optimizer")
-    if joined:
-        choice = fsdp.activation_checkpointing
-        predicted += _joined(memory, loads_of(step.plans[0]), choice, world.rank)
     held = []  # a batch that is on the device already
     step.micro[0].content.moved(lambda x: held.append(x.nbytes) or x)
-    return peak + sum(held), predicted - state["parameters"] - state["optimizer"]
+    return peak + sum(held), step.plans[0]
+
+
+def compared(one: Recipe, kinds: tuple[str, ...]) -> list[tuple[float, float]]:
+    """(Measured, predicted) of two ranks, without parameters and the optimizer's state. A CPU keeps
+    more than the GPU of the memory model: what torch's tracker finds with its own kernels, less
+    what it finds with those of a GPU, is added to what is predicted."""
+    out, memory = [], MemoryModel(one.model, one.fsdp, 2)
+    state, found = memory.state_bytes(), run_ranks(measured, 2, one, kinds)
+    choice = {p: one.fsdp.checkpointing(p) for p in PHASES}
+    for rank, (peak, plan) in enumerate(found):
+        moments = memory.peaks(loads_of(plan), choice)
+        predicted = max(float(v[rank]) for k, v in moments.items() if k != "optimizer")
+        of_cpu, of_gpu = (tracked_peak(one, plan, dataset(kinds), rank, kernels)
+                          for kernels in (nullcontext, as_on_a_gpu))
+        out.append((peak, predicted - state["parameters"] - state["optimizer"] + of_cpu - of_gpu))
+    return out

@@ -3,8 +3,8 @@ process group of any size, and torch's tracker of what FSDP2 holds, with the ker
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -123,21 +123,38 @@ def as_on_a_gpu() -> Iterator[None]:
         yield
 
 
-def tracked_peak(recipe: Recipe, plan: StepPlan) -> float:
-    """Bytes of rank 0 in a forward and backward pass of its part of a plan, without the optimizer's
-    moments."""
+class Tracker(FSDPMemTracker):
+    """Also where a step leaves some units alone."""
+
+    def _fsdp_param_group_post_backward(self, module, original):
+        watched = super()._fsdp_param_group_post_backward(module, original)
+
+        def inner(*args) -> None:
+            params = module._get_fsdp_state()._fsdp_param_group.fsdp_params
+            gathered = all(hasattr(param, "_unsharded_param") for param in params)
+            (watched if gathered else original)(*args)
+
+        return inner
+
+
+def tracked_peak(recipe: Recipe, plan: StepPlan, data: SyntheticDataset | None = None,
+                 rank: int = 0, kernels: Callable[[], AbstractContextManager] = as_on_a_gpu
+                 ) -> float:
+    """Bytes of a rank in a forward and backward pass of its part of a plan, without the optimizer's
+    moments. data: of the plan; default: examples that are like its layout."""
     device, layout = torch.device("cpu"), plan.layout
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=layout.num_ranks)
+    data = data or Drawn(layout, recipe.model)
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=layout.num_ranks)
     try:
         whole = on_meta(recipe.model, recipe.fsdp, None)
-        micro = microbatch(whole, Drawn(layout, recipe.model), plan, 0, "load")
+        micro = microbatch(whole, data, plan, rank, "load")
         shard_all(whole, ordered(whole, recipe.fsdp), recipe.fsdp, device, 8)
-        with as_on_a_gpu(), FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        with kernels(), FakeTensorMode(allow_non_fake_inputs=True) as mode:
             whole.to_empty(device=device)
             content = micro.content
             batch = content.moved(mode.from_tensor)
             batch = replace(batch, inputs=batch.inputs | content.read)
-            tracker = FSDPMemTracker(whole)
+            tracker = Tracker(whole)
             tracker.track_inputs((batch,))
             with tracker:
                 for _ in range(recipe.train.accumulation_steps):

@@ -11,7 +11,6 @@ import pytest
 
 from orchmllm.config.balance import BalanceConfig
 from orchmllm.config.fsdp import CHOICES
-from orchmllm.config.model import ModelConfig
 from orchmllm.config.recipe import FsdpConfig
 from orchmllm.models.flops import item_rank, phase_lengths
 from orchmllm.models.whole_flops import phase_work
@@ -23,26 +22,21 @@ from orchmllm.sharding.fits import decide, largest_fitting, scaled
 from orchmllm.sharding.memory import MemoryModel, loads_of
 from orchmllm.sharding.run_memory import RunMemory
 from orchmllm.tools.predict.workload import sample_layout
-from tests.lib.memory import measured, wide
-from tests.lib.ranks import run_ranks
+from tests.lib.memory import compared, of, wide
 from tests.lib.recipes import frozen, small_spec
 from tests.lib.synthetic import MODEL, SyntheticDataset, recipe
 
 KINDS = (("TVT",), ("TAT",), ("TVT", "TAT", "T"))
 
 
-def measured_all(world, fsdp: FsdpConfig, model: ModelConfig) -> list[tuple[float, float]]:
-    return [measured(world, fsdp, kinds, model) for kinds in KINDS]
-
-
 @pytest.mark.slow
 @pytest.mark.dist
 @pytest.mark.parametrize("choice", CHOICES)
-def test_predicted_peak_is_the_measured_one(choice):
+@pytest.mark.parametrize("kinds", KINDS, ids=" ".join)
+def test_predicted_peak_is_the_measured_one(choice, kinds):
     fsdp = FsdpConfig(activation_checkpointing=choice, compute_dtype="bfloat16")
-    for rank in run_ranks(measured_all, 2, fsdp, wide()):
-        for (peak, predicted), kinds in zip(rank, KINDS, strict=True):
-            assert predicted == pytest.approx(peak, rel=0.10), kinds
+    for peak, predicted in compared(of(wide(), fsdp), kinds):
+        assert predicted == pytest.approx(peak, rel=0.10 if kinds == ("TVT",) else 0.05)
 
 
 @pytest.mark.slow
@@ -52,7 +46,7 @@ def test_predicted_peak_is_the_measured_one(choice):
 def test_predicted_peak_with_frozen_parts(choice, parts):
     model = frozen(*parts, model=wide())
     fsdp = FsdpConfig(activation_checkpointing=choice, compute_dtype="bfloat16")
-    for peak, predicted in run_ranks(measured, 2, fsdp, ("TVT", "TAT", "T"), model, joined=True):
+    for peak, predicted in compared(of(model, fsdp), ("TVT", "TAT", "T")):
         assert predicted == pytest.approx(peak, rel=0.05)
 
 
