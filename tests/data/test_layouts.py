@@ -12,7 +12,8 @@ from tests.lib.layouts import LAYOUTS
 FAST = {  # -> how it is read
     "ScienceQA": "no key", "TRL vision": "no key", "SQuAD": "one line", "MMLU": "one line",
     "SEED-Bench": "one line", "LJSpeech": "one line", "COCO captions": "one line",
-    "M3IT": "one line"}
+    "M3IT": "one line", "Recap-DataComp": "one line", "HellaSwag": "one line", "ESC-50": "one line",
+    "OASST": "refused", "CC3M": "refused"}
 
 
 @pytest.mark.parametrize("name", FAST)
@@ -30,6 +31,6 @@ def test_no_layout_is_read_silently_as_something_else(tmp_path, monkeypatch):
         folder.mkdir()
         monkeypatch.chdir(folder)
         how, more = verdict(layout, folder)
-        assert not how.startswith("WRONG"), (name, more)
+        assert how in ("no key", "one line", "refused"), (name, more)
         counts[how] += 1
-    assert counts["no key"] + counts["one line"] >= 58, counts
+    assert counts["no key"] + counts["one line"] >= 63, counts

@@ -39,8 +39,8 @@ def encoded(k: int) -> str:
 
 
 def write(layout: Layout, folder: Path) -> Path:
-    """The file of a corpus, with media beside it; the current folder is there."""
-    for k in range(NUM_ROWS):
+    """The file of a corpus, with media beside it where it has some; the current folder is there."""
+    for k in range(NUM_ROWS if layout.media else 0):
         pixels = np.random.default_rng(k).integers(0, 255, (28, 28, 3), np.uint8)
         for name in (picture(k), f"images/{k}.jpg", f"train2014/COCO_train2014_{100 + k:012}.jpg",
                      f"{1000 + k}.jpg"):

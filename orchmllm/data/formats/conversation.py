@@ -17,6 +17,7 @@ from orchmllm.data.media.video import expand, images_as_video
 from orchmllm.plan.layout import AUDIO, VISION
 
 ROLES = {"system": "system", "developer": "system", "human": "user", "user": "user",
+         "prompter": "user",
          "gpt": "assistant", "assistant": "assistant", "chatgpt": "assistant", "bing": "assistant",
          "bard": "assistant", "model": "assistant", "function_call": "assistant", "tool": "tool",
          "function": "tool", "observation": "tool", "ipython": "tool"}

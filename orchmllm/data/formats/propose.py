@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain, permutations, product, takewhile
 
 from orchmllm.data.formats.conversation import ROLES, Conversation, media_of
@@ -26,13 +26,15 @@ Read = Callable[[Mapping, RowFormat], Conversation]
 def proposal(rows: Sequence[Mapping], root: MediaRoot, read: Read, now: RowFormat | None = None
              ) -> str:
     """The line under which most rows can be used, with most media; empty where there is none that
-    is better than it is and gives up no medium. read: a row as a format reads it; now: the format
-    as it is."""
+    is better than it is and gives up no medium, or where each row is one turn. read: a row as a
+    format reads it; now: the format as it is."""
     around = {}
     for name, value in rows[0].items() if len(rows) == 1 else ():
         if isinstance(value, list) and len(value) > 1 and all(isinstance(v, dict) for v in value):
             rows, around = value, {"rows": name}
     rows = rows[:NUM_ROWS]
+    if _are_turns(rows):
+        return ""
     *best, named = _used(rows, read, now) if now else (0, 0, 0)
     line = ""
     for columns in chain(() if around else FORMATS, _guesses(rows, root)):
@@ -73,24 +75,28 @@ def _guesses(rows: Sequence[Mapping], root: MediaRoot) -> Iterator[dict[str, str
     media: dict[str, str] = {}
     for field, name in _media_columns(values, rows, root):
         media.setdefault(field, name)
+    if not media and any(all(modality_of(one) is not None for one in found)
+                         for found in values.values()):
+        return  # of media that cannot be had
     texts = [name for name, found in values.items() if name not in media.values() and all(
         type(one) in (str, int, float) or _are_texts(one) for one in found)]
     words = [name for name in texts if any(" " in str(one) and "://" not in str(one)
                                            for one in values[name])]
-    asked, answered, shown = (_named(field, texts) for field in ("question", "answer", "text"))
+    by_length = sorted(words, key=lambda name: -sum(len(str(one)) for one in values[name]))
+    asked, answered, shown = (_named(field, names) for field, names in (
+        ("question", texts), ("answer", texts), ("text", dict.fromkeys([*by_length, *texts]))))
     for name, found in values.items():
         if all(map(_are_turns, found)):
             yield {"messages": name} | media
-    by_length = sorted(words, key=lambda name: -sum(len(str(one)) for one in values[name]))
     pairs = [(q, a) for q, a in chain(
         product(asked, answered), product(asked, words), product(words, answered)) if q != a]
+    for name, answer in _chosen(values, texts):
+        for question in (one for one in [*asked, *words] if one not in (name, answer)):
+            yield {"question": question, "choices": name, "answer": answer} | media
     lettered = _lettered(texts)
     for question, answer in pairs:
         if lettered and answer not in lettered:
             yield {"question": "{" + question + "}" + lettered, "answer": answer} | media
-        for name, found in values.items():
-            if name.split(".")[0] != answer.split(".")[0] and all(map(_are_choices, found)):
-                yield {"question": question, "choices": name, "answer": answer} | media
     for question, answer in product(asked, answered):
         if question != answer:
             yield {"question": question, "answer": answer} | media
@@ -98,7 +104,7 @@ def _guesses(rows: Sequence[Mapping], root: MediaRoot) -> Iterator[dict[str, str
         yield {"text": name} | media
     for question, answer in [*pairs, *permutations(words, 2)]:
         yield {"question": question, "answer": answer} | media
-    for name in [*shown, *by_length, *texts]:
+    for name in [*shown, *by_length, *sorted(texts, key=lambda name: _are_numbers(values[name]))]:
         yield {"text": name} | media
 
 
@@ -127,7 +133,7 @@ def _places(row: Mapping, around: str = "") -> Iterator[tuple[str, object]]:
                 yield f"{key}[0].{inner}", value[0][inner]
 
 
-def _named(field: str, names: Sequence[str]) -> list[str]:
+def _named(field: str, names: Iterable[str]) -> list[str]:
     """Those of the names that have a word in them by which formats call a field."""
     known = {field, *(word for one in FORMATS.values() if field in one.columns.specs
                       for word in _words(one.columns.specs[field].text))}
@@ -148,9 +154,22 @@ def _are_turns(value: object) -> bool:
         isinstance(one, Mapping) and ROLES.keys() & {str(v) for v in one.values()} for one in value)
 
 
-def _are_choices(value: object) -> bool:
+def _are_numbers(found: Sequence) -> bool:
+    return all(re.fullmatch(r"[\d.+-]*", str(one)) for one in found)
+
+
+def _chosen(values: Mapping[str, list], texts: Sequence[str]) -> list[tuple[str, str]]:
+    """(Column of choices, column that names one of them in every row), first what repeats."""
+    found = [(name, answer) for name, all_choices in values.items() for answer in texts
+             if name.split(".")[0] != answer.split(".")[0]
+             and len(all_choices) == len(values[answer])
+             and all(map(_is_choice, all_choices, values[answer]))]
+    return sorted(found, key=lambda pair: len(set(map(str, values[pair[1]]))))
+
+
+def _is_choice(choices: object, answer: object) -> bool:
     try:
-        return len(choose(value, 0)[0]) > 1
+        return len(choose(choices, answer)[0]) > 1
     except RowError:
         return False
 

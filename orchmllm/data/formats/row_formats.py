@@ -250,9 +250,9 @@ class RowFormat:
         """What rows without a question ask, where it is not what `described` asks of a medium: the
         captions of a clip are no speech."""
         fields = self.columns.specs
-        is_caption = self.reader.read is described and "audios" in fields and (
-            re.search("caption|descri", fields["text"].find(row)[0], re.IGNORECASE) is not None)
-        return DESCRIBE_SOUND if is_caption else ""
+        describes = self.reader.read is described and "audios" in fields and re.search(
+            "caption|categor|descri|label", fields["text"].find(row)[0], re.IGNORECASE)
+        return DESCRIBE_SOUND if describes else ""
 
     def fits(self, row: Mapping) -> bool:
         """Whether a row is written so, which `row_format: auto` asks. A file whose suffix tells
