@@ -130,12 +130,16 @@ class StepTrainer:
         self._unread = self._update(step, since, loss_sum)
         return self._read()
 
+    def _enter(self, step: Step) -> None:
+        """Says which step this rank works on, or waits for."""
+        if self.watch is not None:
+            self.watch.enter_step(step.index, step.example_ids_of_rank)
+
     def _compute(self, step: Step) -> tuple[np.ndarray, torch.Tensor]:
         """Forward and backward -> (thread_times when it began to wait for the step's data, this
         rank's sums of losses)."""
         since = thread_times() - [step.wait_s, 0.0, 0.0]
-        if self.watch is not None:
-            self.watch.enter_step(step.index, step.example_ids_of_rank)
+        self._enter(step)
         if step.kept_balanced:
             self._log(f"step {step.index} is not measured as sampled: {step.kept_balanced}")
         self._logging_s = self.model.clock.wall_s["logging"]  # of the step before
@@ -146,6 +150,7 @@ class StepTrainer:
                 before: Reported | None = None) -> Unread:
         """Of the weights, on all ranks alike: loss, norm and targets are global."""
         clock, train = self.model.clock, self.recipe.train
+        self._enter(step)
         self.incidents.media(step, self.progress.media, self.dataset.describe)
         lr = set_learning_rate(self.optimizer, step.index, train)
         clock.switch("update")
@@ -168,6 +173,8 @@ class StepTrainer:
     def _read(self) -> dict:
         """What the last step was, once it is known -> its row of metrics."""
         (step, lr, since, before, logging_s, reported), self._unread = self._unread, None
+        self._enter(step)
+        self.model.clock.switch("gather")
         facts = reported.facts()
         measured = self.timer.measured(step, facts.measured_s, reported.marks)
         if not facts.finite:

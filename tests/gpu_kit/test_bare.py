@@ -27,7 +27,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]
 THERE = ("torch", "transformers")  # and what they need, without some that older versions do not
 LEFT_OUT = {"pydantic", "pydantic-core", "annotated-types", "typing-inspection", "setuptools"}
 CARRIED = ("pydantic", "soundfile", "soxr", "pillow", "pybind11", "pytest", "pytest-timeout",
-           "hypothesis", "jsonschema", "psutil")
+           "hypothesis", "jsonschema", "psutil", "transformers")
 
 
 def closure(*names: str) -> set[str]:
