@@ -27,6 +27,7 @@ from scripts.gpu.setup import CARRIED, EXAMPLES, build, carried_core, core  # no
 # pip resolves what these need. jsonschema, hypothesis and pytest: for the tests.
 WANTED = ("pydantic", "soundfile", "soxr", "pillow", "packaging", "setuptools", "pybind11",
           "pytest", "pytest-timeout", "hypothesis", "jsonschema", "psutil", "transformers")
+BY_ITSELF = ("accelerate",)  # asks for torch
 THERE = ("numpy",)  # comes with transformers, and is large
 PLATFORMS = ("manylinux_2_28", "manylinux_2_27", "manylinux_2_17", "manylinux2014")
 
@@ -35,15 +36,16 @@ def wheels(python: str, machine: str, out: Path) -> list[str]:
     """Fetches the wheels; their names. Raises SystemExit with pip's message where one is not to be
     had for this Python."""
     with tempfile.TemporaryDirectory() as folder:
-        done = subprocess.run(
-            [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check",
-             "--only-binary=:all:", "--implementation", "cp", "--python-version", python,
-             *(f"--platform={p}_{machine}" for p in PLATFORMS), "--dest", folder,
-             "--constraint", str(ROOT / "constraints.txt"), *WANTED],
-            capture_output=True, text=True)
-        if done.returncode:
-            raise SystemExit(f"error: pip found no wheels for Python {python} on {machine}:\n"
-                             f"{done.stderr.strip()}")
+        for names in (WANTED, ("--no-deps", *BY_ITSELF)):
+            done = subprocess.run(
+                [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check",
+                 "--only-binary=:all:", "--implementation", "cp", "--python-version", python,
+                 *(f"--platform={p}_{machine}" for p in PLATFORMS), "--dest", folder,
+                 "--constraint", str(ROOT / "constraints.txt"), *names],
+                capture_output=True, text=True)
+            if done.returncode:
+                raise SystemExit(f"error: pip found no wheels for Python {python} on {machine}:\n"
+                                 f"{done.stderr.strip()}")
         shutil.rmtree(out, ignore_errors=True)
         out.mkdir(parents=True)
         for wheel in Path(folder).glob("*.whl"):

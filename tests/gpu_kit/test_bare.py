@@ -27,7 +27,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]
 THERE = ("torch", "transformers")  # and what they need, without some that older versions do not
 LEFT_OUT = {"pydantic", "pydantic-core", "annotated-types", "typing-inspection", "setuptools"}
 CARRIED = ("pydantic", "soundfile", "soxr", "pillow", "pybind11", "pytest", "pytest-timeout",
-           "hypothesis", "jsonschema", "psutil", "transformers")
+           "hypothesis", "jsonschema", "psutil", "transformers",
+           "accelerate")
 
 
 def closure(*names: str) -> set[str]:
@@ -78,7 +79,7 @@ def tree(tmp_path_factory) -> Path:
             (copy / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(ROOT / name, copy / name)
     wheels.mkdir()
-    for name in closure(*CARRIED, "packaging", "setuptools"):
+    for name in closure(*CARRIED, "packaging", "setuptools") - {"torch"}:
         repack(name, wheels)
     done = subprocess.run(
         [sys.executable, "scripts/gpu/carry.py", "--out", str(copy / "gpu_carried"), "--python",
