@@ -29,20 +29,20 @@ def losses(folder: Path) -> list[tuple[int, float]]:
 
 
 def started(folder: Path, data: Path) -> subprocess.Popen:
-    """The launcher of a run that has done a few steps, and does not end before `process.go()`: a
-    pipe that nobody reads holds what it prints of fewer steps than it has."""
+    """The launcher of a run that has done a few steps, and does not end before `process.go()`: from
+    then on nobody reads its pipe, which holds what it prints of fewer steps than are left."""
     reader, writer = os.pipe()
     fcntl.fcntl(writer, fcntl.F_SETPIPE_SZ, 4096)
-    os.write(writer, b" " * 1500)
     process = subprocess.Popen(
         [sys.executable, *train_args(data, folder, *LONG)], cwd=ROOT,
         stdout=writer, stderr=subprocess.PIPE, text=True)
+    shown = b""
+    while b"step 3/" not in shown:
+        shown += os.read(reader, 4096)
+        assert process.poll() is None, process.communicate()
+    os.write(writer, b" " * 2500)
     os.close(writer)
     process.go = threading.Thread(target=os.fdopen(reader, "rb").read, daemon=True).start
-    log = folder / "metrics.jsonl"
-    while not log.is_file() or log.read_bytes().count(b"\n") < 3:
-        assert process.poll() is None, process.communicate()
-        time.sleep(0.01)
     return process
 
 

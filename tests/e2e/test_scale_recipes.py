@@ -92,7 +92,7 @@ def scaled_down(recipe: Recipe) -> Recipe:
     downloaded or filled."""
     return replace(
         recipe, model=MODEL,
-        fsdp=replace(recipe.fsdp, shard_size=2, loss_chunk_rows=32),
+        fsdp=replace(recipe.fsdp, shard_size=2, loss_chunk_rows=32, memory_gb=8.0),
         train=replace(recipe.train, batch_size=4, num_steps=1, lr=1e-3, warmup_steps=0),
         data=replace(recipe.data, prefetch=0),
         checkpoint=replace(recipe.checkpoint, every_steps=-1))

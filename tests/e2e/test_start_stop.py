@@ -79,7 +79,7 @@ def test_a_reader_that_leaves_is_no_error(tmp_path, demo_corpus, trains):
     process.stdout.close()
     assert process.stderr.read() == "" and process.wait() == 141, shown
     if trains:
-        assert shown[1].startswith(("no GPU found", "GPUs: ")), shown
+        assert any(line.startswith(("no GPU found", "GPUs: ")) for line in shown), shown
         assert (tmp_path / "run" / "checkpoints" / "latest").is_file()
 
 

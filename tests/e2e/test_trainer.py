@@ -57,10 +57,10 @@ def test_one_rank_runs_the_same_path(tmp_path):
 
 def ends(world, run, dataset, validates: bool) -> tuple[list[str], str]:
     """(what a run says, why it ended). validates: the validation after the last step fails."""
-    def validate() -> float:
+    def validate() -> dict[str, float]:
         if trainer.progress.step == run.train.num_steps:
             raise MediaLimitError("data.strict: a clip of the validation")
-        return 1.0
+        return {"validation_loss": 1.0}
 
     said = listened()
     trainer = Trainer(run, world, dataset=dataset)

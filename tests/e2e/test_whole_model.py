@@ -23,7 +23,7 @@ from tests.lib.commands import ROOT, make_demo_data, python
 from tests.lib.whole_folders import write_model, write_rows
 
 RECIPE = """\
-model: {pretrained: model}
+model: {pretrained: whole}
 data: {path: images.jsonl}
 train: {num_steps: 20}
 """
@@ -58,7 +58,7 @@ def killed(folder: Path, *args: str) -> None:
 def test_the_way_of_a_newcomer(tmp_path):
     """Train with balancing off and on, kill, resume on another number of ranks, export, generate.
     """
-    write_model("qwen3_vl", tmp_path / "model")
+    write_model("qwen3_vl", tmp_path / "whole")
     demo = make_demo_data(tmp_path, 80)
     rows = [json.loads(line) for line in (demo / "data.jsonl").read_text().splitlines()]
     (tmp_path / "images.jsonl").write_text(
