@@ -20,8 +20,9 @@ def started(data: Path, folder: Path) -> subprocess.Popen:
     tiny = [item for item in TINY if not item.startswith(("launch.", "train.num_steps"))]
     return subprocess.Popen(
         [sys.executable, "scripts/launch/ray_train.py", "2", "recipes/demo.yaml",
-         f"data.path={data}", f"model.config={data / 'model'}", f"run.dir={folder}", *tiny, "train.num_steps=12",
-         "checkpoint.every_steps=4"], cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)})
+         f"data.path={data}", f"model.config={data / 'model'}", f"run.dir={folder}", *tiny,
+         "train.num_steps=12", "checkpoint.every_steps=4"], cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": str(ROOT)})
 
 
 def losses(folder: Path) -> dict[int, float]:
