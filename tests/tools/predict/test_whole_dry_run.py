@@ -20,7 +20,7 @@ from orchmllm.data.text.processor import Processor
 from orchmllm.models.families import model_class
 from orchmllm.models.flops import Lengths
 from orchmllm.models.hf import WholeModel, meta_model
-from orchmllm.models.whole_flops import phase_work
+from orchmllm.models.whole_flops import feature_width, phase_work
 from orchmllm.plan.geometry import SegmentLengths
 from orchmllm.plan.layout import AUDIO, ENCODERS, VISION
 from orchmllm.sharding.hf import freeze, ordered
@@ -179,7 +179,8 @@ def test_what_a_forward_pass_keeps_is_predicted(name, phase, tmp_path):
     memory = MemoryModel.of(resolve(recipe, 1, 1))
     loads = Loads(lengths, {p: np.array([features]) * (p == phase) for p in ENCODERS})
     logits = 4.0 * len(row.kept) * memory._counts["llm"].outputs
-    least, middle, predicted = (logits + sum(
+    got = memory.element * feature_width(recipe.model) * tokens  # by the LLM's layers
+    least, middle, predicted = (logits + got + sum(
         memory._around(p, loads) + memory.stack(p, memory.counts(p, choice)).kept
         * lengths[p].positions for p in (phase, "llm")) for choice in reversed(CHOICES))
     assert predicted == pytest.approx(saved, rel=rel)
