@@ -109,6 +109,7 @@ def test_an_update_that_is_not_finite_is_not_made(tmp_path, policy, story):
     assert policy == "raise" or late[0][5][1] and late[0][5][-1] == late[0][4][-1]
 
 
+@pytest.mark.slow  # five runs
 def test_a_stop_and_an_error_keep_the_steps_that_were_done(tmp_path):
     """The next start goes on with their weights."""
     stopped = both(tmp_path / "stop", stop=5)
