@@ -162,7 +162,7 @@ MUTATIONS = [Mutation(*row) for row in (
     ("the norm of a part of the shards", "orchmllm/sharding/optimizer.py",
      "    if isinstance(first, DTensor):\n", "    if False:\n", "tests/sharding/test_optimizer.py",
      "Every rank clips by the norm of its own shards."),
-    ("no final save", "orchmllm/trainer.py",
+    ("no final save", "orchmllm/trainer/__init__.py",
      "_train_steps()\n                self.checkpointer.save_run(self.progress)\n",
      "_train_steps()\n",
      "tests/e2e/test_any_recipe.py",
@@ -197,7 +197,7 @@ MUTATIONS = [Mutation(*row) for row in (
      "tests/sharding/test_whole_models.py::"
      "test_every_rank_draws_its_rows_as_the_class_of_the_model_would",
      "A model that starts from nothing is made of copies of its first rows."),
-    ("a validation loss of all ranks", "orchmllm/trainer.py",
+    ("a validation loss of all ranks", "orchmllm/trainer/__init__.py",
      "device=self.device) / self.world.world_size", "device=self.device)",
      "tests/runtime/test_progress.py",
      "The validation loss falls with the number of ranks."),

@@ -14,7 +14,6 @@ import transformers
 from safetensors.torch import load_file, save_file
 from torch.distributed.tensor import DTensor
 
-from orchmllm import step_trainer
 from orchmllm.config.model import ModelConfig
 from orchmllm.config.recipe import (
     CheckpointConfig,
@@ -31,6 +30,7 @@ from orchmllm.plan.layout import ENCODERS
 from orchmllm.sharding.hf import load_whole
 from orchmllm.tools.export.export import export
 from orchmllm.trainer import Trainer
+from orchmllm.trainer import step as step_trainer
 from tests.lib import whole_models as models
 from tests.lib.commands import ROOT, python
 from tests.lib.ranks import run_ranks

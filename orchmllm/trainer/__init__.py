@@ -20,7 +20,7 @@ from orchmllm.runtime.resumable import describe_end
 from orchmllm.runtime.run_state import MediaCount
 from orchmllm.runtime.stop import FOLDER_TAKEN, Stopped
 from orchmllm.sharding.fsdp import evaluating
-from orchmllm.step_trainer import StepTrainer
+from orchmllm.trainer.step import StepTrainer
 
 
 class Trainer(StepTrainer):
