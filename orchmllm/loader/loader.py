@@ -304,9 +304,8 @@ class BalancedDataLoader(DataLoader):
         check_state(state, self.state_dict(), self._own_key)
         self._planning.load(state)
         self._known = self._planning.known
-        size = self._source.batch_size
         if self._source.kind == "indices" and (
-                state["step"] or state.get("batch_size", size) == size):
+                state["step"] or state["batch_size"] == self._source.batch_size):
             self.global_batch_size = state["global_batch_size"]
             batches = self.num_ranks * drawn_batches(self.accumulation_steps)
             # torch's DataLoader refuses it from an ordinary assignment.

@@ -17,7 +17,7 @@ from orchmllm.runtime.checkpoint import CheckpointError
 from orchmllm.trainer import Trainer
 from tests.lib.ranks import RankFailure, run_ranks
 from tests.lib.resume import run_recipe, train_recorded
-from tests.lib.saves import Run, forget_runs, live, sound_tags, spoil
+from tests.lib.saves import Run, live, sound_tags, spoil
 from tests.lib.synthetic import SyntheticDataset
 
 pytestmark = pytest.mark.dist
@@ -51,14 +51,8 @@ def with_a_damaged_one_among_those_kept(root: Path, keep_last: int) -> tuple:
     return "auto", 7, "a6"
 
 
-def before_runs_had_names(root: Path, keep_last: int) -> tuple:
-    Run(root, "never", keep_last).save(5, "a5").save(6, "a6")
-    forget_runs(root)
-    return "auto", 7, "a6"
-
-
 STORIES = (of_another_run, of_a_branch, of_the_same_run, over_a_damaged_one,
-           with_a_damaged_one_among_those_kept, before_runs_had_names)
+           with_a_damaged_one_among_those_kept)
 
 
 class Killed(BaseException):
@@ -211,8 +205,8 @@ def test_a_save_cut_off_at_any_file_operation(tmp_path, stories, keep_last, powe
         # the shard, state, manifest and pointer; the shard, state, manifest, staged, root (twice or
         # more), pointer; the folder and the pointer, and what the story sets aside or deletes
         assert did["write"] >= 4 and did["fsync"] >= 8 and did["mkdir"] >= 1, (story, did)
-        assert did["rename"] >= (2 if story == "with_a_damaged_one_among_those_kept" else 3) - (
-            keep_last == 2 and story == "before_runs_had_names"), (story, did)
+        fewest = 2 if story == "with_a_damaged_one_among_those_kept" else 3
+        assert did["rename"] >= fewest, (story, did)
 
 
 POINTS = 10

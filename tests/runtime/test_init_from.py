@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -13,13 +13,10 @@ import pytest
 
 from orchmllm.config.model import ModelConfig
 from orchmllm.config.recipe import Recipe
-from orchmllm.plan.assign import PHASES
 from orchmllm.runtime.attempts import read_attempts
 from orchmllm.runtime.checkpoint import CheckpointError
-from orchmllm.runtime.initial import other_kind, unreadable
 from orchmllm.runtime.run_state import Progress
 from orchmllm.sharding.optimizer import make_optimizer
-from orchmllm.tools.export.checkpoints import model_of as model_of_checkpoint
 from orchmllm.train import main as train_command
 from orchmllm.trainer import Trainer
 from tests.lib import whole_models as models
@@ -207,16 +204,6 @@ def test_stages_of_a_model_of_transformers(tmp_path):
             second.run, dir=str(tmp_path / f"second{ranks}_{shard_size}")))
         _, start, last, _ = run_ranks(trained, ranks, run, data)[0]
         assert equal(start, end) and not equal(start, last)
-
-
-def test_a_model_of_the_parts_of_before_is_told_of():
-    saved = {**{part: {"num_layers": 2, "pretrained": "", "frozen": False} for part in PHASES},
-             "connectors": "", "pretrained": "", "config": ""}
-    told = "its model has parts that this project had before"
-    assert other_kind(Path("x"), saved, SHALLOW).startswith(f"run.init_from: x: {told}")
-    with pytest.raises(ValueError, match=f"^the checkpoint: {told}"):
-        model_of_checkpoint({"model": saved})
-    assert unreadable(asdict(SHALLOW)) == ""
 
 
 def test_a_start_that_is_not_there_is_told_before_ranks_start(tmp_path, demo_corpus, capsys):
