@@ -17,9 +17,9 @@ from orchmllm.counts.counted import EXACT, Counted, Seen, Work, fitted
 from orchmllm.counts.on_a_gpu import fused
 from orchmllm.encoders.blank import FRAMES, BlankMedia
 from orchmllm.encoders.planned import PlannedEncoders
+from orchmllm.models.counted_parts import Attention, BlockCounts, PartCounts, pairs
 from orchmllm.models.flops import Lengths
 from orchmllm.models.hf import WholeModel, meta_model
-from orchmllm.models.whole_flops import Attention, BlockCounts, PartCounts, pairs
 from orchmllm.plan.layout import GENERATOR, NO_EXAMPLES
 
 TOKENS = (64, 128, 192, 320)  # of texts: whole chunks of linear attention

@@ -16,7 +16,8 @@ from orchmllm.data.sampler import GlobalSampler
 from orchmllm.plan.assign import PHASES
 from orchmllm.plan.geometry import AudioGeometry, VisionGeometry
 from orchmllm.plan.step import StepPlan
-from orchmllm.sharding.memory import MemoryModel, loads_of
+from orchmllm.sharding.loads import loads_of
+from orchmllm.sharding.memory import MemoryModel
 from orchmllm.trainer import Trainer
 from tests.lib.drawn import model_of
 from tests.lib.ranks import run_ranks

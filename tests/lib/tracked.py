@@ -37,7 +37,8 @@ from orchmllm.plan.step import StepPlan, plan_step
 from orchmllm.sharding.blocks import recompute
 from orchmllm.sharding.fsdp import shard_all
 from orchmllm.sharding.hf import ordered
-from orchmllm.sharding.memory import Loads, MemoryModel, loads_of
+from orchmllm.sharding.loads import Loads, loads_of
+from orchmllm.sharding.memory import MemoryModel
 from orchmllm.tools.predict.dry_run import NONE
 from orchmllm.tools.predict.examples import of_mix
 from tests.lib.simulated import microbatch, on_meta

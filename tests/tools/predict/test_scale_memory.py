@@ -19,7 +19,9 @@ from orchmllm.plan.assign import PHASES, PhasePolicy
 from orchmllm.plan.step import plan_step
 from orchmllm.sharding.choice import choose_checkpointing
 from orchmllm.sharding.fits import decide, largest_fitting, scaled
-from orchmllm.sharding.memory import MemoryModel, loads_of
+from orchmllm.sharding.loads import loads_of
+from orchmllm.sharding.memory import MemoryModel
+from orchmllm.sharding.recomputed import recomputed_flop
 from orchmllm.sharding.run_memory import RunMemory
 from orchmllm.tools.predict.workload import sample_layout
 from tests.lib.memory import compared, of, wide
@@ -88,7 +90,7 @@ def test_auto_picks_what_brute_force_picks():
                 again = {"none": 0 * moved, "selective": moved, "full": attention + moved
                          + block.repeated * products}[choice[phase]]
                 cost += np.bincount(item_rank(plan, phase), again, d).max()
-            assert memory.extra_time(loads, choice) == pytest.approx(cost, rel=0.01)
+            assert recomputed_flop(memory, loads, choice) == pytest.approx(cost, rel=0.01)
             peak = max(v.max() for v in memory.peaks(loads, choice).values())
             table[combination] = (cost, peak)
         peaks = sorted(p for _, p in table.values())

@@ -24,7 +24,8 @@ from orchmllm.models.whole_flops import feature_width, phase_work
 from orchmllm.plan.geometry import SegmentLengths
 from orchmllm.plan.layout import AUDIO, ENCODERS, VISION
 from orchmllm.sharding.hf import freeze, ordered
-from orchmllm.sharding.memory import Loads, MemoryModel
+from orchmllm.sharding.loads import Loads
+from orchmllm.sharding.memory import MemoryModel
 from orchmllm.sharding.units import checkpoint_bytes, units
 from orchmllm.tools.data.command import main as data_command
 from orchmllm.tools.predict import dry_run_command, plan_job
