@@ -1,8 +1,10 @@
 """How a medium becomes rows, positions and tokens: its lengths, from its header alone.
 
-`segment_lengths` is the one method per modality that turns a media header into lengths. A medium
-that decodes to other than `rows` is refused, and the encoder asserts that it produces exactly
-`num_tokens`.
+Objective: lengths that are known before anything is decoded, so that a step can be planned by them.
+
+Invariants: `segment_lengths` is the one method per modality that turns a media header into lengths.
+A medium that decodes to other than `rows` is refused, and the encoder asserts that it produces
+exactly `num_tokens`.
 """
 
 from __future__ import annotations
