@@ -14,7 +14,6 @@ from orchmllm.config.recipe import FsdpConfig, Recipe
 from orchmllm.data.loading.step_loader import StepLoader
 from orchmllm.data.sampler import GlobalSampler
 from orchmllm.plan.assign import PHASES
-from orchmllm.plan.geometry import AudioGeometry, VisionGeometry
 from orchmllm.plan.step import StepPlan
 from orchmllm.sharding.loads import loads_of
 from orchmllm.sharding.memory import MemoryModel
@@ -46,8 +45,7 @@ def _peak(trainer: Trainer, step) -> float:
 
 
 def dataset(kinds: tuple[str, ...]) -> SyntheticDataset:
-    return SyntheticDataset(kinds=kinds, size=1000, vision=VisionGeometry(max_side=224),
-                            audio=AudioGeometry(num_mels=8, stack=2))
+    return SyntheticDataset(kinds=kinds, size=1000, max_side=224)
 
 
 def of(model: ModelConfig, fsdp: FsdpConfig) -> Recipe:
