@@ -34,7 +34,8 @@ from orchmllm.sharding.units import Unit, by_role, shard_sizes, units
 # Of the keys and values of shared examples: as they arrive and in their order; and in the backward
 # pass those, their gradients by piece, and in sending order.
 FORWARD_COPIES, BACKWARD_COPIES = 2, 4
-NOTHING = BlockCounts(*[0.0] * 6)  # of a part that a model has not
+NO_PART = PartCounts(  # of a part that a model has not: it computes and keeps nothing
+    *[np.zeros(3)] * 3, {}, np.zeros((2, 3)), [BlockCounts(*[0.0] * 6)], *[0.0] * 3, 0, 0)
 Choice = Mapping[str, str]  # phase -> one of CHOICES, or numbers of layers
 
 
@@ -64,7 +65,7 @@ class MemoryModel:
 
     @property
     def _counts(self) -> dict[str, PartCounts]:
-        return part_counts(self.model, self.fsdp.forward_dtype)
+        return dict.fromkeys(PHASES, NO_PART) | part_counts(self.model, self.fsdp.forward_dtype)
 
     @property
     def phases(self) -> tuple[str, ...]:
@@ -73,7 +74,7 @@ class MemoryModel:
 
     def num_layers(self, phase: str) -> int:
         """Of a phase; 1 where the model has not got it."""
-        return len(self._counts[phase].blocks) if phase in self._counts else 1
+        return len(self.blocks(phase))
 
     @property
     def element(self) -> int:
@@ -203,22 +204,16 @@ class MemoryModel:
 
     def blocks(self, phase: str) -> Sequence[BlockCounts]:
         """Of a phase; one that keeps nothing where the model has not got it."""
-        return self._counts[phase].blocks if phase in self._counts else [NOTHING]
+        return self._counts[phase].blocks
 
     def _around(self, phase: str, loads: Loads) -> np.ndarray:
         """What is kept around the blocks."""
-        lengths = loads.phases[phase]
-        if phase not in self._counts:
-            return np.zeros(len(lengths.rows))
-        found = self._counts[phase]
+        lengths, found = loads.phases[phase], self._counts[phase]
         return found.kept_row * lengths.rows + found.kept_position * lengths.positions
 
     def _behind(self, phase: str, loads: Loads) -> np.ndarray:
         """What is kept behind the blocks, the LLM's head included."""
-        lengths = loads.phases[phase]
-        if phase not in self._counts:
-            return np.zeros(len(lengths.rows))
-        found = self._counts[phase]
+        lengths, found = loads.phases[phase], self._counts[phase]
         return found.kept_behind * lengths.positions + lengths.rows * (
             found.kept_row if phase == "llm" else 0.0)
 

@@ -125,8 +125,8 @@ class StepTrainer:
         for source in sources:
             self._log(source.describe())
         prove_on_first_rank(recipe, self.dataset, self._on_cpu, self._log)
-        self.model = build_model(recipe, self.device, self.memory.choice, sources, self._on_cpu,
-                                spec.ranks_per_node, self._group, self._log)
+        self.model = build_model(recipe, self.device, self.memory.choice, self._on_cpu,
+                                 spec.ranks_per_node, self._group, self._log)
         share_in_nodes(self.model, recipe, spec, self.world.world_size, self.device, self._log)
 
     def _plan_by(self, spec: PlanSpec) -> PlanSpec:

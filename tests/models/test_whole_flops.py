@@ -191,7 +191,7 @@ def test_what_a_rank_repeats_is_that_of_its_items(tmp_path, monkeypatch):
     monkeypatch.setattr("orchmllm.sharding.recomputed.FLOP_PER_BYTE", 0)
     again = phase_flop(memory, "llm", loads, memory.counts("llm", "full"))
     products, attention = phase_work("llm", memory.model, texts, "full").recompute.sum(axis=1)
-    repeated = memory._blocks("llm")[0].repeated  # of equal layers
+    repeated = memory.blocks("llm")[0].repeated  # of equal layers
     assert again == pytest.approx([repeated * products + attention], rel=1e-12)
 
 
@@ -214,7 +214,7 @@ def test_blocks_repeat_what_torch_repeats(name, tmp_path, monkeypatch):
     nothing = products()
     for part, stack in whole.blocks().items():
         weights = sum(m.weight.numel() for m in stack[0].modules() if isinstance(m, nn.Linear))
-        wanted = memory._blocks(part)[0].repeated * 2 * weights * seen[part][:-1].numel()
+        wanted = memory.blocks(part)[0].repeated * 2 * weights * seen[part][:-1].numel()
         assert products(**{part: "full:1"}) - nothing == pytest.approx(wanted, rel=1e-9), part
         lengths = phase_lengths(layout, part)
         if part in ENCODERS:

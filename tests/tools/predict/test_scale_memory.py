@@ -84,7 +84,7 @@ def test_auto_picks_what_brute_force_picks():
             for phase in PHASES:
                 work = phase_work(phase, memory.model, phase_lengths(plan.layout, phase),
                                   choice[phase])
-                block, layers = memory._blocks(phase)[0], memory.num_layers(phase)
+                block, layers = memory.blocks(phase)[0], memory.num_layers(phase)
                 moved = 380 * block.moved * layers * phase_lengths(plan.layout, phase).positions
                 products, attention = work.recompute
                 again = {"none": 0 * moved, "selective": moved, "full": attention + moved
