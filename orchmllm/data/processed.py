@@ -30,7 +30,7 @@ from orchmllm.data.media.raw import AS_BYTES, NOTHING, with_bytes
 from orchmllm.data.media.shapes import Content, Size, blank, kind_of, sized
 from orchmllm.data.media.video import pictures
 from orchmllm.data.media.video_processor import items_of
-from orchmllm.data.segments import KINDS, VIDEOS, is_content
+from orchmllm.data.media_tensors import KINDS, VIDEOS, is_content
 from orchmllm.data.text.spans import Tokens, before
 from orchmllm.plan.geometry import AudioGeometry
 from orchmllm.plan.layout import AUDIO, MADE, TEXT, VISION, BatchLayout

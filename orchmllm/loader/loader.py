@@ -19,8 +19,8 @@ from torch.utils.data import DataLoader, IterableDataset, Sampler
 from orchmllm.data.loading.pipeline import Pipeline
 from orchmllm.loader.collator import Collator
 from orchmllm.loader.groups import data_ranks
-from orchmllm.loader.links import connect
 from orchmllm.loader.loss import LossWatch, StepInfo
+from orchmllm.loader.process_groups import connect
 from orchmllm.loader.setup import Planning, check_arguments, check_state, log_step, plan_batch
 from orchmllm.loader.source import (
     PlannedSampler,

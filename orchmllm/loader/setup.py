@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from orchmllm.batch import PACKED, PADDED, Step
-from orchmllm.loader.gain import LoopGain, costs_of
+from orchmllm.loader.loop_gain import LoopGain, costs_of
 from orchmllm.loader.loss import StepInfo
 from orchmllm.loader.positions import Fit, FittedCost
 from orchmllm.loader.source import Source

@@ -21,7 +21,7 @@ from orchmllm.config.job import Job
 from orchmllm.data.dataset import ConversationDataset
 from orchmllm.runtime.attempts import read_attempts, recorded, settings_of
 from orchmllm.runtime.checkpoint import Checkpointer, CheckpointError
-from orchmllm.runtime.initial import fill, mismatch, other_kind
+from orchmllm.runtime.init_from import fill, mismatch, other_kind
 from orchmllm.runtime.lineage import START_CURE, start_of
 from orchmllm.runtime.preflight import SPARE_BYTES
 from orchmllm.runtime.profile import exhausted_before

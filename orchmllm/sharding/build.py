@@ -15,9 +15,9 @@ from orchmllm.comm.exchange import RowGather, gather_texts, node_group
 from orchmllm.config.recipe import Recipe
 from orchmllm.encoders.planned import PlannedEncoders
 from orchmllm.hf.sources import WeightSource, fingerprint
-from orchmllm.models.hf import WholeModel
+from orchmllm.models.whole_model import WholeModel
 from orchmllm.plan.assign import PlanSpec, most_shares
-from orchmllm.sharding.hf import load_whole
+from orchmllm.sharding.load_whole import load_whole
 from orchmllm.sharding.optimizer import describe_learning
 
 

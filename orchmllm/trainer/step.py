@@ -20,8 +20,8 @@ from orchmllm.data.loading.whole_examples import feed_of
 from orchmllm.hf.sources import WeightSource, find_sources
 from orchmllm.launch import World, device_of, gpu_of
 from orchmllm.models.flops import mfu, peak_flops
-from orchmllm.models.hf import describe_attention
 from orchmllm.models.whole_flops import plan_spec
+from orchmllm.models.whole_model import describe_attention
 from orchmllm.plan.assign import PlanSpec
 from orchmllm.proof.prove import prove_on_first_rank
 from orchmllm.runtime.build import build_dataset, build_orchestrator

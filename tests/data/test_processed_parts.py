@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from orchmllm.data.media.shapes import Size
-from orchmllm.data.segments import parts
+from orchmllm.data.media_tensors import parts
 from orchmllm.data.text.processor import Processor
 from tests.data.test_processed import drawn, opened, write_rows
 from tests.lib.processors import write_processor

@@ -14,7 +14,7 @@ from orchmllm.config.recipe import Recipe
 from orchmllm.data.loading.step_loader import StepLoader
 from orchmllm.data.sampler import GlobalSampler
 from orchmllm.models.families import read_config
-from orchmllm.models.hf import meta_model
+from orchmllm.models.whole_model import meta_model
 from orchmllm.tools.predict.whole import geometry, parameters
 from orchmllm.trainer import Trainer
 from tests.lib.ranks import run_ranks

@@ -18,7 +18,7 @@ from orchmllm.cli import dispatch
 from orchmllm.config.recipe import DataConfig
 from orchmllm.data.stream import open_dataset
 from orchmllm.models import families
-from orchmllm.models.hf import meta_model
+from orchmllm.models.whole_model import meta_model
 from tests.lib.commands import ROOT, make_demo_data, python
 from tests.lib.whole_folders import write_model, write_rows
 

@@ -193,7 +193,8 @@ MUTATIONS = [Mutation(*row) for row in (
      "counted[..., 1:].sum()", "counted[..., :-1].sum()",
      "tests/loader/test_loader_facts.py",
      "The denominator of a model that shifts labels is wrong."),
-    ("all ranks draw the first rows", "orchmllm/sharding/init.py", "first + at + k", "at + k",
+    ("all ranks draw the first rows", "orchmllm/sharding/initial_values.py", "first + at + k",
+     "at + k",
      "tests/sharding/test_whole_models.py::"
      "test_every_rank_draws_its_rows_as_the_class_of_the_model_would",
      "A model that starts from nothing is made of copies of its first rows."),
@@ -221,7 +222,7 @@ MUTATIONS = [Mutation(*row) for row in (
     ("a forward without our masks passes", "orchmllm/models/packing.py",
      "if num_calls != num_layers:", "if False:", "tests/models/test_packed_models.py",
      "Another attention is chosen, and examples of a row see each other."),
-    ("positions go on across examples", "orchmllm/models/hf.py",
+    ("positions go on across examples", "orchmllm/models/whole_model.py",
      "torch.cat([positions[k][..., run] for k, run in row], -1)", "torch.arange(len(ids))[None]",
      "tests/models/test_packed_models.py",
      "Every example but the first has other rotary positions than alone."),

@@ -28,15 +28,15 @@ from orchmllm.data.made import Made
 from orchmllm.models import attention
 from orchmllm.models.families import model_class, read_config
 from orchmllm.models.flops import Lengths
-from orchmllm.models.hf import WholeModel
 from orchmllm.models.whole_flops import part_counts, plan_spec
+from orchmllm.models.whole_model import WholeModel
 from orchmllm.plan.assign import EVERY_PHASE
 from orchmllm.plan.geometry import SegmentLengths
 from orchmllm.plan.layout import AUDIO, ENCODERS, MADE, VISION, BatchLayout
 from orchmllm.plan.step import StepPlan, plan_step
 from orchmllm.sharding.blocks import recompute
 from orchmllm.sharding.fsdp import shard_all
-from orchmllm.sharding.hf import ordered
+from orchmllm.sharding.load_whole import ordered
 from orchmllm.sharding.loads import Loads, loads_of
 from orchmllm.sharding.memory import MemoryModel
 from orchmllm.tools.predict.dry_run import NONE

@@ -19,13 +19,13 @@ from orchmllm.config.recipe import Recipe
 from orchmllm.models.counted_parts import Attention
 from orchmllm.models.families import model_class, read_config
 from orchmllm.models.flops import Lengths, phase_lengths
-from orchmllm.models.hf import WholeModel
 from orchmllm.models.whole_flops import part_counts, phase_work, plan_spec, step_flops
+from orchmllm.models.whole_model import WholeModel
 from orchmllm.plan.assign import PHASES
 from orchmllm.plan.geometry import text_lengths
 from orchmllm.plan.layout import ENCODERS, TEXT, BatchLayout
 from orchmllm.sharding.blocks import recompute
-from orchmllm.sharding.hf import freeze
+from orchmllm.sharding.load_whole import freeze
 from orchmllm.sharding.loads import Loads
 from orchmllm.sharding.memory import MemoryModel
 from orchmllm.sharding.recomputed import phase_flop, recomputed

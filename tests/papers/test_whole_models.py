@@ -13,8 +13,8 @@ from orchmllm.cli import dispatch
 from orchmllm.config.job import resolve
 from orchmllm.config.recipe import load_recipe
 from orchmllm.models.flops import Lengths, phase_lengths
-from orchmllm.models.hf import meta_model, num_parameters
 from orchmllm.models.whole_flops import phase_work
+from orchmllm.models.whole_model import meta_model, num_parameters
 from orchmllm.papers.advice import recipe_profiles
 from orchmllm.papers.simulate import lengths
 from orchmllm.sharding.memory import MemoryModel

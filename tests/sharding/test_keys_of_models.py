@@ -16,7 +16,7 @@ import torch
 import transformers
 
 from orchmllm.config.recipe import DataConfig, Recipe, load_recipe
-from orchmllm.data.segments import VIDEOS
+from orchmllm.data.media_tensors import VIDEOS
 from orchmllm.data.stream import open_dataset
 from orchmllm.encoders.planned import PlannedEncoders
 from orchmllm.plan.layout import ENCODERS

@@ -17,7 +17,7 @@ from orchmllm.data.formats.conversation import Turn
 from orchmllm.data.media.kinds import VIDEO
 from orchmllm.data.media.medium import Medium, RowError, Sampled
 from orchmllm.data.media.shapes import Content, Size, kind_of, sized
-from orchmllm.data.segments import VIDEOS
+from orchmllm.data.media_tensors import VIDEOS
 from orchmllm.data.text.encoded import OneCall
 from orchmllm.data.text.spans import Span, Text, Tokens
 from orchmllm.plan.layout import AUDIO, VISION

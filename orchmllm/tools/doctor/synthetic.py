@@ -17,7 +17,7 @@ from orchmllm.batch import IGNORE_INDEX, ProcessedExample, joined
 from orchmllm.config.model import ModelConfig
 from orchmllm.config.recipe import DataConfig, FsdpConfig, Recipe, RunConfig, TrainConfig
 from orchmllm.data.lengths import MeasuredExample
-from orchmllm.data.segments import KINDS
+from orchmllm.data.media_tensors import KINDS
 from orchmllm.plan.geometry import SegmentLengths, text_lengths
 from orchmllm.plan.layout import AUDIO, TEXT, VISION, BatchLayout
 
