@@ -11,7 +11,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
-from itertools import chain
+from itertools import chain, compress
+from operator import not_
 from typing import Any
 
 import numpy as np
@@ -22,8 +23,9 @@ from torch import Tensor
 from orchmllm.batch import IGNORE_INDEX, ProcessedExample
 from orchmllm.data.formats.conversation import Conversation
 from orchmllm.data.leaving import row_of_medium
-from orchmllm.data.lengths import LengthReader, MeasuredExample, layout_of
+from orchmllm.data.lengths import LengthReader, MeasuredExample
 from orchmllm.data.media.decode import OnError, decode_samples, fail, upright_image
+from orchmllm.data.media.headers import audio_header, image_header
 from orchmllm.data.media.kinds import VIDEO
 from orchmllm.data.media.medium import MediaError, Medium, RowError, Sampled
 from orchmllm.data.media.raw import AS_BYTES, NOTHING, with_bytes
@@ -31,22 +33,77 @@ from orchmllm.data.media.shapes import Content, Size, blank, kind_of, sized
 from orchmllm.data.media.video import pictures
 from orchmllm.data.media.video_processor import items_of
 from orchmllm.data.media_tensors import KINDS, VIDEOS, is_content
+from orchmllm.data.text.processor import Processor
 from orchmllm.data.text.spans import Tokens, before
 from orchmllm.plan.geometry import AudioGeometry
 from orchmllm.plan.layout import AUDIO, MADE, TEXT, VISION, BatchLayout
 
 
 class ProcessedReader(LengthReader):
-    """Measures rows, and loads them as the processor of a model makes them."""
+    """Measures and loads rows as the processor of a model makes them; the tokenizer and the chat
+    template are the model's. max_example_tokens: see LengthReader.
+
+    Of a medium, num_tokens of a layout counts its features alone, and tokens that the processor
+    writes between them belong to the text after them. Of an image, grid is (t, h, w), t tiles of
+    h x w patches, rows and attn_len their product; of a clip, rows are the frames that are encoded,
+    padding of a window too."""
+
+    def __init__(self, processor: Processor, max_example_tokens: int = 0) -> None:
+        super().__init__(processor.tokenizer, max_example_tokens)
+        self.processor = processor
+
+    @property
+    def identity(self) -> list:
+        return ["processor", self.processor.digest, self.max_example_tokens]
 
     @property
     def fingerprint(self) -> dict[str, str]:
         """What decides, beside the rows, what examples hold."""
         return {"tokenizer": self.tokenizer.digest, "processor": self.processor.digest}
 
+    def taken(self, turns: Conversation) -> Conversation:
+        """With the images marked that the model makes."""
+        return turns if self.processor.made is None else self.processor.made.told(turns)
+
     def media(self, turns: Conversation) -> list[Medium]:
         """One for each segment that is no text."""
         return [item[0] for item in chain.from_iterable(items_of(turns, self.processor.videos))]
+
+    def measure(self, turns: Conversation, example_id: int) -> MeasuredExample:
+        try:
+            spans = self.processor.rendered(turns)
+            every = items_of(turns, self.processor.videos)
+            sizes = [self._size([*chain.from_iterable(items)]) for items in every]
+            made = [items[0][0].modality == MADE for items in every]
+            tokens = self.processor.tokens(spans, [*compress(sizes, map(not_, made))],
+                                           self.max_example_tokens)
+            if any(made):
+                tokens = self.processor.made.counted(tokens, [*compress(sizes, made)])
+            layout = layout_of(example_id, tokens)
+        except RowError as error:
+            return self.stand_in(MediaError(error.file, error.reason), example_id)
+        except MediaError as error:
+            return self.stand_in(error, example_id)
+        of_items = [size[:2] for items, size in zip(every, sizes, strict=True) for _ in items]
+        spans = [Medium(span.modality, "") if isinstance(span, Medium) else span for span in spans]
+        return MeasuredExample(
+            layout, tokens.ids, tokens.learnt, [item[0] for item in chain.from_iterable(every)],
+            None, turns, of_items[: int((layout.modality != TEXT).sum())], spans, tokens.digest)
+
+    def _size(self, media: list[Medium]) -> Size:
+        """Of an image, a clip, or the frames of a video. Raises MediaError, and RowError."""
+        first = media[0]
+        try:
+            if first.modality == AUDIO:
+                return Size(0, self.processor.audio.resampled(*audio_header(first)))
+            sizes = sorted({image_header(medium)[::-1] for medium in media})
+        except MediaError as error:
+            error.segment, error.modality = 0, first.modality
+            raise
+        if len(sizes) > 1:
+            raise RowError("frames of a video have {} x {} and {} x {} pixels (height x width): "
+                           "give all of them one size".format(*sizes[0], *sizes[-1]), first.name)
+        return Size(*sizes[0], first.sampled)
 
     def load(self, row: MeasuredExample, name: Callable[[], str], *, text: bool = True,
              segments: Collection[int] | None = None, encoded: Collection[int] = (),
@@ -218,6 +275,15 @@ class ProcessedReader(LengthReader):
         return [Size(*(layout.grid[run[0], 1:] * self.processor.patch).tolist(),
                      Sampled(0, tuple(range(count)), count))
                 for run, count in zip(runs, counts, strict=True)]
+
+
+def layout_of(example_id: int, tokens: Tokens) -> BatchLayout:
+    """Raises RowError for an example that nothing is learnt of."""
+    targets = int(tokens.learnt[1:].sum())  # no position comes before the first token
+    if targets == 0:
+        raise RowError("nothing to learn: no text of an assistant (in the first "
+                       "data.max_example_tokens tokens, where that is set)")
+    return BatchLayout.from_segments(example_id, targets, tokens.segments)
 
 
 def _parted(example: ProcessedExample, segments: Collection[int], raw: Collection[str], patch: int
