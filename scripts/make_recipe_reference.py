@@ -13,8 +13,9 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import MISSING
 from pathlib import Path
 
@@ -41,17 +42,18 @@ DOCS = Path(__file__).resolve().parent.parent / "docs"
 MADE = "<!-- Made by scripts/make_recipe_reference.py from the code: change that. -->\n"
 RECIPE_HEAD = """# Recipe
 
-A recipe is a YAML file of sections. Every key has a default except `data.path`; a value on the
-command line (`train.lr=1e-4`) replaces one of the file. Unknown and duplicate keys are errors. All
-problems of a recipe are listed at once, each with its line, key, value and cure; the exit code is
-then 2.
+A recipe is a YAML file of sections. It has to name its data (`data.path` or `data.sources`) and its
+model (`model.pretrained` or `model.config`); all other keys have defaults. A value on the command
+line (`train.lr=1e-4`) replaces one of the file. Errors are listed all at once, each with its line,
+key, value and cure: unknown keys, wrong values, and keys that do not go together.
 
     orchmllm train R.yaml --validate       # check it, start nothing
     orchmllm train R.yaml --print-config   # every key and where it comes from
 
 Numbers are those of YAML 1.2: `1e-4` is a number, while `010`, `1:30` and `2024-01-01` are text.
-A default shows the type of its key: `0` is a whole number, `0.0` a number, `''` text, `[]` a list.
-The merged recipe of a run is saved as `recipe.yaml` in `run.dir` and can be used as a recipe.
+The default of a key shows its type: `0` is a whole number, `0.0` a number, `''` text, `[]` a list.
+Limits and other choices follow it. The merged recipe of a run is saved as `recipe.yaml` in
+`run.dir`, and is a recipe itself.
 """
 POLICIES_BEGIN = "<!-- The table is made by scripts/make_recipe_reference.py. -->\n"
 POLICIES_END = "<!-- End of the table. -->\n"
@@ -67,16 +69,14 @@ is `null`. A run that resumes appends: where a step comes twice, the later row c
 def recipe_page() -> str:
     parts = [MADE, RECIPE_HEAD]
     for paths, cls in _alike():
-        where = paths[0].rpartition(".")[0]
-        name = f"{where}.{{{','.join(p.rpartition('.')[2] for p in paths)}}}" if (
-            len(paths) > 1) else paths[0]
+        name = _braces(paths)
         keys = [leaf for leaf in leaves(cls, name) if leaf.path.rpartition(".")[0] == name]
         if not name or not keys:
             continue
         parts += [f"## {name}\n", " ".join((cls.__doc__ or "").split()) + "\n",
-                  "| key | default | allowed | meaning |", "|---|---|---|---|"]
-        parts += [_row(leaf) for leaf in keys] + [""]
-        parts += _rules(cls)
+                  "| key | default | meaning |", "|---|---|---|"]
+        parts += [_row([*same]) for _, same in itertools.groupby(keys, key=lambda leaf: leaf[1:])]
+        parts.append("")
     return "\n".join(parts).rstrip() + "\n"
 
 
@@ -87,25 +87,32 @@ def _alike() -> list[tuple[list[str], type]]:
             for cls, group in itertools.groupby(sections(Recipe), key=lambda section: section[1])]
 
 
-def _row(leaf: Leaf) -> str:
-    shown = "required" if leaf.default is MISSING else f"`{_yaml(leaf.default)}`"
-    return f"| `{leaf.path}` | {shown} | {_allowed(leaf.key)} | {leaf.key.doc} |"
+def _braces(paths: Sequence[str]) -> str:
+    """The paths as one: `balance.{vision,audio}`, `train.{vision,audio}_lr`."""
+    begin = paths[0].rpartition(".")[0]
+    last = [path.rpartition(".")[2] for path in paths]
+    end = os.path.commonprefix([name[::-1] for name in last])[::-1]
+    inner = ",".join(name.removesuffix(end) for name in last)
+    return f"{begin}.{{{inner}}}{end}" if len(paths) > 1 else paths[0]
+
+
+def _row(same: Sequence[Leaf]) -> str:
+    """A line of keys that differ in their name alone."""
+    _, _, default, about = same[0]
+    shown = "required" if default is MISSING else f"`{_yaml(default)}`"
+    cell = ", ".join(filter(None, [shown, about.bounds, _other_choices(default, about)]))
+    return f"| `{_braces([leaf.path for leaf in same])}` | {cell} | {about.doc} |"
 
 
 def _yaml(value: object) -> str:
     return strict_yaml.dump({"x": value})[3:].rstrip("\n")
 
 
-def _allowed(limits: Key) -> str:
-    if limits.choices:
-        return ", ".join(f"`{c}`" if c else "empty" for c in limits.choices)
-    return limits.bounds + (f", or `auto` ({limits.auto})" if limits.auto is not None else "")
-
-
-def _rules(cls: type) -> list[str]:
-    """The docstring of a section's rules between keys, where it has one."""
-    doc = getattr(getattr(cls, "conflicts", None), "__doc__", None)
-    return [" ".join(doc.split()) + "\n"] if doc else []
+def _other_choices(default: object, about: Key) -> str:
+    if about.auto is not None:
+        return f"or `auto` ({about.auto})"
+    others = ", ".join(f"`{choice}`" for choice in about.choices if choice != default)
+    return f"or {others}" if others else ""
 
 
 def metrics_page() -> str:
