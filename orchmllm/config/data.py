@@ -152,9 +152,8 @@ class DataConfig:
     num_workers: int = key(0, "Processes of each rank that read and decode; 0: its prefetch thread "
                            "does.", at_least=0, at_most=64,
                            aliases=("workers", "dataloader_workers"))
-    preprocess: str = key("", "`ray`: data.num_workers counts actors on any node of a Ray cluster, "
-                          "which work for all ranks. Without a cluster `orchmllm train` starts "
-                          "one for the run.",
+    preprocess: str = key("", "`ray`: the processes are actors of a Ray cluster and work for all "
+                          "ranks ([data.md](data.md#decoding-on-other-machines)).",
                           choices=("", "ray"))
     strict: bool = key(False, "A medium that cannot be decoded ends the run. Otherwise its example "
                        "is not learnt ([bad data](data.md#bad-data)).")
