@@ -138,7 +138,8 @@ METRICS = {
         "per phase, CPU time of each rank's thread, forward and backward; above "
         f"{ALL_RANKS_UP_TO} ranks only in every {ALL_RANKS_EVERY}th step", "s"),
     "measured": Metric(_keys(_MEASURED) | {"type": ["object", "null"]}, "the phases as all ranks "
-                       "measured them, forward and backward; on a GPU those of the step before"),
+                       "measured them, forward and backward; on a GPU those of the step before, "
+                       "or null"),
     "num_failed_media": Metric(COUNT, "media of the step that could not be decoded"),
     "nonfinite": Metric(FLAG, "loss or gradient was not finite"),
     "stop_signal": Metric(COUNT, "signal to stop after this step; 0: none, 128: another run has "
