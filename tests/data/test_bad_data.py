@@ -60,8 +60,8 @@ def test_every_broken_row_is_reported_once_with_its_reason(corpus):
 
 def test_lint_lists_them_all(corpus, tmp_path, capsys, monkeypatch):
     folder, expected = corpus
-    recipe = write_recipe(tmp_path, f"path: {folder}")
-    assert main(["lint", recipe, "--workers", "1", "--decode"]) == 1
+    path = write_recipe(tmp_path, f"path: {folder}")
+    assert main(["lint", path, "--workers", "1", "--decode"]) == 1
     said = capsys.readouterr().out
     for number, reason in expected.items():
         start = f"{folder}/data.jsonl, row {number}:"

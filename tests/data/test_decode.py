@@ -15,6 +15,8 @@ from orchmllm.data.media.medium import MediaError, Medium
 from orchmllm.plan.layout import AUDIO, VISION
 from tests.lib.sources import SOUND, medium_at, samples_of
 
+# Images
+
 
 def mean_colour(path) -> list[float]:
     return np.asarray(upright_image(medium_at(path))).mean((0, 1)).tolist()
@@ -127,6 +129,9 @@ def test_a_twin_of_a_missing_name_is_pointed_out(tmp_path):
         image_header(medium_at(tmp_path / composed))
     with pytest.raises(MediaError, match="the file is missing$"):
         image_header(medium_at(tmp_path / "other.png"))
+
+
+# All kinds of files
 
 
 MODES = [("jpg", "RGB"), ("jpg", "L"), ("jpg", "CMYK"), ("png", "RGB"), ("png", "RGBA"),

@@ -36,8 +36,12 @@ def test_it_shows_the_tokens_and_labels_that_are_trained(recipe):
         assert text == dataset.tokenizer.decode(learnt) == f"{answer}<|im_end|>"
         assert facts.startswith(f"{len(example.input_ids)} tokens: ")
         assert facts.endswith(f"{len(learnt)} are learnt")
-        assert [int(re.search(r"-> (\d+) (?:patches|mel frames)", s.text)[1]) for s in shown
-                if s.modality != TEXT] == example.lengths.rows[example.lengths.rows > 0].tolist()
+        lengths, media = example.lengths, example.lengths.modality != TEXT
+        assert f"{lengths.num_tokens[media].sum()} of {media.sum()} media; " in facts
+        told = [re.search(r"-> (\d+) (?:patches|mel frames), (\d+) tokens", s.text).groups()
+                for s in shown if s.modality != TEXT]
+        assert [(int(rows), int(tokens)) for rows, tokens in told] == list(zip(
+            lengths.rows[media].tolist(), lengths.num_tokens[media].tolist(), strict=True))
 
 
 def test_terminal(recipe, capsys):

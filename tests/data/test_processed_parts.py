@@ -54,7 +54,7 @@ def test_a_medium_s_tensors_are_bit_equal_to_its_part_of_the_whole_example(tmp_p
         assert torch.equal(text.input_ids, example.input_ids)
         assert torch.equal(text.labels, example.labels)
         assert same_tensors(text.media, {n: v for n, v in example.media.items()
-                                 if not n.startswith("pixel_")})
+                                         if not n.startswith("pixel_")})
         for m, (segment, tensors) in enumerate(wanted.items()):
             path = tmp_path / f"{i}_{m}.png"
             path.write_bytes(files[path])
