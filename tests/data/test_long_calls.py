@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import multiprocessing
+from contextlib import closing
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
-import torch
 
 from orchmllm.config.recipe import Recipe
 from orchmllm.data.loading import long_calls
@@ -16,6 +16,7 @@ from orchmllm.plan.layout import TEXT
 from orchmllm.runtime.run_state import Incidents
 from tests.data.test_processed import edited, indexed, opened, talk, write_rows
 from tests.lib.processors import write_video_settings
+from tests.lib.sources import same_example
 from tests.lib.videos import write_video
 
 WHAT = {"type": "text", "text": "What"}
@@ -66,21 +67,12 @@ def test_parts_are_what_the_whole_call_makes(corpus, opening, all_are_long):
     for (_, keys), part in zip(calls, parts, strict=True):
         assert [s for _, some in part for s in some["segments"]] == keys["segments"]
         assert [some["text"] for _, some in part] == [True] + [False] * (len(part) - 1)
-    workers = Workers(rows, 3)
-    try:
+    with closing(Workers(rows, 3)) as workers:
         whole = workers.request("load", calls)()
         found = long_calls.Calls(workers, rows, calls, 0).results()
-    finally:
-        workers.close()
     assert [bool(failed) for _, failed, _ in whole] == [False, False, True, False]
     for (want, failed, _), (got, also_failed, _) in zip(whole, found, strict=True):
-        assert failed == also_failed
-        assert torch.equal(want.input_ids, got.input_ids) and torch.equal(want.labels, got.labels)
-        assert want.parts.keys() == got.parts.keys() and want.arguments == got.arguments
-        for one, other in ((want.media, got.media),
-                           *((want.parts[s], got.parts[s]) for s in want.parts)):
-            assert one.keys() == other.keys()
-            assert all(torch.equal(one[name], other[name]) for name in one)
+        assert failed == also_failed and same_example(want, got)
 
 
 def test_what_is_short_unknown_or_made_by_one_worker_is_not_divided(corpus):
@@ -139,21 +131,16 @@ class Meeting:
         return self.load(i, **keys)
 
 
-def test_parts_come_first_and_to_as_many_workers(corpus, monkeypatch):
+def test_parts_come_first_and_to_as_many_workers(corpus, all_are_long):
     """The verdict does not depend on how fast anything is: parts that one worker made one after
     the other would wait for each other in vain."""
     rows = opened(corpus)
     calls = [call(rows, i) for i in (3, 1, 3, 0, 3)]
-    monkeypatch.setattr(long_calls, "LONG_S", 0.0)
-    monkeypatch.setattr(long_calls, "PART_S", 1e-9)
     rows.load = Meeting(rows.load, 0, 2)
     kept = rows.kept
     rows.kept = lambda i, **how: kept(i, **how) if i == 0 else None
-    workers = Workers(rows, 2)
-    try:
+    with closing(Workers(rows, 2)) as workers:
         found = long_calls.Calls(workers, rows, calls, 0).results()
-    finally:
-        workers.close()
     assert [value.example_id for value, *_ in found] == [3, 1, 3, 0, 3]
 
 

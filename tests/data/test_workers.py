@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import closing
 from dataclasses import replace
 from multiprocessing import connection
 from types import SimpleNamespace
@@ -240,16 +241,16 @@ def test_a_signal_to_the_process_group_stops_at_the_step(tmp_path):
 
 
 def test_results_keep_their_order_and_errors_their_text():
-    pool = Workers(Failing(), 2)
-    try:
+    """And the traceback of the worker."""
+    with closing(Workers(Failing(), 2)) as pool:
         calls = [((i,), {}) for i in range(24)]
         results = pool.request("load", calls)()
         assert [value.example_id for value, *_ in results] == list(range(24))
-        with pytest.raises(RuntimeError, match="a data worker failed: AttributeError: .*nothing"):
+        with pytest.raises(RuntimeError, match="a data worker failed: AttributeError: .*nothing"
+                           ) as failure:
             pool.request("nothing", [((0,), {})])()
+        assert "in _run" in str(failure.value.__cause__)
         assert pool.request("load", [])() == []
-    finally:
-        pool.close()
     with pytest.raises(ValueError, match="num_workers is -1"):
         Workers(Failing(), -1)
 
@@ -268,13 +269,10 @@ class Dying(SyntheticDataset):
 
 
 def test_a_worker_that_is_killed_while_it_answers_hangs_nobody():
-    pool = Workers(Dying(), 2)
-    try:
+    with closing(Workers(Dying(), 2)) as pool:
         for _ in range(2):  # neither this request nor a later one
             with pytest.raises(RuntimeError, match="a data worker exited unexpectedly"):
                 pool.request("load", [((i,), {}) for i in range(16)])()
-    finally:
-        pool.close()
     assert not [w for w in pool.processes if w.is_alive()]
 
 
@@ -292,22 +290,9 @@ class Unpicklable(SyntheticDataset):
 
 @pytest.mark.parametrize("i, text", [(0, "Odd: an error of its own"), (1, "TypeError: .*lock")])
 def test_what_cannot_be_pickled_is_named(i, text):
-    pool = Workers(Unpicklable(), 1)
-    try:
+    with closing(Workers(Unpicklable(), 1)) as pool:
         with pytest.raises(RuntimeError, match=f"a data worker failed: {text}"):
             pool.request("load", [((i,), {})])()
-    finally:
-        pool.close()
-
-
-def test_an_error_keeps_the_traceback_of_the_worker():
-    pool = Workers(Failing(), 1)
-    try:
-        with pytest.raises(RuntimeError) as failure:
-            pool.request("nothing", [((0,), {})])()
-        assert "in _run" in str(failure.value.__cause__)
-    finally:
-        pool.close()
 
 
 @pytest.fixture
@@ -329,14 +314,11 @@ def stuck_once(monkeypatch, tmp_path):
 
 
 def test_a_fork_that_is_stuck_is_forked_anew(stuck_once, monkeypatch):
-    pool = Workers(Failing(), 2)
-    try:
+    with closing(Workers(Failing(), 2)) as pool:
         results = pool.request("load", [((i,), {}) for i in range(8)])()
         assert [value.example_id for value, *_ in results] == list(range(8))
         assert stuck_once.exists()
         assert [w.is_alive() for w in pool.processes] == [True, True]
-    finally:
-        pool.close()
     stuck_once.unlink()
     monkeypatch.setattr(forks, "START_ATTEMPTS", 1)
     with pytest.raises(RuntimeError, match="did not start"):
@@ -353,12 +335,9 @@ def test_a_worker_that_is_killed_for_being_late_holds_no_lock(monkeypatch):
         return []
 
     monkeypatch.setattr(forks, "wait", late)
-    pool = Workers(Failing(), 2)
-    try:
+    with closing(Workers(Failing(), 2)) as pool:
         results = pool.request("load", [((i,), {}) for i in range(8)])()
         assert [value.example_id for value, *_ in results] == list(range(8))
-    finally:
-        pool.close()
 
 
 def test_workers_start_beside_a_thousand_open_files():
