@@ -27,11 +27,9 @@ from orchmllm.runtime.resumable import check_resumable
 from orchmllm.runtime.run_checkpoints import RunCheckpoints
 from orchmllm.runtime.run_state import Progress
 from tests.lib.commands import TINY, demo_of
-from tests.lib.drawn import model_of
 from tests.lib.ranks import run_ranks
-from tests.lib.resume import run_recipe, settings, train_recorded
+from tests.lib.resume import run_recipe, settings
 from tests.lib.synthetic import SyntheticDataset, recipe
-from tests.lib.training import listened
 
 RUN = recipe()
 RUN = replace(RUN, data=replace(
@@ -328,18 +326,20 @@ def test_a_write_that_is_cut_off_anywhere_loses_its_line_alone(tmp_path, monkeyp
 
 
 def attempted(run: Recipe, step: int) -> dict:
-    """What is recorded of an attempt on one rank that saves at `step`, and random numbers that are
-    `drawn` after it."""
+    """What is recorded of an attempt on one rank that saves at `step`, random numbers that are
+    `drawn` after it, and what is `said` of a recipe that is not that of the checkpoint."""
+    said: list[str] = []
     weight = torch.nn.Parameter(torch.zeros(3))
     keeper = RunCheckpoints(
         resolve(run, 1, 1), RowGather(8), SyntheticDataset(), lambda: torch.optim.AdamW([weight]),
-        lambda: {"model.weight": weight.detach()}, log=lambda line: None)
+        lambda: {"model.weight": weight.detach()}, log=said.append)
     progress = keeper.resume() or Progress(6)
     with keeper.attempt(trains=True):
         progress.step = step
         keeper.save_run(progress)
         keeper.wait()
-    return {**read_attempts(run.run.folder)[-1], "drawn": torch.rand(3).tolist()}
+    return {**read_attempts(run.run.folder)[-1], "drawn": torch.rand(3).tolist(),
+            "said": [line for line in said if "changed since" in line or "recorded no" in line]}
 
 
 def attempts(world, folder: Path) -> None:
@@ -350,6 +350,9 @@ def attempts(world, folder: Path) -> None:
     assert first["attempt"] == 1 and not first["changed"] and first["resumed_from"] is None
     assert second["drawn"] == first["drawn"]  # a run goes on with the checkpoint's generator
     assert second["attempt"] == 2 and second["changed"] == lr == second["resumed_from"]["changed"]
+    assert second["said"] == ["changed since the checkpoint: train.lr 0.01 -> 0.005"]
+    state = json.loads((saved / "step_00000002" / "state.json").read_text())
+    assert state["attempt"].items() <= second.items() and "started" not in state["attempt"]
     assert attempted(faster, 3)["changed"] == {} == read_attempts(
         run.run.folder)[-1]["resumed_from"]["changed"]
     copy = shutil.copytree(saved / "step_00000003", folder / "copy")
@@ -360,98 +363,30 @@ def attempts(world, folder: Path) -> None:
                                      "attempt": 1, "changed": lr}
     other = attempted(replace(faster, run=replace(
         run.run, dir=str(folder / "other"), resume=str(copy))), 4)
-    assert other["attempt"] == 4 and other["resumed_from"]["attempt"] == 3 and (
-        other["changed"] == {})
+    assert other["attempt"] == 4 and other["resumed_from"]["attempt"] == 3
+    assert other["changed"] == {} and other["said"] == []
+    again = replace(run, run=replace(run.run, dir=str(folder / "again"), resume=str(copy)))
+    with pytest.raises(ValueError, match="^run.seed is 5, the checkpoint has 0"):
+        attempted(replace(again, run=replace(again.run, seed=5)), 4)  # whose folder has no attempts
+    with pytest.raises(CheckpointError, match="no/such/folder.*manifest.json"):
+        attempted(replace(run, run=replace(run.run, resume="no/such/folder")), 4)
+    without_its_attempt(copy)
+    assert attempted(again, 4)["said"] == [
+        f"warning: {copy} was saved by a version that recorded no attempts, so its recipe and data "
+        "cannot be compared with those of this start: see to it that they are the same"]
+
+
+def without_its_attempt(checkpoint: Path) -> None:
+    """As it was saved before attempts were recorded."""
+    state, manifest = (json.loads((checkpoint / name).read_text())
+                       for name in ("state.json", "manifest.json"))
+    del state["attempt"]
+    (checkpoint / "state.json").write_text(json.dumps(state))
+    manifest["files"]["state.json"] = identify(checkpoint / "state.json")
+    (checkpoint / "manifest.json").write_text(json.dumps(manifest))
 
 
 @pytest.mark.dist
 def test_an_attempt_is_compared_with_the_one_before_and_with_that_of_its_checkpoint(tmp_path):
     """Its number is above both."""
     run_ranks(attempts, 1, tmp_path)
-
-
-def resumed_with_changes(world, folder: Path) -> dict[str, str]:
-    """What is said of runs that go on with a key changed, each by its key; the last is from an
-    older checkpoint."""
-    said, out = listened(), {}
-    run = run_recipe(folder / "run", keep_last=9, train={"num_steps": 3})
-    train_recorded(world, run)
-    older = folder / "run" / "checkpoints" / "step_00000002"
-
-    def start(name: str, changed) -> None:
-        said.clear()
-        try:
-            train_recorded(world, changed)
-            out[name] = "".join(x for x in said if "changed since" in x or "recorded no" in x)
-        except (ValueError, CheckpointError) as error:
-            out[name] = str(error)
-
-    start("seed", replace(run, run=replace(run.run, seed=5)))
-    start("batch", replace(run, train=replace(run.train, global_batch_size=12)))
-    start("model", replace(run, model=model_of(num_layers=2)))
-    start("dtype", replace(run, fsdp=replace(run.fsdp, param_dtype="bfloat16")))
-    start("folder", replace(run, run=replace(run.run, resume="no/such/folder")))
-    more = replace(run, train=replace(run.train, num_steps=4, lr=5e-3))
-    start("lr", more)
-    more = replace(more, train=replace(more.train, num_steps=5))
-    start("again", more)
-    # Of what the newest checkpoint was trained with nothing changes, but of the older one.
-    start("older", replace(more, run=replace(run.run, resume=str(older))))
-    if world.rank == 0:
-        (folder / "run" / "attempts.jsonl").rename(folder / "moved.jsonl")
-        shutil.copytree(folder / "run" / "checkpoints" / "step_00000003", folder / "copy")
-    start("copied", replace(run, run=replace(
-        run.run, dir=str(folder / "other"), seed=5, resume=str(folder / "copy"))))
-    if world.rank == 0:
-        state = json.loads((folder / "copy" / "state.json").read_text())
-        del state["attempt"]
-        (folder / "copy" / "state.json").write_text(json.dumps(state))
-        manifest = json.loads((folder / "copy" / "manifest.json").read_text())
-        manifest["files"]["state.json"] = identify(folder / "copy" / "state.json")
-        (folder / "copy" / "manifest.json").write_text(json.dumps(manifest))
-    start("before", replace(run, run=replace(
-        run.run, dir=str(folder / "other"), resume=str(folder / "copy"))))
-    if world.rank == 0:
-        with (folder / "run" / "attempts.jsonl").open("w") as file:
-            file.write('{"attempt": 1\n{"attempt": 2}\n')
-    start("damaged", more)
-    return out
-
-
-@pytest.mark.dist
-@pytest.mark.slow
-def test_runs_that_go_on_with_a_key_changed(tmp_path):
-    first, second = run_ranks(resumed_with_changes, 2, tmp_path)
-    refused = {
-        "seed": "run.seed is 5, the checkpoint has 0: the order of all examples would change",
-        "batch": "train.global_batch_size is 12, the checkpoint has 6: a resumed run keeps its 6",
-        "model": "model.config_json is ",
-        "dtype": "fsdp.param_dtype is 'bfloat16', the checkpoint has 'float32': ",
-        "folder": "manifest.json", "copied": "run.seed is 5, the checkpoint has 0",
-        "damaged": "attempts.jsonl: line 1 is damaged"}
-    for key, text in refused.items():
-        assert text in first[key] and first[key] == second[key], key
-    changed = "changed since the checkpoint: train.lr 0.01 -> 0.005, train.num_steps 3 -> 4"
-    assert {key: text for key, text in first.items() if key not in refused} == {
-        "lr": changed, "again": "changed since the checkpoint: train.num_steps 4 -> 5",
-        "older": changed.replace("4", "5"),
-        "before": f"warning: {tmp_path}/copy was saved by a version that recorded no attempts, so "
-                  "its recipe and data cannot be compared with those of this start: see to it that "
-                  "they are the same"}
-    attempts = {a["attempt"]: a for a in map(json.loads, (
-        tmp_path / "moved.jsonl").read_text().splitlines()) if "settings" in a}
-    checkpoints = tmp_path / "run" / "checkpoints"
-    lr = {"train.num_steps": [3, 4], "train.lr": [0.01, 0.005]}
-    assert [(a["changed"].keys() - {"run.resume"}, a["resumed_from"]) for a in attempts.values()
-            ] == [
-        (set(), None),
-        (lr.keys(), {"checkpoint": str(checkpoints / "step_00000003"), "step": 3, "attempt": 1,
-                     "changed": lr}),
-        ({"train.num_steps"}, {"checkpoint": str(checkpoints / "step_00000004"), "step": 4,
-                               "attempt": 2, "changed": {"train.num_steps": [4, 5]}}),
-        (set(), {"checkpoint": str(checkpoints / "step_00000002"), "step": 2, "attempt": 1,
-                 "changed": {**lr, "train.num_steps": [3, 5]}})]
-    assert attempts[1]["settings"]["content.rows"] == 24
-    state = json.loads((checkpoints / "step_00000004" / "state.json").read_text())
-    assert state["attempt"] == {key: value for key, value in attempts[4].items()
-                                if key != "started"}
