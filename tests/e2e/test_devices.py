@@ -6,7 +6,6 @@ from __future__ import annotations
 import sys
 import threading
 from collections import defaultdict
-from contextlib import suppress
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
@@ -17,11 +16,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch._subclasses.fake_tensor import unset_fake_temporarily
-from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm
 
-from orchmllm import batch
 from orchmllm.comm.exchange import exchange_group
-from orchmllm.composition import whisper
 from orchmllm.config.balance import BalanceConfig
 from orchmllm.config.job import resolve
 from orchmllm.config.recipe import FsdpConfig, TrainConfig
@@ -34,7 +30,7 @@ from orchmllm.sharding.optimizer import clip_gradients, learning_parts, make_opt
 from tests.lib.accelerator import accelerator
 from tests.lib.drawn import model_of
 from tests.lib.gradients import RandomPlanner
-from tests.lib.no_sync import Mixes, NoSync, Waits
+from tests.lib.no_sync import NoSync
 from tests.lib.ranks import run_ranks
 from tests.lib.simulated import microbatch, on_meta, shard_on
 from tests.lib.synthetic import SHALLOW, SyntheticDataset, recipe
@@ -126,59 +122,6 @@ def test_no_setting_mixes_devices_or_waits(chosen, encoder_layers):
         exchanges = groups.pop("alltoall_base_")
         assert groups and len(exchanges) == 1
         assert all(exchanges.isdisjoint(others) for others in groups.values()), groups
-
-
-def on_host(values, device):
-    return torch.as_tensor(values)
-
-
-def read_by_norms(read, backward: bool = False):
-    """The LLM's norms read what they return, or its gradient in the backward pass."""
-    def look(x) -> None:
-        read(x)
-
-    def forward(self, x, forward=Qwen2RMSNorm.forward):
-        out = forward(self, x)
-        if not backward:
-            look(out)
-        elif out.requires_grad:
-            out.register_hook(look)
-        return out
-
-    return patch.object(Qwen2RMSNorm, "forward", forward)
-
-
-PLANTED = {
-    "an index on the host": (lambda: patch.object(whisper, "on_device", on_host), Mixes),
-    "a batch on the host": (lambda: patch.object(batch, "on_device", on_host), Mixes),
-    "another index": (lambda: read_by_norms(lambda x: x[:, torch.tensor([0])]), Mixes),
-    "item": (lambda: read_by_norms(lambda x: x.sum().item()), Waits),
-    "bool": (lambda: read_by_norms(lambda x: bool((x > 0).all())), Waits),
-    "tolist": (lambda: read_by_norms(lambda x: x.tolist()), Waits),
-    "nonzero": (lambda: read_by_norms(lambda x: x.nonzero()), Waits),
-    "mask": (lambda: read_by_norms(lambda x: x[x > 0]), Waits),
-    "copy to the host": (lambda: read_by_norms(lambda x: x.cpu()), Waits),
-    "in the backward pass": (
-        lambda: read_by_norms(lambda x: x[:, torch.tensor([0])], backward=True), Mixes),
-}
-
-
-def planted(world) -> dict[str, type | None]:
-    """What was noted first of each plant. Fake tensors have nothing to read: some raise then."""
-    found = {}
-    with accelerator(RANKS) as device:
-        for name, (plant, _) in PLANTED.items():
-            noted = []
-            with plant(), suppress(RuntimeError, NotImplementedError):
-                step(device, FsdpConfig(), "load", noted)
-            found[name] = type(noted[0]) if noted else None
-    return found
-
-
-@pytest.mark.slow
-@pytest.mark.dist
-def test_what_is_planted_is_noticed():
-    assert run_ranks(planted, 1)[0] == {name: error for name, (_, error) in PLANTED.items()}
 
 
 def threads_devices(world, folder: Path) -> dict[str, set[int]]:

@@ -1,5 +1,5 @@
-"""Ranks without images and without audio: no hang, and the gradients of one process. Those without
-one of both are in test_invariance.
+"""Ranks without images and without audio: no hang, and the gradients of one process. A rank
+that lacks one of the two: tests/runtime/test_measured_gain.py.
 
 The most reported failure of multimodal FSDP training. With balancing off the first ranks really
 hold none; on, plans may still leave a rank without."""
