@@ -157,11 +157,6 @@ UNKNOWN = {
                            intermediate_layers_indices=[0], vision_output_dim=64),
         text_config=dict(TINY, vocab_size=64, num_key_value_heads=2, cross_attention_layers=[1],
                          pad_token_id=0))),
-    "phi4_multimodal": ("Phi4MultimodalConfig", "Phi4MultimodalForCausalLM", dict(
-        TINY, vocab_size=64, num_key_value_heads=2, pad_token_id=0,
-        vision_config=dict(TINY, image_size=28, crop_size=28, patch_size=14),
-        audio_config=dict(hidden_size=32, intermediate_size=48, num_blocks=1,
-                          num_attention_heads=2))),
     "a text model": ("Qwen2Config", "Qwen2ForCausalLM", dict(
         TINY, vocab_size=64, num_key_value_heads=2)),
 }

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -11,6 +9,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from orchmllm import balance_encoders
+from tests.lib.clients import as_torchrun
 from tests.lib.encoder_models import FAMILIES, batch
 from tests.lib.encoder_runs import gradients, reference, scenarios, worst
 from tests.lib.ranks import run_ranks
@@ -18,30 +17,23 @@ from tests.lib.ranks import run_ranks
 pytestmark = [pytest.mark.dist, pytest.mark.slow]
 
 
-def environment(world) -> None:
-    """What torchrun sets; the group exists already."""
-    os.environ.update(RANK=str(world.rank), LOCAL_RANK=str(world.rank), MASTER_ADDR="localhost",
-                      WORLD_SIZE=str(world.world_size), LOCAL_WORLD_SIZE=str(world.world_size),
-                      MASTER_PORT="1", ACCELERATE_USE_CPU="true")
-
-
 def with_accelerate(world) -> list[float]:
     """accelerate's own FSDP2 around a model with a text-only rank."""
     from accelerate import Accelerator, FullyShardedDataParallelPlugin
 
-    environment(world)
     family = FAMILIES["qwen3_vl"]
     torch.manual_seed(0)
     model = family.build()
     inputs = batch(family, model, scenarios(family)["text only"][world.rank], world.rank)
     want = reference(model, inputs)[1]
     handle = balance_encoders(model)
-    accelerator = Accelerator(cpu=True, fsdp_plugin=FullyShardedDataParallelPlugin(
-        fsdp_version=2, auto_wrap_policy="transformer_based_wrap",
-        transformer_cls_names_to_wrap=["Qwen3VLTextDecoderLayer", "Qwen3VLVisionBlock"]))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    model, optimizer = accelerator.prepare(model, optimizer)
-    accelerator.backward(model(**inputs, use_cache=False).loss)
+    with as_torchrun(world):
+        accelerator = Accelerator(cpu=True, fsdp_plugin=FullyShardedDataParallelPlugin(
+            fsdp_version=2, auto_wrap_policy="transformer_based_wrap",
+            transformer_cls_names_to_wrap=["Qwen3VLTextDecoderLayer", "Qwen3VLVisionBlock"]))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        model, optimizer = accelerator.prepare(model, optimizer)
+        accelerator.backward(model(**inputs, use_cache=False).loss)
     return [worst(gradients(model), want), handle.last["vision"].moved]
 
 

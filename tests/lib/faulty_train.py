@@ -138,7 +138,7 @@ def main(folder: str, fault: str, num_ranks: int = 3) -> int:
         def on_step(step, row: dict) -> None:
             after_step(fault, odd, step)
             if "stall" in fault and step.index == AT - 2:  # a slow start of a rank is no stall
-                watch._stall_timeout_s = 10
+                watch._stall_timeout_s = 5
             if "folder" in fault and step.index == AT and world.rank == 0:
                 lose_folder(fault, Path(folder), watch.folder_taken)
 

@@ -103,7 +103,7 @@ def reference(stock, rows: ConversationDataset, ids: list[int]) -> tuple[float, 
 def compared(world, folder: Path, name: str, runs: list[Recipe], phase: str = "vision"
              ) -> list[dict]:
     """What the plans of the first of the runs do in a phase, step by step; every run is compared
-    with stock transformers."""
+    with stock transformers, on the first rank."""
     if name in FAMILIES:
         FAMILIES[name](transformers)  # imports a processor that would need torchvision
     stock = models.stock_of(folder)
@@ -116,14 +116,16 @@ def compared(world, folder: Path, name: str, runs: list[Recipe], phase: str = "v
             for step in steps_of(trainer):
                 loss = summed(trainer, step)
                 found = gradients(trainer)
+                if number == 0:
+                    seen.append((step.micro[0].plan, step.failed))
+                if world.rank:
+                    continue
                 if step.index not in wanted:
                     wanted[step.index] = reference(stock, rows, step.example_ids.tolist())
                 want_loss, want, targets = wanted[step.index]
                 assert step.num_global_targets == targets
                 assert loss == pytest.approx(want_loss, rel=exact)
                 assert models.difference(found, want) <= exact, step.index
-                if number == 0:
-                    seen.append((step.micro[0].plan, step.failed))
         finally:
             trainer.close()
     return [{"failed": [f.example for f in failed],
@@ -177,8 +179,8 @@ def frozen_compared(
     exact: float = 1e-9, unequal: bool = False, max_shares: int = 1,
 ) -> dict[tuple[str, ...], list[bool]]:
     """By what is frozen, of each exchange of features whether it is in the backward pass. Gradients
-    of what learns, summed over two balanced microbatches, are those of stock transformers. unequal:
-    in some step these have unequal numbers of examples."""
+    of what learns, summed over two balanced microbatches, are those of stock transformers, on the
+    first rank. unequal: in some step these have unequal numbers of examples."""
     if name in FAMILIES:
         FAMILIES[name](transformers)
     stock, run = models.stock_of(folder), recipe(folder, accumulation_steps=2)
@@ -207,6 +209,8 @@ def frozen_compared(
                     summed(trainer, step)
                 got, index = gradients(trainer), step.index
                 sizes.add(len({len(micro.positions) for micro in step.micro}))
+                if world.rank:
+                    continue
                 if index not in wanted:
                     _, wanted[index], _ = reference(stock, rows, step.example_ids.tolist())
                 compared = {**wanted[index], **{n: got[n] for n in learns}}
