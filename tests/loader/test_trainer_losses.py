@@ -6,6 +6,7 @@ from __future__ import annotations
 import copy
 import random
 import threading
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from torch import nn
 
 from orchmllm import balance_trainer, check_equivalence, cost_of
 from orchmllm.data.text.model_folder import load_processor
+from tests.lib import clients
 from tests.lib.clients import Examples, as_torchrun, forget_accelerate, tiny
 from tests.lib.ranks import run_ranks
 
@@ -26,13 +28,7 @@ FAMILIES_OF_MEDIA = ("qwen2_vl", "qwen3_vl", "gemma3", "internvl", "qwen2_audio"
 LENGTHS = Examples(24, few_long=True).lengths
 
 
-def settings(folder: str, **how: Any) -> dict[str, Any]:
-    return {**dict(
-        output_dir=folder, max_steps=3, learning_rate=0.1, optim="sgd", max_grad_norm=0.0,
-        lr_scheduler_type="constant", use_cpu=True, report_to=[], disable_tqdm=True,
-        save_strategy="no"), **how}
-
-
+settings = partial(clients.settings, max_steps=3, learning_rate=0.1)
 BERT = dict(vocab_size=64, hidden_size=16, intermediate_size=16, num_hidden_layers=1,
             num_attention_heads=2, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
             num_labels=3)
