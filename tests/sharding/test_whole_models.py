@@ -91,10 +91,13 @@ def loaded(world, folder: Path, name: str, tied: bool, shard_size: int, choice: 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", models.ADMITTED)
-def test_loaded_shards_are_the_model_and_compute_its_gradients(name, tmp_path):
-    saved(name, tmp_path, tied=True)
-    run_ranks(loaded, 2, tmp_path, name, True, 0, "full:1")
+@pytest.mark.parametrize("name, tied, ranks, shard_size, choice", [
+    *((name, True, 2, 0, "full:1") for name in models.ADMITTED),
+    ("llava_next", False, 1, 0, "full"), ("llava_next", False, 4, 2, "selective:1")])
+def test_loaded_shards_are_the_model_and_compute_its_gradients(
+        name, tied, ranks, shard_size, choice, tmp_path):
+    saved(name, tmp_path, tied)
+    run_ranks(loaded, ranks, tmp_path, name, tied, shard_size, choice)
 
 
 @pytest.mark.slow
@@ -123,13 +126,6 @@ def test_weights_that_are_missing_are_an_error(tmp_path):
     save_file({n: t for n, t in tensors.items() if n != gone}, tmp_path / "model.safetensors",
               metadata={"format": "pt"})
     run_ranks(refused, 1, tmp_path, "1 weights are missing or have another shape .*down_proj")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("ranks, shard_size, choice", [(1, 0, "full"), (4, 2, "selective:1")])
-def test_the_same_on_one_rank_and_on_two_groups_of_two(ranks, shard_size, choice, tmp_path):
-    saved("llava_next", tmp_path)
-    run_ranks(loaded, ranks, tmp_path, "llava_next", False, shard_size, choice)
 
 
 def recipe(folder: Path, model: ModelConfig, steps: int, **train_keys) -> Recipe:
