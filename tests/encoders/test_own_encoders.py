@@ -23,7 +23,7 @@ from tests.lib.encoder_runs import (
     sharded,
     worst,
 )
-from tests.lib.examples import EXAMPLES, load
+from tests.lib.examples import load
 from tests.lib.ranks import run_ranks
 
 pytestmark = pytest.mark.dist
@@ -120,12 +120,6 @@ def twice(world) -> str:
     except ValueError as error:
         return str(error)
     return ""
-
-
-def test_it_takes_few_lines():
-    source = (EXAMPLES / "own_model.py").read_text()
-    call = source[source.index("    return balance_encoders("):].split("\n\n")[0]
-    assert "Encoder(" in call and len(call.splitlines()) <= 15
 
 
 def copied_and_shadowed(world) -> dict:
