@@ -102,10 +102,11 @@ def plain(folder: str, size: int, kind: str = "tokens", model: nn.Module | None 
             return nn.functional.cross_entropy(
                 logits[:, :-1].flatten(0, 1), inputs["labels"][:, 1:].flatten())
 
-    return (Overrides if kind == "override" else Trainer)(model=model or heads(kind), train_dataset=Rows(kind),
-                   **{"data_collator": padded, **how}, args=TrainingArguments(**settings(
-                       folder, learning_rate=1e-4 if kind == "CTC sum" else 0.1),
-                       per_device_train_batch_size=size, gradient_accumulation_steps=steps))
+    return (Overrides if kind == "override" else Trainer)(
+        model=model or heads(kind), train_dataset=Rows(kind),
+        **{"data_collator": padded, **how}, args=TrainingArguments(
+            **settings(folder, learning_rate=1e-4 if kind == "CTC sum" else 0.1),
+            per_device_train_batch_size=size, gradient_accumulation_steps=steps))
 
 
 def pairs(kind: str, folder: str, size: int, steps: int) -> Any:
