@@ -53,10 +53,6 @@ def run_recipe(folder: str, fault: str):
                       sample_every="answers" in fault))
 
 
-class UserError(BaseException):
-    """Not even an Exception."""
-
-
 def after_step(fault: str, odd: bool, step) -> None:
     """Makes the odd rank fail after step AT."""
     if "stall" in fault:
