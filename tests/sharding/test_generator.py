@@ -28,6 +28,7 @@ from orchmllm.trainer import Trainer
 from tests.lib import composed
 from tests.lib import whole_models as models
 from tests.lib.ranks import RankFailure, run_ranks
+from tests.lib.training import train
 from tests.lib.whole_folders import write_medium
 from tests.sharding.test_composed import loaded
 from tests.sharding.test_planned_phases import gradients, recipe, steps_of
@@ -266,12 +267,7 @@ def test_a_run_goes_on_on_other_ranks_with_the_same_noise(tmp_path):
 
 def trained(world, run) -> list[list[float]]:
     """Both losses of its steps and validations, in their order."""
-    rows, trainer = [], Trainer(run, world)
-    try:
-        trainer.run(rows)
-    finally:
-        trainer.close()
-    return [[row[name] for name in row if name.endswith("loss")] for row in rows]
+    return [[row[name] for name in row if name.endswith("loss")] for row in train(world, run)]
 
 
 @pytest.mark.slow
