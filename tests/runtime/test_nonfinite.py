@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Collection
 from dataclasses import replace
@@ -66,14 +65,6 @@ def poisoned(
         return seen, said, str(e)
     assert all(math.isfinite(total) for *_, total in seen)
     return seen, said, "finished"
-
-
-def test_raise(tmp_path):
-    """All ranks tell the same; what each of them was learning is kept."""
-    (_, _, told), (_, _, same) = run_ranks(poisoned, 2, run_recipe(tmp_path, "raise"), (BAD,))
-    assert told == same and f"step {BAD}: loss" in told
-    (line,) = (tmp_path / "nonfinite.jsonl").read_text().splitlines()
-    assert len(json.loads(line)["example_ids"]) == 4 and json.loads(line)["step"] == BAD
 
 
 def story(seen: list[tuple]) -> str:
