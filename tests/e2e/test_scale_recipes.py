@@ -1,5 +1,4 @@
-"""The paper's models (OrchMLLM Table 1): exact shapes, counts that equal an independent one, and a
-step of each recipe with a tiny model on two ranks."""
+"""The paper's models (OrchMLLM Table 1): exact shapes, and counts that equal an independent one."""
 
 from __future__ import annotations
 
