@@ -191,7 +191,7 @@ def fails_with(world, where: str, kind: type, how: dict) -> tuple[str, str, int,
         for _ in loader:
             pass
     except Exception as e:
-        cause = "".join(traceback.format_tb(e.__cause__ and e.__cause__.__traceback__))
+        cause = "".join(traceback.format_exception(e.__cause__)) if e.__cause__ else ""
         return type(e).__name__, str(e), len(psutil.Process().children()), cause
     return "", "", 0, ""
 
