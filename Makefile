@@ -51,7 +51,7 @@ SLOW_estimate := tests/papers tests/tools/data tests/docs \
 SLOW_mutations := tests/test_mutations.py
 SLOW_recipes := tests/e2e/test_any_recipe.py
 SLOW_soak := tests/e2e/test_soak.py
-SLOW_learning := tests/e2e/test_demo.py
+SLOW_learning := tests/e2e/test_demo.py tests/e2e/test_media_swap.py
 SLOW_GROUPS := checkpoints dropin encoders clients trainers data plan models planned memory estimate e2e \
     kit soak learning recipes mutations
 SLOW_e2e := tests/cli tests/config tests/tools/report tests/tools/init $(filter-out $(SLOW_data) $(SLOW_soak) $(SLOW_learning) \
