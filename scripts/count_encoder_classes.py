@@ -39,6 +39,7 @@ from tests.lib.tiny_models import build  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "tests/golden/encoder_classes.json"
+TRAINER_RESULTS = ROOT / "tests/golden/models.json"  # of scripts/check_models.py
 DOCS = ROOT / "docs/encoders.md"
 EXACT, REFUSED = "exact", "refused"
 # Of a gradient's largest difference.
@@ -46,15 +47,6 @@ BOUNDS = {torch.float64: 1e-9, torch.float32: 1e-6}
 ROUNDING = 1e-12  # differences that the table does not name
 HEAD = "| result | classes | what moved, or why | model types |"
 _ORDER = (EXACT, REFUSED, "not tried", "not built", "wrong", "no effect", "fails")
-_REASONS = (
-    ("takes no media that a method", "no get_*_features method takes media that forward is given"),
-    ("and what this says of each item", "the method needs an argument that is not understood"),
-    ("itself applies", "the forward applies a module to the features itself"),
-    ("BatchNorm", "batch normalisation in the encoder"),
-    ("give `rows`", "how many rows of features a clip has is not known"),
-    ("has no output", "the result has none of the fields that are known"),
-    ("ran outside of", "the outer model calls the encoder itself"),
-    ("TimmWrapper", "needs timm, which is not installed"))
 AT_ONCE = 4  # classes in one world of ranks
 
 
@@ -190,29 +182,23 @@ def short(text: str) -> str:
 
 
 def table(results: dict[str, dict[str, str]]) -> list[str]:
-    """A row for each result and reason, with the model types of transformers' table."""
+    """A row for each result and reason, with the model types of transformers' table. Those with the
+    same result in the trainer, which no exact one has, stand in docs/models.md alone."""
+    trainer = json.loads(TRAINER_RESULTS.read_text(encoding="utf-8"))
     groups: dict[tuple[str, str], list[str]] = {}
     for name, seen in sorted(results.items()):
         why = seen["why"]
+        if name in trainer and seen["state"] == trainer[name]["state"]:
+            continue
         if seen["state"] == EXACT:
             difference, why = why.split("; ", 1)
             if float(difference) > ROUNDING:
                 name = f"{name} {difference}"
-        if seen["state"] == "not built" and "timm" not in why:
-            why = "the script's small sizes do not suit the configuration"
-        groups.setdefault((seen["state"], reason(why)), []).append(name)
+        groups.setdefault((seen["state"], why), []).append(name)
     rows = sorted(groups.items(), key=lambda item: (_ORDER.index(item[0][0]), item[0][1]))
     return [HEAD, "|---|---|---|---|", *(
         f"| {state} | {len(names)} | {why} | {', '.join(names)} |"
         for (state, why), names in rows)]
-
-
-def reason(why: str) -> str:
-    """The same text for classes with the same reason."""
-    for part, text in _REASONS:
-        if part in why:
-            return text
-    return why
 
 
 def put_table(page: Path, rows: list[str]) -> None:

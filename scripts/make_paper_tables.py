@@ -35,15 +35,9 @@ def table(head: Sequence[str], body: Sequence[Sequence[str]]) -> str:
 
 
 def evidence(paper: str) -> str:
-    """How many rows of the paper have which verdict: of all, and of each of its tables and figures
-    with a row that is not counted apart."""
-    facts, groups = list(PAPERS[paper]()), {}
-    for row in facts:
-        groups.setdefault(row.where, []).append(row.verdict)
-    verdicts = ("agrees", "sign only", "off")
-    body = [[where, *(str(found.count(verdict)) for verdict in verdicts)]
-            for where, found in groups.items() if {*verdicts} & {*found}]
-    return f"{len(facts)} rows: {fact.counts(facts)}.\n\n" + table(("where", *verdicts), body)
+    """How many values of the paper have which verdict."""
+    facts = list(PAPERS[paper]())
+    return f"{len(facts)} values: {fact.counts(facts)}."
 
 
 def comparison() -> str:
@@ -60,13 +54,6 @@ def comparison() -> str:
         f"{max(gains):.3f}x here.")
 
 
-def pipelines() -> str:
-    """Figure 18: iterations over the ideal one."""
-    found = {"{}, {}, {}".format(*size): disttrain.reordering(*size) for size in disttrain.SIZES}
-    return table(("batch, DP, stages", *next(iter(found.values()))),
-                 [[size, *(f"{x:.3f}" for x in of.values())] for size, of in found.items()])
-
-
 def units() -> str:
     """Units over colocated, for DistTrain's 72B on 1,296 A800."""
     def over(images: int, gbit: int) -> float:
@@ -78,16 +65,9 @@ def units() -> str:
                  [[str(n), *(f"{over(n, g):.2f}x" for g in GBITS)] for n in (2, 5, 10, 20)])
 
 
-def the_same() -> str:
-    """How the rows of MMScale count, which are DistTrain's and those of one table of times more."""
-    facts = list(PAPERS["mmscale"]())
-    return f"{len(facts)} rows: {fact.counts(facts)}."
-
-
 TABLES: Mapping[str, Callable[[], str]] = {
-    "compare": comparison, "units": units, "figure 18": pipelines,
-    "mmscale": the_same,
-    **{paper: lambda paper=paper: evidence(paper) for paper in PAPERS if paper != "mmscale"}}
+    "compare": comparison, "units": units,
+    **{paper: lambda paper=paper: evidence(paper) for paper in PAPERS}}
 
 
 def made(text: str) -> str:

@@ -13,8 +13,9 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import MISSING
 from pathlib import Path
 
@@ -41,23 +42,26 @@ DOCS = Path(__file__).resolve().parent.parent / "docs"
 MADE = "<!-- Made by scripts/make_recipe_reference.py from the code: change that. -->\n"
 RECIPE_HEAD = """# Recipe
 
-A recipe is a YAML file of sections. Every key has a default except `data.path`; a value on the
-command line (`train.lr=1e-4`) replaces one of the file. Unknown and duplicate keys are errors. All
-problems of a recipe are listed at once, each with its line, key, value and cure; the exit code is
-then 2.
+A recipe is a YAML file of sections. It has to name its data (`data.path` or `data.sources`) and its
+model (`model.pretrained` or `model.config`); all other keys have defaults. A value on the command
+line (`train.lr=1e-4`) replaces one of the file. Errors are listed all at once, each with its line,
+key, value and cure: unknown keys, wrong values, and keys that do not go together.
 
     orchmllm train R.yaml --validate       # check it, start nothing
     orchmllm train R.yaml --print-config   # every key and where it comes from
 
 Numbers are those of YAML 1.2: `1e-4` is a number, while `010`, `1:30` and `2024-01-01` are text.
-A default shows the type of its key: `0` is a whole number, `0.0` a number, `''` text, `[]` a list.
-The merged recipe of a run is saved as `recipe.yaml` in `run.dir` and can be used as a recipe.
+Below, the default of a key stands in parentheses, with its limits or the other choices; without
+parentheses it is an empty text. It shows the type: `0` is a whole number, `0.0` a number, `''`
+text, `[]` a list. No number is negative unless its limits say so. The merged recipe of a run is
+saved as `recipe.yaml` in `run.dir`, and is a recipe itself.
 """
+EMPTY = "`''`"
 POLICIES_BEGIN = "<!-- The table is made by scripts/make_recipe_reference.py. -->\n"
 POLICIES_END = "<!-- End of the table. -->\n"
 METRICS_HEAD = f"""# metrics.jsonl
 
-One JSON object a line, in `run.dir`, written by rank 0. `schema` is the version of the format, now
+Rank 0 writes one JSON object a line into `run.dir`. `schema` is the version of the format, now
 {SCHEMA_VERSION}: it grows when a key changes its meaning or goes away. A number that is not finite
 is `null`. A run that resumes appends: where a step comes twice, the later row counts.
 [metrics.schema.json](metrics.schema.json) has the types as JSON Schema.
@@ -67,16 +71,13 @@ is `null`. A run that resumes appends: where a step comes twice, the later row c
 def recipe_page() -> str:
     parts = [MADE, RECIPE_HEAD]
     for paths, cls in _alike():
-        where = paths[0].rpartition(".")[0]
-        name = f"{where}.{{{','.join(p.rpartition('.')[2] for p in paths)}}}" if (
-            len(paths) > 1) else paths[0]
+        name = _braces(paths)
         keys = [leaf for leaf in leaves(cls, name) if leaf.path.rpartition(".")[0] == name]
         if not name or not keys:
             continue
-        parts += [f"## {name}\n", " ".join((cls.__doc__ or "").split()) + "\n",
-                  "| key | default | allowed | meaning |", "|---|---|---|---|"]
-        parts += [_row(leaf) for leaf in keys] + [""]
-        parts += _rules(cls)
+        parts += [f"## {name}\n", " ".join((cls.__doc__ or "").split()) + "\n"]
+        parts += [_line([*same]) for _, same in itertools.groupby(keys, key=lambda leaf: leaf[1:])]
+        parts.append("")
     return "\n".join(parts).rstrip() + "\n"
 
 
@@ -87,48 +88,56 @@ def _alike() -> list[tuple[list[str], type]]:
             for cls, group in itertools.groupby(sections(Recipe), key=lambda section: section[1])]
 
 
-def _row(leaf: Leaf) -> str:
-    shown = "required" if leaf.default is MISSING else f"`{_yaml(leaf.default)}`"
-    return f"| `{leaf.path}` | {shown} | {_allowed(leaf.key)} | {leaf.key.doc} |"
+def _braces(paths: Sequence[str]) -> str:
+    """The paths as one: `balance.{vision,audio}`, `train.{vision,audio}_lr`."""
+    begin = paths[0].rpartition(".")[0]
+    last = [path.rpartition(".")[2] for path in paths]
+    end = os.path.commonprefix([name[::-1] for name in last])[::-1]
+    inner = ",".join(name.removesuffix(end) for name in last)
+    return f"{begin}.{{{inner}}}{end}" if len(paths) > 1 else paths[0]
+
+
+def _line(same: Sequence[Leaf]) -> str:
+    """Of keys that differ in their name alone."""
+    _, _, default, about = same[0]
+    shown = "required" if default is MISSING else f"`{_yaml(default)}`"
+    limits = " and ".join(bound for bound in about.bounds.split(" and ") if bound != ">= 0")
+    values = ", ".join(filter(None, [shown, limits, _other_choices(default, about)]))
+    return (f"- `{_braces([leaf.path for leaf in same])}`{f' ({values})' * (values != EMPTY)}: "
+            f"{about.doc}")
 
 
 def _yaml(value: object) -> str:
     return strict_yaml.dump({"x": value})[3:].rstrip("\n")
 
 
-def _allowed(limits: Key) -> str:
-    if limits.choices:
-        return ", ".join(f"`{c}`" if c else "empty" for c in limits.choices)
-    return limits.bounds + (f", or `auto` ({limits.auto})" if limits.auto is not None else "")
-
-
-def _rules(cls: type) -> list[str]:
-    """The docstring of a section's rules between keys, where it has one."""
-    doc = getattr(getattr(cls, "conflicts", None), "__doc__", None)
-    return [" ".join(doc.split()) + "\n"] if doc else []
+def _other_choices(default: object, about: Key) -> str:
+    if about.auto is not None:
+        return f"or `auto` ({about.auto})"
+    others = ", ".join(f"`{choice}`" for choice in about.choices if choice != default)
+    return f"or {others}" if others else ""
 
 
 def metrics_page() -> str:
     parts = [MADE, METRICS_HEAD]
     for kind in ROW_SCHEMA["oneOf"]:
-        parts += [f"## {kind['title']}\n", kind["description"] + "\n",
-                  "| key | meaning |", "|---|---|"]
-        parts += _rows(kind, "")
+        parts += [f"## {kind['title']}\n", kind["description"] + "\n"]
+        parts += _lines(kind, "")
         parts.append("")
     return "\n".join(parts).rstrip() + "\n"
 
 
-def _rows(schema: dict, where: str) -> list[str]:
+def _lines(schema: dict, where: str) -> list[str]:
     lines = []
     for name, value in schema["properties"].items():
-        lines.append(f"| `{where}{name}` | {value['description']} |")
+        lines.append(f"- `{where}{name}`: {value['description']}")
         if value.get("properties"):
             first = next(iter(value["properties"]))
             inner = value["properties"][first]
             if inner.get("properties"):  # the same keys for every phase
-                lines += _rows(inner, f"{where}{name}.PHASE.")
+                lines += _lines(inner, f"{where}{name}.PHASE.")
             elif any(x.get("properties") for x in value["properties"].values()):
-                lines += _rows(value, f"{where}{name}.")
+                lines += _lines(value, f"{where}{name}.")
     return lines
 
 
@@ -137,8 +146,8 @@ def formats_page() -> str:
     for name, known in FORMATS.items():
         parts.append(f"| `{name}` | {known.of}{'' if known.auto else ' (not by `auto`)'} | "
                      f"{_columns(known)}{'<br>(one medium at least)' * known.media} |")
-    parts += ["", KEYS_HEAD, "| keys | of | what is done |", "|---|---|---|"]
-    parts += [f"| {_names(meaning)} | {meaning.of} | {meaning.done} |"
+    parts += ["", KEYS_HEAD]
+    parts += [f"- {_names(meaning)} of {meaning.of}: {meaning.done}"
               for meaning in KEYS.values() if not meaning.refused]
     parts += ["", REFUSED_HEAD]
     parts += [f"- {_names(meaning)} of {meaning.of.replace('<', '&lt;')}"
@@ -205,9 +214,9 @@ USUAL = {field: spec.text for field, spec in FORMATS["openai"].columns.specs.ite
 REFUSED_WHERE = {"false": ", if it is false", "unsaid": ", unless a text has its value"}
 FORMATS_HEAD = f"""# Rows, images, clips and videos that are read
 
-The content of a file decides, and not its name; in a tar the suffix of a member tells whether it is
-an image or a clip. What decoding yields has the length that the header says, or the file is
-refused ([bad data](data.md#bad-data)).
+The content of a file decides, not its name; in a tar the suffix of a member tells whether it is an
+image or a clip. A file whose length is not what its header says is refused ([bad
+data](data.md#bad-data)).
 
 Limits: images of {MAX_IMAGE_PIXELS:,} pixels, sides that differ by {MAX_ASPECT} times; clips of
 {MAX_AUDIO_S} s, from {MIN_AUDIO_HZ} Hz on; videos of {MAX_VIDEO_PIXELS:,} pixels a frame,
@@ -216,7 +225,7 @@ Limits: images of {MAX_IMAGE_PIXELS:,} pixels, sides that differ by {MAX_ASPECT}
 ROWS_HEAD = f"""\
 ## Rows
 
-A row has the first of these formats that it fits ([data.md](data.md#formats)), and `columns` of a
+A row has the first of these formats that it fits ([data.md](data.md#formats)); `columns` of a
 source names other columns. Where only the name of a field stands, its column is
 {", ".join(f"`{text}` ({field})" for field, text in USUAL.items())},
 or has the field's name.
@@ -225,7 +234,7 @@ or has the field's name.
 KEYS_HEAD = """\
 ### Keys that change what is learnt
 
-All other keys that no column names are not read; a run lists them when it starts.
+Other keys are not read, and a run lists them when it starts. But these are:
 """
 REFUSED_HEAD = """\
 A row with one of these is refused, and the error says how to mend it:

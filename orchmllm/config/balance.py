@@ -19,20 +19,19 @@ SOLVER_PACKAGES = {"cbc": ("cvxpy", "cylp"), "highs": ("cvxpy", "highspy")}
 class PhaseConfig(PhasePolicy):
     """How one phase is balanced."""
 
-    policy: str = key("least_move", "Which algorithm chooses the ranks; docs/balancing.md says "
-                      "what cost of a rank each keeps low.", choices=tuple(POLICIES))
-    tolerance: float = key(DEFAULT_TOLERANCE, "Allowed excess of the largest load over its lower "
-                           "bound (0.001: 0.1%; a value between 0.001, 0.002, 0.005, 0.01, ... "
-                           "counts as the lower), for policies that trade balance for movement.",
+    policy: str = key("least_move", "The algorithm that chooses the ranks (docs/balancing.md).",
+                      choices=tuple(POLICIES))
+    tolerance: float = key(DEFAULT_TOLERANCE, "By how much the largest load may exceed its lower "
+                           "bound, for policies that trade balance for movement (0.001: 0.1%). A "
+                           "value between 0.001, 0.002, 0.005, 0.01, ... counts as the lower.",
                            at_least=0, at_most=1)
     max_rank_tokens: int = key(
-        0, "Hard cap of a rank's positions (activation memory); 0: none.", at_least=0)
+        0, "Most positions of a rank, to bound its activation memory; 0: no limit.", at_least=0)
     nodewise: bool = key(False, "Permute the finished batches over the ranks to spare the network "
                          "between nodes (OrchMLLM Algorithm 3).")
     max_shares: int = key(
-        1, "Ranks of a node that may share an example of the LLM which is too heavy or too long "
-        "for one of them: 2, 4, 8, ...; 1: none does (docs/long_examples.md). Of balance.llm "
-        "alone.", at_least=1)
+        1, "Of balance.llm alone: 2, 4, 8, ... ranks of a node may share an example that is too "
+        "heavy or too long for one of them (docs/long_examples.md); 1: none does.", at_least=1)
 
     def conflicts(self) -> Iterator[Conflict]:
         """A key that the policy would ignore is refused."""
@@ -59,30 +58,27 @@ class PhaseConfig(PhasePolicy):
 class BalanceConfig(BalancePolicy):
     """Which rank processes what, phase by phase."""
 
-    enabled: bool = key(True, "false runs the sampled mini-batches as they are (policy `none` "
-                        "everywhere).")
+    enabled: bool = key(True, "false: every step runs as sampled (policy `none` everywhere).")
     dispatch: str = key("tensors", "How inputs reach the rank that processes them: `tensors` moves "
                         "decoded rows by all-to-all; `bytes` moves encoded media, which that rank "
                         "decodes; `load` lets each rank read what it processes.",
                         choices=DISPATCHES)
-    group: str = key("world", "Ranks that balance with each other: all, or those of a `shard` "
+    group: str = key("world", "Ranks that balance with each other: all, or those of a shard "
                      "(fsdp.shard_size).", choices=("world", "shard"))
     min_gain: float = key(
         0.0, "Steps that balancing is predicted to shorten by less run as sampled (0.02: 2%).",
         at_least=0, below=1)
-    measure_every: int = key(0, "Every Nth step runs as sampled, with the same loss and gradients, "
-                             "so that the gain of balancing is measured (docs/report.md); 0: none "
-                             "does.", at_least=0)
+    measure_every: int = key(0, "Every Nth step runs as sampled, so that the gain of balancing is "
+                             "measured (docs/report.md); 0: none does.", at_least=0)
     ranks_per_node: int = key(0, "Ranks that share a node; 0 takes the launcher's "
                               "LOCAL_WORLD_SIZE.", at_least=0)
-    whole_examples: bool = key(False, "A baseline: move whole examples by the total cost of their "
-                               "phases with the LLM's policy, as balancing before sampling would.")
-    nodewise_solver: str = key("search", "How the permutation of `nodewise` is found: `search`, or "
-                               "the paper's integer program by `cbc` or `highs`, solved on one "
-                               "rank for all.", choices=SOLVERS)
+    whole_examples: bool = key(False, "A baseline: whole examples move, by the total cost of their "
+                               "phases and the LLM's policy, as with balancing before sampling.")
+    nodewise_solver: str = key("search", "How the permutation of `nodewise` is found: by a search, "
+                               "or by the paper's integer program, which one rank solves for all.",
+                               choices=SOLVERS)
     nodewise_limit_s: float = key(60.0, "Seconds for each integer program; the best permutation "
-                                  "found by then is used, and none found is an error.", above=0,
-                                  at_most=86400)
+                                  "found by then is used.", above=0, at_most=86400)
     vision: PhaseConfig = section(PhaseConfig)
     audio: PhaseConfig = section(PhaseConfig)
     llm: PhaseConfig = section(PhaseConfig)

@@ -12,25 +12,26 @@ from orchmllm.config.schema import Conflict, key, section
 
 @dataclass(frozen=True)
 class ColumnsConfig:
-    """Which columns of a row are its fields, in place of those of row_format. A column is `name`;
-    `a.b`, `a[0]`, `a[-1]` or `a[].b` inside one; `{a}_{b:05}.wav`, a text made of columns; `a, b`,
-    two names of one; `a | b`, the first of them; `a | -`, where rows may lack it; `-`, none."""
+    """Which columns of a row are its fields, in place of those of row_format. A column is its
+    `name`; `a.b`, `a[0]`, `a[-1]` or `a[].b` is a part of one; `{a}_{b:05}.wav` is a text made of
+    columns; `a, b` are two names of one; `a | b` is the first of them; `a | -` may be missing; `-`
+    is none."""
 
     messages: str = key("", "Turns of {role, content} or {from, value}.",
                         aliases=("conversations",))
     question: str = key("", "What is asked, or a list of questions.", aliases=("query", "input"))
     context: str = key("", "Text after the question, in a new line.")
-    choices: str = key("", "Texts of which the answer is one, by itself, by its letter or by its "
-                       "number from 0.", aliases=("options",))
-    answer: str = key("", "What is learnt as the answer; of several texts the first, or a list as "
-                      "long as the questions.", aliases=("response", "output", "answers"))
+    choices: str = key("", "Texts of which the answer is one, as a text, a letter or a number "
+                       "from 0.", aliases=("options",))
+    answer: str = key("", "What is learnt; the first of several texts, or a list as long as "
+                      "the questions.", aliases=("response", "output", "answers"))
     history: str = key("", "Earlier [question, answer] pairs.")
     system: str = key("", "System prompt.", aliases=("system_prompt",))
     tools: str = key("", "Definitions of tools.")
     prompt: str = key("", "Text before a completion, or turns; not learnt.")
     completion: str = key("", "Text after a prompt, or turns; learnt.")
-    text: str = key("", "What is said or shown by the one medium of the row; of rows without "
-                    "columns for media, a plain text.", aliases=("caption", "transcript"))
+    text: str = key("", "What the one medium of the row says or shows; without columns for "
+                    "media, a plain text.", aliases=("caption", "transcript"))
     texts: str = key("", "Texts of a document, between which images stand.")
     places: str = key("", "For each image, the number from 0 of the text that it stands before.")
     images: str = key("", "Images.", aliases=("image",))
@@ -38,13 +39,13 @@ class ColumnsConfig:
     videos: str = key("", "Videos, or lists of their frames.", aliases=("video",))
     start: str = key("", "First second that is read of the row's clip or video.",
                      aliases=("offset", "begin"))
-    end: str = key("", "Last second that is read of it.")
-    duration: str = key("", "Seconds from its start that are read.")
-    segments: str = key("", "A list whose elements are rows of their own, with the columns of the "
-                        "row around them.")
-    rows: str = key("", "Of a JSON file that is one object: the key of the list of its rows.")
-    split: str = key("", "Split of a row, or a list of them: rows that are not of the source's "
-                     "split are left out.", aliases=("subset",))
+    end: str = key("", "Last second that is read.")
+    duration: str = key("", "Seconds that are read from the start.")
+    segments: str = key("", "A list of rows, which also have the columns of the row around "
+                        "them.")
+    rows: str = key("", "In a JSON file that is one object, the key of the list of rows.")
+    split: str = key("", "Split of a row, or a list of them; rows of other splits than the "
+                     "source's are left out.", aliases=("subset",))
     id: str = key("", "Name of a row in errors.", aliases=("ids",))
 
 
@@ -55,25 +56,24 @@ class SourceConfig:
     path: str = key(MISSING, "A JSON, JSONL, CSV, TSV, parquet, arrow or tar file, a pattern "
                     "of them (`shards/*.tar`, `shard-{000..099}.tar`), a folder, or `hf:org/name`.")
     row_format: str = key("auto", "How its rows are written: a name in [formats.md](formats.md); "
-                          "`auto` tells it from the first ones.", aliases=("format",))
+                          "`auto`: the first rows tell.", aliases=("format",))
     columns: ColumnsConfig = section(ColumnsConfig)
-    weight: float = key(0.0, "Share of what is drawn, relative to the other weights; 0 for all "
-                        "sources: every example once per epoch.", at_least=0)
-    repeats: int = key(1, "How often each of its rows comes in an epoch.", at_least=1)
+    weight: float = key(0.0, "Share of what is drawn, relative to the other weights; 0 in all "
+                        "sources: every example comes once in an epoch.", at_least=0)
+    repeats: int = key(1, "How often each row comes in an epoch.", at_least=1)
     media_root: str = key("", "Folder that media paths are relative to and must stay in; empty: "
                           "where the data file is.")
     split: str = key("", "Split of a Hugging Face dataset, of Energon's split.yaml or of rows "
-                     "(columns.split); or how the names of a folder's files or subfolders begin.")
+                     "(columns.split); or how names of files or folders in a folder begin.")
     subset: str = key("", "Configuration of a Hugging Face dataset.")
-    learn_documents: bool = key(True, "Texts that are no turns (`texts`, `text` without media, "
-                                "`completion`) are learnt, and not only read.")
-    prompt: str = key("", "Question put before a transcript or caption; empty: a default.")
+    learn_documents: bool = key(True, "Learn from texts that are no turns (`texts`, `completion`, "
+                                "`text` without media).")
+    prompt: str = key("", "Question before a transcript or caption; empty: a default one.")
     video_fps: float = key(1.0, "Frames that are read of a second of video.", above=0, at_most=240)
     video_frames: int = key(0, "Frames that are read of a video, at equal distances; 0: by "
                             "video_fps.", at_least=0)
-    video_max_frames: int = key(64, "At most so many frames of a video.", at_least=1)
-    video_audio: bool = key(False, "The sound of a video follows its frames as a clip, where it "
-                            "has any.")
+    video_max_frames: int = key(64, "Most frames of a video.", at_least=1)
+    video_audio: bool = key(False, "Read the sound of a video as a clip, after its frames.")
     name: str = key("", "Name in errors and statistics; empty: the last part of path.")
     max_row_bytes: int = key(8 << 20, "A longer row of text is refused unread.", at_least=1)
 
@@ -82,12 +82,11 @@ class SourceConfig:
 class RemoteRoot:
     """A place on another machine that may be read."""
 
-    url: str = key(MISSING, "A folder with all below it: `s3://bucket/folder`, "
-                   "`gs://bucket/folder`, `hf://datasets/org/name`, `https://host/folder`.")
-    endpoint: str = key("", "Another server with the protocol of S3, Google Cloud Storage or the "
-                        "hub; empty: the provider's own.")
-    anonymous: bool = key(False, "Ask without credentials, and not with those of the environment "
-                          "(AWS_PROFILE, GOOGLE_APPLICATION_CREDENTIALS, HF_TOKEN, ...).")
+    url: str = key(MISSING, "A folder with all below it, such as `s3://bucket/folder`, "
+                   "`gs://bucket/folder`, `hf://datasets/org/name` or `https://host/folder`.")
+    endpoint: str = key("", "Another server with the same protocol; empty: the provider's.")
+    anonymous: bool = key(False, "Do not use the credentials of the environment (AWS_PROFILE, "
+                          "GOOGLE_APPLICATION_CREDENTIALS, HF_TOKEN, ...).")
 
     def conflicts(self) -> Iterator[Conflict]:
         """url: one of the schemes with a bucket or host, without a user, a query or `..`."""
@@ -102,17 +101,17 @@ class RemoteRoot:
 class RemoteConfig:
     """What is read from other machines, and how. Nothing is, unless it is declared here."""
 
-    roots: tuple[RemoteRoot, ...] = key((), "Places that data.path, data.sources and rows may "
-                                        "name; all others are refused.")
+    roots: tuple[RemoteRoot, ...] = key((), "Places that sources and rows may name; all others "
+                                        "are refused.")
     cache: str = key("", "Local folder for fetched files, shared by all ranks of the host; empty: "
                      "~/.cache/orchmllm/remote.")
     cache_gib: float = key(100.0, "Its size in GiB; files used least lately make room for others.",
                            above=0)
     attempts: int = key(10, "How often a file is asked for before the run ends.", at_least=1)
-    stall_s: float = key(30.0, "Seconds without an answer or a byte after which an attempt fails.",
+    stall_s: float = key(30.0, "Seconds without a byte after which an attempt fails.",
                          above=0)
-    deadline_s: float = key(240.0, "Seconds after which a file is given up, all attempts together; "
-                            "below launch.stall_timeout_s.", above=0)
+    deadline_s: float = key(240.0, "Seconds of all attempts together, after which a file is given "
+                            "up; below launch.stall_timeout_s.", above=0)
 
 
 @dataclass(frozen=True)
@@ -128,20 +127,20 @@ class DataConfig:
                           "rows.")
     num_shards: int = key(64, "Logical shards of a stream, which decide the order of its examples.",
                           at_least=1)
-    shuffle_window: int = key(0, "Consecutive rows that are shuffled together. The windows come in "
-                              "an order drawn for each epoch, those of a stream in the order of "
-                              "the file. 0: all rows of the epoch, or 256 of a stream.", at_least=0)
-    batching: str = key("sample", "`sample`: train.batch_size examples for each rank and "
-                        "microbatch. `capped`: mini-batches of as many examples as fit "
-                        "data.max_batch_tokens and data.max_batch_images, formed once from an "
-                        "index, in another order every epoch.", choices=("sample", "capped"))
+    shuffle_window: int = key(0, "Consecutive rows that are shuffled together. The windows, too, "
+                              "come in a new order in each epoch, but not those of a stream. 0: "
+                              "all rows, or 256 of a stream.", at_least=0)
+    batching: str = key("sample", "`sample`: mini-batches of train.batch_size examples. "
+                        "`capped`: of as many as fit data.max_batch_tokens and "
+                        "data.max_batch_images; they are formed once, from an index, and come in "
+                        "another order in each epoch.", choices=("sample", "capped"))
     max_batch_tokens: int = key(0, "LLM tokens of a mini-batch with `capped`; a longer example is "
                                 "one of its own.", at_least=0)
-    max_batch_images: int = key(0, "Images of a mini-batch with `capped`, or tiles where a model "
-                                "cuts images; of a video each frame, or each two that become "
-                                "tokens together. 0: no limit.", at_least=0)
-    max_example_tokens: int = key(0, "Text of an example is cut there, and an image or clip that "
-                                  "would cross it is left out; 0: no limit.", at_least=0,
+    max_batch_images: int = key(0, "Images of a mini-batch with `capped`. A tile counts as an "
+                                "image, and so does a frame of a video, or two that become tokens "
+                                "together. 0: no limit.", at_least=0)
+    max_example_tokens: int = key(0, "The text of an example is cut there, and an image or clip "
+                                  "that would cross it is left out; 0: no limit.", at_least=0,
                                   aliases=("max_seq_length", "max_length"))
     index_dir: str = key("", "Folder of length indexes (`orchmllm data index`); empty: "
                          "~/.cache/orchmllm/index.")
@@ -149,20 +148,17 @@ class DataConfig:
     num_workers: int = key(0, "Processes of each rank that read and decode; 0: its prefetch thread "
                            "does.", at_least=0, at_most=64,
                            aliases=("workers", "dataloader_workers"))
-    preprocess: str = key("", "`ray`: the processes of data.num_workers are actors on any node of "
-                          "the ranks' Ray cluster, or of one that `orchmllm train` starts for the "
-                          "run, and work for all ranks. Empty: forks of each rank.",
+    preprocess: str = key("", "`ray`: the processes are actors of a Ray cluster and work for all "
+                          "ranks ([data.md](data.md#decoding-on-other-machines)).",
                           choices=("", "ray"))
-    strict: bool = key(False, "A medium that cannot be decoded is an error. Otherwise its example "
-                       "is not learnt from and gets a line in quarantine.jsonl.")
-    max_failed_in_a_row: int = key(20, "So many media in a row that cannot be decoded are an error "
-                                   "all the same; 0: no limit.", at_least=0)
-    max_failed_percent: float = key(5.0, "Share of such media that is an error, once 100 were "
+    strict: bool = key(False, "A medium that cannot be decoded ends the run. Otherwise its example "
+                       "is not learnt ([bad data](data.md#bad-data)).")
+    max_failed_in_a_row: int = key(20, "So many of them in a row end the run all the same; 0: no "
+                                   "limit.", at_least=0)
+    max_failed_percent: float = key(5.0, "Share of such media that ends the run, once 100 were "
                                     "read.", at_least=0, at_most=100)
-    max_lost_percent: float = key(20.0, "A run does not start if more of a source is lost, by 64 "
-                                  "of its rows: rows that cannot be used, text to be learnt that "
-                                  "data.max_example_tokens cuts or the chat template leaves out, "
-                                  "media in keys that nothing reads.", at_least=0, at_most=100,
+    max_lost_percent: float = key(20.0, "A run does not start if more of a source is lost ([where "
+                                  "rows go](data.md#where-rows-go)).", at_least=0, at_most=100,
                                   aliases=("allow_left_out",))
     remote: RemoteConfig = section(RemoteConfig)
 

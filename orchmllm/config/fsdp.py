@@ -14,6 +14,11 @@ CHOICES = ("none", "selective", "full")  # cheapest to most expensive in time
 CHECKPOINTING = (*CHOICES, "auto")
 LAYERS = re.compile(r"full:(\d{1,6})(?:\+selective:(\d{1,6}))?|selective:(\d{1,6})")
 RESHARD = ("full", "node", "none")
+RESHARD_OF_PART = ("The same for this part: `full` frees them, `node` keeps them sharded over the "
+                   "node's ranks, `none` keeps them whole; empty: as fsdp.reshard_after_forward.")
+CHECKPOINTING_OF_PART = ("The same for this part, or by layer: with `full:12+selective:4` the "
+                         "first 12 are `full`, the next 4 `selective`, and the rest `none`; empty: "
+                         "as fsdp.activation_checkpointing.")
 COPIED_ROWS = 4096  # of the gradient of the head's weight of which the chunked loss makes a copy
 
 
@@ -57,34 +62,29 @@ class FsdpConfig:
     reshard_after_forward: bool = key(True, "Free gathered parameters between forward and "
                                       "backward; those that the backward pass does not read are "
                                       "always freed.")
-    vision_reshard: str = key("", "The same for the vision encoder: `full` frees them, `node` "
-                              "keeps them sharded over the node's ranks, `none` keeps them whole; "
-                              "empty: as fsdp.reshard_after_forward.", choices=("", *RESHARD))
-    audio_reshard: str = key("", "The same for the audio encoder.", choices=("", *RESHARD))
-    llm_reshard: str = key("", "The same for the LLM's layers.", choices=("", *RESHARD))
-    generator_reshard: str = key("", "The same for the generator.", choices=("", *RESHARD))
+    vision_reshard: str = key("", RESHARD_OF_PART, choices=("", *RESHARD))
+    audio_reshard: str = key("", RESHARD_OF_PART, choices=("", *RESHARD))
+    llm_reshard: str = key("", RESHARD_OF_PART, choices=("", *RESHARD))
+    generator_reshard: str = key("", RESHARD_OF_PART, choices=("", *RESHARD))
     cpu_offload: bool = key(False, "Keep parameters, gradients and optimizer state in the host's "
-                            "memory, and update them there: slow, for a model that does not fit "
-                            "otherwise.")
+                            "memory, and update them there. This is slow.")
     activation_checkpointing: str = key(
-        "none", "What the blocks of all phases recompute in the backward pass. `selective`: what "
-        "is no matrix product and no attention; `full`: the whole block; `auto`: per phase and "
-        "layer the cheapest that fits fsdp.memory_gb.", choices=CHECKPOINTING)
-    vision_checkpointing: str = key("", "The same for the vision encoder, or by layer: with "
-                                    "`full:12+selective:4` the first 12 are `full`, the next 4 "
-                                    "`selective`, and the rest `none`; empty: as all phases.")
-    audio_checkpointing: str = key("", "The same for the audio encoder.")
-    llm_checkpointing: str = key("", "The same for the LLM.")
-    generator_checkpointing: str = key("", "The same for the generator.")
-    memory_gb: float = key(0.0, "Memory of a rank, in 1e9 bytes, that tensors may take: for "
-                           "`auto` and the dry run; 0: 87% of the GPU's.", at_least=0)
+        "none", "What blocks recompute in the backward pass. `selective`: all but matrix products "
+        "and attention; `full`: the whole block; `auto`: for each layer the cheapest that fits "
+        "fsdp.memory_gb.", choices=CHECKPOINTING)
+    vision_checkpointing: str = key("", CHECKPOINTING_OF_PART)
+    audio_checkpointing: str = key("", CHECKPOINTING_OF_PART)
+    llm_checkpointing: str = key("", CHECKPOINTING_OF_PART)
+    generator_checkpointing: str = key("", CHECKPOINTING_OF_PART)
+    memory_gb: float = key(0.0, "Memory that a rank's tensors may take, in 1e9 bytes, for `auto` "
+                           "and the dry run; 0: 87% of the GPU's.", at_least=0)
     loss_chunk_rows: int = key(
-        0, "Rows whose logits exist at the same time (with their gradient, 12 bytes times the "
-        "vocabulary each); 0: all.", at_least=0)
-    prefetch: int = key(0, "Units whose parameters are gathered ahead, in forward and backward; "
-                        "0: FSDP2's own choice.", at_least=0, at_most=8)
-    compile: bool = key(False, "torch.compile every block, one graph a phase, in the first steps; "
-                        "blocks with fewer than two rows run without.")
+        0, "Rows whose logits exist at the same time (each takes 12 bytes times the vocabulary, "
+        "with its gradient); 0: all.", at_least=0)
+    prefetch: int = key(0, "Units whose parameters are gathered ahead; 0: FSDP2's own choice.",
+                        at_least=0, at_most=8)
+    compile: bool = key(False, "Run torch.compile on every block, in the first steps; blocks with "
+                        "fewer than two rows run without.")
     param_dtype: str = key("float32", "Dtype of parameters, gradients and optimizer state.",
                            choices=tuple(DTYPE_BYTES))
     reduce_dtype: str = key("", "Dtype of gradients while ranks add them; empty: param_dtype. "

@@ -13,9 +13,9 @@ from orchmllm.config.schema import Conflict, key, section
 class PartConfig:
     """A tower of the model, its LLM, or its generator."""
 
-    frozen: bool = key(False, "This part does not learn. The LLM's embeddings and head belong to "
-                       "it, and the generator's connector to that; a tower's connector does "
-                       "not (model.connectors_frozen).")
+    frozen: bool = key(False, "This part does not learn. The embeddings and the head are parts "
+                       "of the LLM, and the generator's connector is part of it; the connectors "
+                       "of towers are not (model.connectors_frozen).")
 
 
 @dataclass(frozen=True)
@@ -31,9 +31,9 @@ class LoraConfig:
     target_modules: tuple[str, ...] = key(
         (), "Names of linear layers in a block, or how these end, such as `q_proj`; empty: all.",
         aliases=("lora_target", "lora_target_modules"))
-    dropout: float = key(0.0, "Has to be 0.",
+    dropout: float = key(0.0, "It has to be 0.",
                          at_least=0, aliases=("lora_dropout",))
-    connector: bool = key(False, "The connector learns as well, all of it (peft's "
+    connector: bool = key(False, "The whole connector learns as well (peft's "
                           "modules_to_save).", aliases=("modules_to_save",))
 
     def conflicts(self) -> Iterator[Conflict]:
@@ -61,9 +61,8 @@ class ModelConfig:
                           aliases=("model_name_or_path", "pretrained_model_name_or_path"))
     config: str = key("", "The same without weights: they start from run.seed.")
     lora: LoraConfig = section(LoraConfig)
-    proof: bool = key(True, "Before the first step a small model like it is compared with "
-                      "transformers: losses and all gradients (docs/models.md). false: it is "
-                      "trained unproven.")
+    proof: bool = key(True, "Before the first step, compare losses and gradients of a small "
+                      "model like it with transformers (docs/models.md).")
 
     @property
     def folder(self) -> str:

@@ -35,14 +35,14 @@ class RunConfig:
                    "at a time writes it.",
                    aliases=("output_dir", "out_dir", "save_dir"))
     seed: int = key(0, "Seed of the initial weights and of the sampling.", at_least=0)
-    resume: str = key("auto", "`auto`: the sound checkpoint of run.dir that was saved last, else "
-                      "from scratch. `never`: every start is from scratch, also after a failure, "
-                      "and what is in run.dir is set aside. Or the path of a checkpoint to branch "
-                      "off from; later starts go on with what was saved since.",
+    resume: str = key("auto", "`auto`: go on from the newest sound checkpoint of run.dir, if there "
+                      "is one. `never`: start from scratch, also after a failure, and set aside "
+                      "what is in run.dir. The path of a checkpoint: branch off from it; later "
+                      "starts go on with what was saved since.",
                       aliases=("resume_from_checkpoint",))
     init_from: str = key("", "Run folder (its newest checkpoint) or checkpoint folder whose "
-                         "weights a new run starts from; all else starts anew (docs/stages.md). An "
-                         "export is named by model.pretrained instead.",
+                         "weights a new run starts from (docs/stages.md). For an export, set "
+                         "model.pretrained instead.",
                          aliases=("load_from", "init_checkpoint"))
     allow_data_change: bool = key(False, "Resume although the data, or what decides their order, "
                                   "has changed (docs/design.md).")
@@ -76,9 +76,9 @@ class RunConfig:
 class LaunchConfig:
     """How ranks are started and watched."""
 
-    nproc_per_node: int = key(0, "Ranks to start when not already under torchrun or SLURM; 0: one "
-                              "per GPU.", at_least=0)
-    timeout_s: int = key(600, "Seconds after which a collective that a rank never joined fails.",
+    nproc_per_node: int = key(0, "Ranks to start where torchrun or SLURM has not started them; 0: "
+                              "one per GPU.", at_least=0)
+    timeout_s: int = key(600, "Seconds after which a collective fails that a rank has not joined.",
                          at_least=1)
     stall_timeout_s: int = key(300, "Seconds without progress after which the late rank is named "
                                "and the run ends.", at_least=1)
@@ -100,8 +100,8 @@ class CheckpointConfig:
                            "-1: never.", at_least=-1, aliases=("save_steps", "interval"))
     every_minutes: float = key(30.0, "Minutes after which the run is saved if it was not saved "
                                "since; 0: never. Such a save never ends the run.", at_least=0)
-    keep_last: int = key(2, "How many sound checkpoints of the run stay; those of other runs are "
-                         "renamed to aside_... and stay too.", at_least=1,
+    keep_last: int = key(2, "How many sound checkpoints of the run are kept; those of other "
+                         "runs are renamed to aside_... and kept, too.", at_least=1,
                          aliases=("save_total_limit",))
     asynchronous: bool = key(True, "Write in a thread while training goes on.")
 
@@ -113,8 +113,8 @@ WINDOW = re.compile(r"(\d{1,9})(?:-(\d{1,9}))?")  # steps: `10` or `10-12`
 class ProfileConfig:
     """A closer look at some steps."""
 
-    steps: str = key("", "Steps to record as Chrome traces in run.dir/profile: `10-12` or `10`; "
-                     "empty: none.")
+    steps: str = key("", "Steps to record as Chrome traces in run.dir/profile, such as `10` or "
+                     "`10-12`; empty: none.")
     num_ranks: int = key(1, "How many ranks record, from rank 0 on.", at_least=1)
 
     @property

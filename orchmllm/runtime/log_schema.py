@@ -97,7 +97,7 @@ METRICS = {
     "loss": Metric(MEASURED, "cross entropy per target of the whole step; null without targets, "
                    "and where it is not finite", line="loss {:.4f}"),
     "generator_loss": Metric(MEASURED, "mean squared error per number of the images that are made; "
-                             "null in steps without any; of models with a generator alone",
+                             "null in steps without any; only of models with a generator",
                              line="images {:.4f}", chart="Loss of images"),
     "grad_norm": Metric(MEASURED, "norm of the gradient before clipping"),
     "grad_norms": Metric(_keys({p: Metric(MEASURED, f"{p} parameters") for p in TRAIN_PARTS},
@@ -108,17 +108,17 @@ METRICS = {
                            chart="Throughput"),
     "mfu": Metric(MEASURED, "share of the GPUs' dense bf16 peak spent on useful FLOPs (no padding, "
                   "nothing recomputed); null where the peak is unknown"),
-    "step_s": Metric(SIZE, "duration on rank 0, waiting for data included; on a GPU "
-                     "its own, from the report of the step before to that of this one", "s"),
+    "step_s": Metric(SIZE, "duration on rank 0, waiting for data included; on a GPU by "
+                     "its own clock, from one report to the next", "s"),
     "update_s": Metric(SIZE, "CPU time of the slowest rank's thread to clip gradients, and to "
                        "update parameters in the step before; on a GPU the device's time, a step "
                        "later", "s"),
-    "waiting_s": Metric(SIZE, "how long rank 0's thread was on no core, waiting for one, for other "
-                        "ranks or its GPU; waiting for data is left out", "s"),
-    "core_wait_s": Metric(MEASURED, "how much of waiting_s it waited for a core; null where the "
-                          "system does not count that", "s"),
-    "logging_s": Metric(SIZE, "time to write and show the row of the step before, on rank 0; it "
-                        "comes on top of step_s", "s"),
+    "waiting_s": Metric(SIZE, "how long rank 0's thread waited for a core, for other ranks or for "
+                        "its GPU; waiting for data is left out", "s"),
+    "core_wait_s": Metric(MEASURED, "the part of waiting_s that it waited for a core; null where "
+                          "unknown", "s"),
+    "logging_s": Metric(SIZE, "time to write and show the row of the step before, on rank 0; not "
+                        "part of step_s", "s"),
     "data_wait_s": Metric(SIZE, "how long the slowest rank waited for data", "s",
                           line="wait {:.3f} s"),
     "plan_ms": Metric(SIZE, "time to plan the step, hidden where data.prefetch > 0", "ms"),
@@ -144,7 +144,7 @@ METRICS = {
     "nonfinite": Metric(FLAG, "loss or gradient was not finite"),
     "stop_signal": Metric(COUNT, "signal to stop after this step; 0: none, 128: another run has "
                           "taken the run folder"),
-    "save_due": Metric(FLAG, "the step was saved, as checkpoint.every_minutes had gone by"),
+    "save_due": Metric(FLAG, "the step was saved because of checkpoint.every_minutes"),
 }
 # Metrics that are one number, beside the step's index.
 NUMBERS = tuple(name for name, metric in METRICS.items()

@@ -114,37 +114,31 @@ def test_ranks_that_plan_other_steps_are_told():
         assert said.startswith(f"step {rank}: ranks disagree on step: no majority: rank 0 has 0, ")
 
 
-def ragged(world) -> list[list[int]]:
-    """Rows of which only later ranks' are longer than the capacity."""
-    rows, lengths = RaggedGather(RowGather(2), 2)(np.arange(3 * world.rank + 1))
-    return [row[:n].tolist() for row, n in zip(rows, lengths, strict=True)]
-
-
-def test_rows_of_any_rank_may_be_longer_than_the_capacity():
-    assert run_ranks(ragged, 3) == [[list(range(n)) for n in (1, 4, 7)]] * 3
-
-
-def texts(world) -> list[str]:
-    return gather_texts(RowGather(8), "äé☃" * world.rank)
-
-
-def test_texts_of_all_ranks_arrive_whole_whatever_they_are_written_in():
-    assert run_ranks(texts, 3) == [["", "äé☃", "äé☃äé☃"]] * 3
-
-
-def gathers(world, per_node: int) -> list[np.ndarray]:
+def gathers(world, per_node: int) -> tuple[list, list, list]:
+    """Rows of equal lengths, rows of which only later ranks' are longer than the capacity, and
+    texts."""
     gather = RowGather(per_node)
     again = RowGather(per_node)  # a second set, as the validation loader has
-    return [g(np.arange(3) + 10 * world.rank) for g in (gather, again, gather)]
+    rows, lengths = RaggedGather(again, 2)(np.arange(3 * world.rank + 1))
+    return ([g(np.arange(3) + 10 * world.rank) for g in (gather, again, gather)],
+            [row[:n].tolist() for row, n in zip(rows, lengths, strict=True)],
+            gather_texts(gather, "äé☃" * world.rank))
 
 
 @pytest.mark.parametrize("num_ranks, per_node", [
     (1, 1), (5, 2), (4, 8), *(pytest.param(*case, marks=pytest.mark.slow)
                               for case in ((4, 4), (4, 2), (3, 1)))])
 def test_two_level_gather(num_ranks, per_node):
-    want = np.arange(3) + 10 * np.arange(num_ranks)[:, None]
-    for rows in run_ranks(gathers, num_ranks, per_node):
+    check(run_ranks(gathers, num_ranks, per_node))
+
+
+def check(found: list) -> None:
+    """What comes is whole on every rank, whatever texts are written in."""
+    want = np.arange(3) + 10 * np.arange(len(found))[:, None]
+    for rows, ragged, texts in found:
         assert all(np.array_equal(r, want) for r in rows)
+        assert ragged == [[*range(3 * rank + 1)] for rank in range(len(found))]
+        assert texts == ["äé☃" * rank for rank in range(len(found))]
 
 
 def bytes_of_gathers(world, dispatch: str) -> list[int]:
@@ -170,13 +164,11 @@ def test_with_lengths_a_step_gathers_two_headers():
     assert max(moving) > 64
 
 
-def gathers_beside_uneven_groups(world) -> list[np.ndarray]:
+def gathers_beside_uneven_groups(world) -> tuple[list, list, list]:
     """The user's program may have made more groups on some ranks than on others."""
     dist.new_group([0, 1])
     return gathers(world, 2)
 
 
 def test_groups_of_the_user_do_not_matter():
-    want = np.arange(3) + 10 * np.arange(4)[:, None]
-    for rows in run_ranks(gathers_beside_uneven_groups, 4):
-        assert all(np.array_equal(r, want) for r in rows)
+    check(run_ranks(gathers_beside_uneven_groups, 4))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from orchmllm.data.processed import ProcessedReader
-from tests.lib.drawn import reader_of, with_processor
+from tests.lib.drawn import shared_reader
 from tests.lib.formats import write_media
 from tests.lib.servers import web_server
 from tests.lib.videos import CLIPS, VIDEOS, write_clip, write_video
@@ -13,7 +13,7 @@ from tests.lib.videos import CLIPS, VIDEOS, write_clip, write_video
 
 @pytest.fixture(scope="session")
 def reader() -> ProcessedReader:
-    return reader_of(with_processor())
+    return shared_reader()
 
 
 @pytest.fixture(scope="module")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -19,11 +18,11 @@ from orchmllm.plan.layout import TEXT
 from orchmllm.tools.data.command import main
 from orchmllm.trainer import Trainer
 from tests.lib.broken import write_broken_corpus
-from tests.lib.drawn import drawn_model, reader_of, with_processor
+from tests.lib.drawn import drawn_model, shared_reader, write_recipe
 from tests.lib.formats import llava_row, write_jsonl, write_media
 from tests.lib.ranks import RankFailure, run_ranks
 from tests.lib.synthetic import recipe
-from tests.lib.training import train
+from tests.lib.training import watched
 
 NO_LIMIT = dict(max_failed_in_a_row=0, max_failed_percent=100.0)
 
@@ -36,7 +35,7 @@ def corpus(tmp_path_factory):
 
 def opened(folder: Path, index_dir: Path | None = None, limit: int = 0) -> ConversationDataset:
     return ConversationDataset(
-        folder, reader=reader_of(with_processor(), limit), index_dir=index_dir or folder / "none")
+        folder, reader=shared_reader(limit), index_dir=index_dir or folder / "none")
 
 
 def failures(dataset) -> dict[int, list]:
@@ -61,9 +60,8 @@ def test_every_broken_row_is_reported_once_with_its_reason(corpus):
 
 def test_lint_lists_them_all(corpus, tmp_path, capsys, monkeypatch):
     folder, expected = corpus
-    (tmp_path / "r.yaml").write_text(f"data: {{path: {folder}, index_dir: {tmp_path}/index}}\n"
-                                     f"model: {{config: {with_processor()}}}\n")
-    assert main(["lint", str(tmp_path / "r.yaml"), "--workers", "1", "--decode"]) == 1
+    path = write_recipe(tmp_path, f"path: {folder}")
+    assert main(["lint", path, "--workers", "1", "--decode"]) == 1
     said = capsys.readouterr().out
     for number, reason in expected.items():
         start = f"{folder}/data.jsonl, row {number}:"
@@ -82,20 +80,11 @@ def run_recipe(folder: Path, run_dir: Path, dispatch: str, **data):
                    checkpoint=replace(base.checkpoint, every_steps=4, asynchronous=False))
 
 
-def failures_seen(world, run, stop_after: int = 0) -> list:
-    """(step, examples, failures) of every step that this rank trained. stop_after: the step after
-    which an error ends the run."""
-    seen = []
-
-    def record(step, row: dict) -> None:
-        seen.append((step.index, step.example_ids.tolist(),
-                     sorted((f.example, f.segment, f.reason) for f in step.failed)))
-        if stop_after and step.index == stop_after:
-            raise KeyboardInterrupt
-
-    with contextlib.suppress(KeyboardInterrupt):
-        train(world, run, on_step=record)
-    return seen
+def failures_seen(world, run, stop_after: int = -1) -> list:
+    """(step, examples, failures) of every step that this rank trained."""
+    return watched(world, run, lambda step, row: (
+        step.index, step.example_ids.tolist(),
+        sorted((f.example, f.segment, f.reason) for f in step.failed)), stop_after)
 
 
 @pytest.mark.slow

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import random
+from itertools import groupby
 
 from orchmllm.data.formats.row_formats import FORMATS
+from orchmllm.data.media.medium import Medium
 from orchmllm.data.media.root import MediaRoot
 from orchmllm.data.text.tokenizer import ChatTokenizer
+from orchmllm.plan.layout import TEXT
 from tests.lib.tokenizers import SPECIAL, write_merged_tokenizer
 
 WORDS = ("What is drawn here ? a red square . caf\u00e9 na\u00efve \u4e2d\u6587 \U0001f600 "
@@ -55,6 +58,15 @@ def test_the_ids_of_chatml_corpora_are_those_of_all_versions(tmp_path):
     conversations = [FORMATS[name].reader.read(FORMATS[name].columns.pick(row), MediaRoot(""), "")
                      for name, row in rows(400)]
     found = hashlib.sha256()
-    for token_ids, learnt, segments in tokenizer.tokenize_batch(conversations):
-        found.update(repr((token_ids.tolist(), learnt.tolist(), segments)).encode())
+    for turns in conversations:
+        ids, learnt, segments = [], [], []
+        for is_medium, part in groupby(tokenizer.spans(turns), lambda s: isinstance(s, Medium)):
+            if is_medium:
+                segments += [(medium.modality, 0) for medium in part]
+                continue
+            some, are_learnt = tokenizer.encode_spans([*part])
+            segments += [(TEXT, len(some))] * (len(some) > 0)
+            ids += some.tolist()
+            learnt += are_learnt.tolist()
+        found.update(repr((ids, learnt, segments)).encode())
     assert found.hexdigest() == DIGEST

@@ -100,18 +100,17 @@ def test_chatml(tokenizer):
     image, clip = Medium(VISION, "a.png"), Medium(AUDIO, "a.wav")
     turns = [Turn("user", (image, "\nWhich colour?", clip, image), False),
              Turn("assistant", ("red.",), True)]
-    token_ids, _, segments = tokenizer.tokenize(turns)
-    assert [modality for modality, _ in segments] == [TEXT, VISION, TEXT, AUDIO, VISION, TEXT]
-    ends = np.cumsum([count for _, count in segments])
-    text = [tokenizer.decode(token_ids[end - count: end])
-            for (_, count), end in zip(segments, ends, strict=True) if count]
-    assert text == [
-        "<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n<|im_start|>user\n",
-        "\nWhich colour?",
-        "<|im_end|>\n<|im_start|>assistant\nred.<|im_end|>\n",
-    ]
-    system, _, _ = tokenizer.tokenize([Turn("system", ("Be brief.",), False), *turns])
-    assert tokenizer.decode(system).startswith("<|im_start|>system\nBe brief.<|im_end|>")
+
+    def written(turns: list[Turn]) -> str:
+        return "".join(f"({span.name})" if isinstance(span, Medium) else span.text
+                       for span in tokenizer.spans(turns))
+
+    text = ("<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n<|im_start|>user\n"
+            "(a.png)\nWhich colour?(a.wav)(a.png)<|im_end|>\n<|im_start|>assistant\nred."
+            "<|im_end|>\n")
+    assert written(turns) == text
+    assert written([Turn("system", ("Be brief.",), False), *turns]) == text.replace(
+        "You are a helpful assistant.", "Be brief.")
 
 
 def test_tokenizer_file_is_checked(tmp_path, corpus):

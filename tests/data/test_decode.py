@@ -1,4 +1,7 @@
-"""Media files to headers, pixels and samples; files that are unusable."""
+"""Media files to headers, pixels and samples, and files that are unusable; of every kind of file,
+as file, bytes and slice of a bigger one, the lengths of the header are those of decoding."""
+
+from __future__ import annotations
 
 import numpy as np
 import pytest
@@ -8,7 +11,8 @@ from PIL import Image
 from orchmllm.data.media import headers
 from orchmllm.data.media.decode import upright_image
 from orchmllm.data.media.headers import audio_header, image_header
-from orchmllm.data.media.medium import MediaError
+from orchmllm.data.media.medium import MediaError, Medium
+from orchmllm.plan.layout import AUDIO, VISION
 from tests.lib.sources import SOUND, medium_at, samples_of
 
 # Images
@@ -79,18 +83,6 @@ def test_frames_of_a_packed_clip_are_those_of_whisper(num_samples, num_mels):
     np.testing.assert_allclose(frames, padded.input_features[0][:, :frames.shape[1]], atol=1e-4)
 
 
-@pytest.mark.parametrize("num_samples", [641, 800, 801, 4801, 40000])
-def test_frames_of_a_clip_are_those_of_whisper(reader, num_samples):
-    from transformers import WhisperFeatureExtractor
-
-    samples = np.random.default_rng(0).uniform(-0.5, 0.5, num_samples).astype(np.float32)
-    [parts] = reader.processor.parts([samples])
-    padded = WhisperFeatureExtractor(feature_size=8)(samples, sampling_rate=16000)
-    frames = parts["input_features"][0].numpy()
-    assert frames.shape == (8, -(-num_samples // 160))
-    np.testing.assert_allclose(frames, padded.input_features[0][:, : frames.shape[1]], atol=1e-4)
-
-
 @pytest.mark.parametrize("rate", [8000, 11025, 22050, 44100, 48000])
 @pytest.mark.parametrize("num_samples", [1, 7, 1000, 12345])
 def test_resampled_length(tmp_path, rate, num_samples):
@@ -137,3 +129,67 @@ def test_a_twin_of_a_missing_name_is_pointed_out(tmp_path):
         image_header(medium_at(tmp_path / composed))
     with pytest.raises(MediaError, match="the file is missing$"):
         image_header(medium_at(tmp_path / "other.png"))
+
+
+# All kinds of files
+
+
+MODES = [("jpg", "RGB"), ("jpg", "L"), ("jpg", "CMYK"), ("png", "RGB"), ("png", "RGBA"),
+         ("png", "P"), ("png", "L"), ("png", "LA"), ("png", "1"), ("png", "I;16"), ("webp", "RGB"),
+         ("webp", "RGBA"), ("gif", "P"), ("bmp", "RGB"), ("tiff", "RGB"), ("tiff", "I;16"),
+         ("tiff", "CMYK"), ("ppm", "RGB"), ("pgm", "I;16"), ("avif", "RGB"), ("avif", "RGBA"),
+         ("jp2", "RGB")]
+CLIPS = [("wav", "PCM_16"), ("wav", "PCM_24"), ("wav", "FLOAT"), ("wav", "PCM_U8"),
+         ("wav", "ULAW"), ("flac", "PCM_16"), ("flac", "PCM_24"), ("ogg", "VORBIS"),
+         ("ogg", "OPUS"), ("mp3", "MPEG_LAYER_III"), ("aiff", "PCM_16"), ("au", "PCM_16"),
+         ("caf", "PCM_16"), ("caf", "ALAC_16"), ("w64", "PCM_16"), ("rf64", "PCM_16")]
+TURNED = ("jpg", "png", "webp", "tiff", "avif")
+RATES = (8000, 16000, 22050, 44100, 48000)
+
+
+def variants(path, modality: int) -> list:
+    """The file itself, its bytes, and a slice of a bigger file."""
+    data = path.read_bytes()
+    whole = path.with_suffix(".pack")
+    whole.write_bytes(b"before" + data + b"after")
+    return [medium_at(path, modality), Medium(modality, "bytes", data=data),
+            Medium(modality, "slice", str(whole), 6, len(data))]
+
+
+@pytest.mark.parametrize("orientation", [1, 6])
+@pytest.mark.parametrize("suffix, mode", MODES)
+def test_images(tmp_path, suffix, mode, orientation):
+    rng = np.random.default_rng(orientation)
+    path = tmp_path / f"a.{suffix}"
+    image = Image.fromarray(rng.integers(0, 255, (90, 310, 3), dtype=np.uint8))
+    if mode == "I;16":
+        image = Image.fromarray(rng.integers(0, 65535, (90, 310), dtype=np.uint16))
+    else:
+        image = image.convert(mode)
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    more = {"save_all": True, "append_images": [image.rotate(9)]} if suffix == "gif" else {}
+    image.save(path, **more, **({"exif": exif.tobytes()} if suffix in TURNED else {}))
+    turned = orientation >= 5 and suffix in TURNED
+    for source in variants(path, VISION):
+        header = image_header(source)
+        assert header == ((90, 310) if turned else (310, 90))
+        assert upright_image(source).size == header
+
+
+def kinds_of_clips():
+    """(suffix, subtype, rate, channels): every rate alone, and more channels at 48 kHz."""
+    for suffix, subtype in CLIPS:
+        for rate in (8000, 16000, 48000) if subtype == "OPUS" else RATES:
+            yield suffix, subtype, rate, 1
+        for channels in (2,) if suffix == "mp3" else (2, 6):
+            yield suffix, subtype, 48000, channels
+
+
+@pytest.mark.parametrize("suffix, subtype, rate, channels", [*kinds_of_clips()])
+def test_clips(tmp_path, suffix, subtype, rate, channels):
+    path = tmp_path / f"a.{suffix}"
+    samples = np.random.default_rng(0).normal(0, 0.1, (rate * 3 // 7, channels))
+    soundfile.write(path, samples, rate, subtype=subtype)
+    for source in variants(path, AUDIO):
+        assert len(samples_of(source)) == SOUND.resampled(*audio_header(source))

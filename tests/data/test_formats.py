@@ -67,7 +67,7 @@ def test_the_reference_is_what_was_written(reference):
 
 
 def test_an_unknown_layout_is_refused_in_a_line_with_its_keys(tmp_path, reader):
-    """Which line reads such rows: tests.data.test_layouts."""
+    """Which line reads such rows: tests/data/test_presets.py."""
     write_jsonl(tmp_path / "a.jsonl", [{"picture": "a.png", "words": 7}])
     with pytest.raises(ValueError, match="keys picture, words.*docs/formats.md") as error:
         opened(tmp_path / "a.jsonl", reader, tmp_path)

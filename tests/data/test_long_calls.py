@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import multiprocessing
+from contextlib import closing
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
-import torch
 
 from orchmllm.config.recipe import Recipe
 from orchmllm.data.loading import long_calls
@@ -16,6 +16,7 @@ from orchmllm.plan.layout import TEXT
 from orchmllm.runtime.run_state import Incidents
 from tests.data.test_processed import edited, indexed, opened, talk, write_rows
 from tests.lib.processors import write_video_settings
+from tests.lib.sources import same_example
 from tests.lib.videos import write_video
 
 WHAT = {"type": "text", "text": "What"}
@@ -25,7 +26,7 @@ GROUPED = {"g": "6", "sc_threshold": "0"}  # 8 groups of 48 frames
 @pytest.fixture(params=["qwen2_5_vl", "gemma3"])
 def corpus(request, tmp_path):
     """Of a model with videos of its own, and of one that sees their frames as images: rows of a
-    video of 8 groups, of one of a single group, of a damaged one, and of images."""
+    video of 8 groups, of one of two, of a damaged one, and of images."""
     messages = [[{"type": "video", "video": f"{name}.mp4", "nframes": 16}, WHAT]
                 for name in ("groups", "single", "damaged")]
     write_rows(tmp_path, request.param, [[]] * 3 + [[(40, 60), (30, 30), (56, 28)]])
@@ -61,50 +62,55 @@ def test_parts_are_what_the_whole_call_makes(corpus, opening, all_are_long):
     """Also of a file that fails, which fails once."""
     rows = opening(corpus)
     calls = [call(rows, i) for i in range(4)]
-    asked = [keys["row"] for _, keys in calls]
-    parts = [long_calls.divided(each, row, 3)[1] for each, row in zip(calls, asked, strict=True)]
-    assert [len(part) for part in parts] == [3, 1, 3, 3]
+    parts = [long_calls.divided(each, each[1]["row"], 3) for each in calls]
+    assert all(1 < len(part) <= 12 for part in parts)
     for (_, keys), part in zip(calls, parts, strict=True):
         assert [s for _, some in part for s in some["segments"]] == keys["segments"]
         assert [some["text"] for _, some in part] == [True] + [False] * (len(part) - 1)
-    workers = Workers(rows, 3)
-    try:
+    with closing(Workers(rows, 3)) as workers:
         whole = workers.request("load", calls)()
-        found = long_calls.ask(workers, calls, asked, 0)()
-    finally:
-        workers.close()
+        found = long_calls.Calls(workers, rows, calls, 0).results()
     assert [bool(failed) for _, failed, _ in whole] == [False, False, True, False]
     for (want, failed, _), (got, also_failed, _) in zip(whole, found, strict=True):
-        assert failed == also_failed
-        assert torch.equal(want.input_ids, got.input_ids) and torch.equal(want.labels, got.labels)
-        assert want.parts.keys() == got.parts.keys() and want.arguments == got.arguments
-        for one, other in ((want.media, got.media),
-                           *((want.parts[s], got.parts[s]) for s in want.parts)):
-            assert one.keys() == other.keys()
-            assert all(torch.equal(one[name], other[name]) for name in one)
+        assert failed == also_failed and same_example(want, got)
 
 
 def test_what_is_short_unknown_or_made_by_one_worker_is_not_divided(corpus):
     rows = opened(corpus)
     short = call(rows, 0)
     row = short[1]["row"]
-    seconds, parts = long_calls.divided(short, row, 2)
-    assert 0 < seconds < long_calls.LONG_S and not parts
-    assert long_calls.divided(short, None, 2) == (0.0, [])
-    assert long_calls.divided(short, row, 1) == (0.0, [])
-    assert long_calls.divided(((0,), {**short[1], "segments": []}), row, 2) == (0.0, [])
+    assert 0 < long_calls.predicted_s(row, short[1]["segments"])[0].sum() < long_calls.LONG_S
+    empty, leaving = ((0,), {**short[1], "segments": []}), ((0,), {**short[1], "encoded": [1]})
+    for one, known in ((short, row), (short, None), (empty, row), (leaving, row)):
+        assert long_calls.divided(one, known, 2) == [one]
 
 
 def test_seconds_grow_with_what_has_to_be_decoded(corpus):
-    """Not with the frames that are read: a video of one group is decoded as a whole."""
+    """From the last key frame on, or from the frame before if that is read, too."""
     rows = opened(corpus)
-    (_, grouped), (_, single) = call(rows, 0), call(rows, 1)
-    few = grouped["segments"][:2]
-    of_few = long_calls.predicted_s(grouped["row"], few, 2).sum()
-    of_all = long_calls.predicted_s(grouped["row"], grouped["segments"], 2)
-    assert of_few < of_all.sum() / 3 and (of_all > 0).all()
-    alone = long_calls.predicted_s(single["row"], single["segments"], 2)
-    assert not alone[:-1].any() and alone[-1] == pytest.approx(of_all.sum())
+    for i, group in ((0, 6), (1, 24)):  # frames from one key frame to the next
+        _, keys = call(rows, i)
+        row, segments = keys["row"], keys["segments"]
+        seconds, again = long_calls.predicted_s(row, segments)
+        height, width = row.sizes[0]
+        at = np.array([row.media_at[s].frame.second * 48 / 6 for s in segments])
+        place = at % group
+        goes_on = np.append(False, at[1:] // group == at[:-1] // group)
+        before = np.append(0.0, place[:-1]) * goes_on
+        frame_s = height * width * long_calls.DECODED_S
+        read_s = height * width * long_calls.READ_S
+        assert seconds == pytest.approx((place - before) * frame_s + read_s)
+        assert again == pytest.approx(before * frame_s)
+
+
+def test_parts_are_short_where_that_takes_hardly_longer(corpus, monkeypatch):
+    """Each of them would be decoded from the start of its group."""
+    monkeypatch.setattr(long_calls, "PART_S", 1e-12)
+    monkeypatch.setattr(long_calls, "READ_S", 0.0)  # of pictures as small as these it is most
+    rows = opened(corpus)
+    grouped, single = call(rows, 0), call(rows, 1)
+    assert len(long_calls.divided(grouped, grouped[1]["row"], 2)) == 8
+    assert len(long_calls.divided(single, single[1]["row"], 2)) == 2
 
 
 class Meeting:
@@ -125,20 +131,16 @@ class Meeting:
         return self.load(i, **keys)
 
 
-def test_parts_come_first_and_to_as_many_workers(corpus, monkeypatch):
+def test_parts_come_first_and_to_as_many_workers(corpus, all_are_long):
     """The verdict does not depend on how fast anything is: parts that one worker made one after
     the other would wait for each other in vain."""
     rows = opened(corpus)
     calls = [call(rows, i) for i in (3, 1, 3, 0, 3)]
-    monkeypatch.setattr(long_calls, "LONG_S", 0.0)
-    monkeypatch.setattr(long_calls, "PART_S", 1e-9)
     rows.load = Meeting(rows.load, 0, 2)
-    asked = [each[1]["row"] if each[0] == (0,) else None for each in calls]
-    workers = Workers(rows, 2)
-    try:
-        found = long_calls.ask(workers, calls, asked, 0)()
-    finally:
-        workers.close()
+    kept = rows.kept
+    rows.kept = lambda i, **how: kept(i, **how) if i == 0 else None
+    with closing(Workers(rows, 2)) as workers:
+        found = long_calls.Calls(workers, rows, calls, 0).results()
     assert [value.example_id for value, *_ in found] == [3, 1, 3, 0, 3]
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections import Counter
 from dataclasses import replace
 
@@ -25,12 +24,12 @@ from orchmllm.runtime.build import build_dataset
 from orchmllm.tools.data.build_index import build_index
 from orchmllm.tools.data.command import main
 from orchmllm.tools.data.composition import global_batches
-from tests.lib.drawn import drawn_model, with_processor
+from tests.lib.drawn import drawn_model, with_processor, write_recipe
 from tests.lib.formats import QUESTIONS, llava_row, write_jsonl, write_media
 from tests.lib.gradients import BATCH, Case, all_gradients, reference_gradients, worst_difference
 from tests.lib.ranks import run_ranks
 from tests.lib.synthetic import SyntheticDataset, recipe
-from tests.lib.training import train
+from tests.lib.training import train, watched
 
 REPEATS = (1, 3, 2)
 
@@ -132,11 +131,8 @@ def recipe_of(folder, run_dir, **keys):
 
 @pytest.fixture(scope="module")
 def indexed(folder):
-    data = data_of(folder)
-    (folder / "r.yaml").write_text(
-        f"data: {{sources: [{', '.join(f'{{path: {s.path}}}' for s in data.sources)}], "
-        f"index_dir: {folder}/index}}\nmodel: {{config: {drawn_model().config}}}\n")
-    assert main(["index", str(folder / "r.yaml"), "--workers", "1"]) == 0
+    sources = ", ".join(f"{{path: {s.path}}}" for s in data_of(folder).sources)
+    assert main(["index", write_recipe(folder, f"sources: [{sources}]"), "--workers", "1"]) == 0
     return folder
 
 
@@ -193,16 +189,8 @@ def test_gradients_with_capped_mini_batches_equal_the_plain_loop():
 
 
 def trained(world, run, stop_after: int = -1) -> list[tuple[float, list[int]]]:
-    seen = []
-
-    def record(step, row: dict) -> None:
-        seen.append((row["loss"], step.example_ids.tolist()))
-        if step.index == stop_after:
-            raise KeyboardInterrupt
-
-    with contextlib.suppress(KeyboardInterrupt):
-        train(world, run, build_dataset(run), on_step=record)
-    return seen
+    return watched(world, run, lambda step, row: (row["loss"], step.example_ids.tolist()),
+                   stop_after, build_dataset(run))
 
 
 @pytest.mark.dist

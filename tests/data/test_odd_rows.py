@@ -7,15 +7,18 @@ import io
 import json
 import tarfile
 import tracemalloc
+from pathlib import Path
 
 import numpy as np
 import pytest
 import soundfile
 from PIL import Image
 
+from orchmllm.config.recipe import SourceConfig
 from orchmllm.data.dataset import ConversationDataset
 from orchmllm.data.formats import conversation
 from orchmllm.data.formats.conversation import media_of
+from orchmllm.data.formats.open import open_source
 from orchmllm.data.formats.rows import parse_json
 from orchmllm.data.media.medium import RowError
 from orchmllm.data.media.root import MediaRoot
@@ -23,20 +26,14 @@ from orchmllm.data.media_tensors import KINDS
 from orchmllm.plan.layout import AUDIO, TEXT, VISION
 from orchmllm.tools.data.command import main
 from tests.lib import sources
-from tests.lib.commands import python
-from tests.lib.drawn import reader_of, with_processor
-from tests.lib.formats import as_dataset, write_jsonl, write_media
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("odd")
-    write_media(folder)
-    return folder
+from tests.lib.drawn import shared_reader, write_recipe
+from tests.lib.formats import as_dataset, write_jsonl
+from tests.lib.process import grown_kb
+from tests.lib.ranks import run_ranks
 
 
 def opened(path, folder) -> ConversationDataset:
-    return sources.opened(path, reader_of(with_processor()), folder)
+    return sources.opened(path, shared_reader(), folder)
 
 
 def chat(mark: str) -> list[dict]:
@@ -147,11 +144,9 @@ def test_odd_rows_are_named_by_lint_and_by_loading(folder, tmp_path, capsys):
     path.write_text("\n".join(lines[-1:] + lines) + "\n")
     for k in range(5):
         (tmp_path / f"{k}.png").write_bytes((folder / "0.png").read_bytes())
-    (tmp_path / "r.yaml").write_text(
-        f"data: {{path: {path}, index_dir: {tmp_path}/index}}\n"
-        f"model: {{config: {with_processor()}}}\n")
+    recipe = write_recipe(tmp_path, f"path: {path}")
     tracemalloc.start()
-    code = main(["lint", str(tmp_path / "r.yaml"), "--workers", "1"])
+    code = main(["lint", recipe, "--workers", "1"])
     dataset = opened(path, folder)
     for i in range(len(dataset)):
         failures: list = []
@@ -243,10 +238,9 @@ def test_members_of_a_tar_are_read_or_named(tmp_path, capsys, suffix):
             info = tarfile.TarInfo(name)
             info.size = len(data)
             tar.addfile(info, io.BytesIO(data))
-    (tmp_path / "r.yaml").write_text(
-        f"data: {{sources: [{{path: {tmp_path}/a.tar, row_format: {layout}}}], "
-        f"index_dir: {tmp_path}/index}}\nmodel: {{config: {with_processor()}}}\n")
-    assert main(["lint", str(tmp_path / "r.yaml"), "--workers", "1", "--decode"]) == bool(reason)
+    recipe = write_recipe(
+        tmp_path, f"sources: [{{path: {tmp_path}/a.tar, row_format: {layout}}}]")
+    assert main(["lint", recipe, "--workers", "1", "--decode"]) == bool(reason)
     out = capsys.readouterr().out
     assert ("row 1:" in out) == bool(reason) and reason in out
     assert not reason or f"a.{suffix}" in out
@@ -260,18 +254,18 @@ def test_an_audio_part_with_a_url_is_that_file(folder):
     assert medium.path == str(folder / "0.wav")
 
 
+def kib_to_open(world, path: Path) -> int:
+    def scan() -> None:
+        source = open_source(SourceConfig(path=str(path)), path.parent / "index")
+        assert len(source) == 250_000 and source.store.place(249_999)[1] == 3 * 249_999 + 1
+
+    return grown_kb(scan)
+
+
 def test_a_large_file_costs_little_memory(tmp_path):
     """Opening it reads every byte, of which none stays in memory."""
     line = json.dumps({"messages": [{"role": "user", "content": "x" * 300},
                                     {"role": "assistant", "content": "y"}]})
     (tmp_path / "a.jsonl").write_text(f"{line}\n\n  \n" * 250_000)
-    code = ("import sys; from pathlib import Path; "
-            "from orchmllm.config.recipe import SourceConfig; "
-            "from orchmllm.data.formats import open as o; from tests.lib.process import memory_kb; "
-            "before = memory_kb('VmHWM'); "
-            "s = o.open_source(SourceConfig(path=sys.argv[1]), Path(sys.argv[2])); "
-            "print(len(s), s.store.place(249_999)[1], memory_kb('VmHWM') - before)")
-    done = python("-c", code, tmp_path / "a.jsonl", tmp_path / "index")
-    rows, line, grown = map(int, done.stdout.split())
-    assert rows == 250_000 and line == 3 * 249_999 + 1
+    [grown] = run_ranks(kib_to_open, 1, tmp_path / "a.jsonl")
     assert grown < 90 << 10, f"memory grew by {grown} kB"

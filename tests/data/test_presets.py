@@ -1,10 +1,12 @@
 """Every preset of presets.yaml, in the layout of its public description, against a reference that
-does not read rows with this package; and what columns, splits and parts refuse."""
+does not read rows with this package; what columns, splits and parts refuse; and layouts of public
+corpora: read as what they say, or refused with a line that reads them so."""
 
 from __future__ import annotations
 
 import json
 import math
+from collections import Counter
 
 import numpy as np
 import pytest
@@ -17,7 +19,9 @@ from orchmllm.data.loading.rank_messages import packed
 from orchmllm.data.media_tensors import KINDS
 from orchmllm.tools.compose.write import TOKENS
 from orchmllm.tools.data.command import dataset_of
+from scripts.check_layouts import verdict
 from tests.lib.drawn import with_processor
+from tests.lib.layouts import LAYOUTS
 from tests.lib.presets import CORPORA, pieces
 from tests.lib.ranks import run_ranks
 from tests.lib.training import train
@@ -175,3 +179,28 @@ def test_a_part_that_is_sent_is_the_part_that_is_read(tmp_path):
     assert here.keys() == there.keys() and all(here[n].equal(there[n]) for n in here)
 
 
+LOOKED_AT = {  # -> how it is read
+    "ScienceQA": "no key", "TRL vision": "no key", "SQuAD": "one line", "MMLU": "one line",
+    "SEED-Bench": "one line", "LJSpeech": "one line", "COCO captions": "one line",
+    "M3IT": "one line", "Recap-DataComp": "one line", "HellaSwag": "one line", "ESC-50": "one line",
+    "OASST": "refused", "CC3M": "refused"}
+
+
+@pytest.mark.parametrize("name", LOOKED_AT)
+def test_a_layout_is_read_as_what_it_says(name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    how, more = verdict(LAYOUTS[name], tmp_path)
+    assert how == LOOKED_AT[name], more
+
+
+@pytest.mark.slow
+def test_no_layout_is_read_silently_as_something_else(tmp_path, monkeypatch):
+    counts: Counter[str] = Counter()
+    for name, layout in LAYOUTS.items():
+        folder = tmp_path / name.replace("/", "_")
+        folder.mkdir()
+        monkeypatch.chdir(folder)
+        how, more = verdict(layout, folder)
+        assert how in ("no key", "one line", "refused"), (name, more)
+        counts[how] += 1
+    assert counts["no key"] + counts["one line"] >= 63, counts

@@ -11,7 +11,7 @@ from orchmllm.config.recipe import load_recipe
 from orchmllm.plan.layout import TEXT
 from orchmllm.tools.data.command import dataset_of, main
 from orchmllm.tools.data.preview import on_terminal, stretches
-from tests.lib.drawn import with_processor
+from tests.lib.drawn import write_recipe
 from tests.lib.formats import QUESTIONS, llava_row, write_jsonl, write_media
 
 
@@ -23,10 +23,7 @@ def recipe(tmp_path_factory):
     (folder / "broken.png").write_bytes((folder / "0.png").read_bytes()[:-400])
     rows += [{**rows[0], "images": ["broken.png"]}, {**rows[0], "images": ["no.png"]}]
     write_jsonl(folder / "data.jsonl", rows)
-    path = folder / "r.yaml"
-    path.write_text(f"data: {{path: {folder}/data.jsonl, index_dir: {folder}/index}}\n"
-                    f"model: {{config: {with_processor()}}}\n")
-    return path
+    return write_recipe(folder, f"path: {folder}/data.jsonl")
 
 
 def test_it_shows_the_tokens_and_labels_that_are_trained(recipe):
@@ -39,12 +36,16 @@ def test_it_shows_the_tokens_and_labels_that_are_trained(recipe):
         assert text == dataset.tokenizer.decode(learnt) == f"{answer}<|im_end|>"
         assert facts.startswith(f"{len(example.input_ids)} tokens: ")
         assert facts.endswith(f"{len(learnt)} are learnt")
-        assert [int(re.search(r"-> (\d+) (?:patches|mel frames)", s.text)[1]) for s in shown
-                if s.modality != TEXT] == example.lengths.rows[example.lengths.rows > 0].tolist()
+        lengths, media = example.lengths, example.lengths.modality != TEXT
+        assert f"{lengths.num_tokens[media].sum()} of {media.sum()} media; " in facts
+        told = [re.search(r"-> (\d+) (?:patches|mel frames), (\d+) tokens", s.text).groups()
+                for s in shown if s.modality != TEXT]
+        assert [(int(rows), int(tokens)) for rows, tokens in told] == list(zip(
+            lengths.rows[media].tolist(), lengths.num_tokens[media].tolist(), strict=True))
 
 
 def test_terminal(recipe, capsys):
-    assert main(["preview", str(recipe), "--row", "6"]) == 0
+    assert main(["preview", recipe, "--row", "6"]) == 0
     out = capsys.readouterr().out
     assert out.count("--- ") == 3 and "[[no.<|im_end|>]]" in out and "\x1b" not in out
     assert re.search(r"<image 2.webp: \d+x\d+ pixels -> \d+ patches, \d+ tokens>", out)
@@ -52,11 +53,11 @@ def test_terminal(recipe, capsys):
 
 
 def test_what_cannot_be_read_is_said(recipe, capsys):
-    assert main(["preview", str(recipe), "--row", "13", "--count", "5"]) == 0
+    assert main(["preview", recipe, "--row", "13", "--count", "5"]) == 0
     out = capsys.readouterr().out
     assert "image broken.png: zeros are trained: " in out
     assert "cannot be used: " in out and "the file is missing" in out
-    assert main(["preview", str(recipe), "--row", "15"]) == 2
+    assert main(["preview", recipe, "--row", "15"]) == 2
     assert "--row 15: the sources have 14 rows" in capsys.readouterr().err
 
 

@@ -7,6 +7,7 @@ import json
 import os
 import pickle
 import shutil
+from contextlib import closing
 from pathlib import Path
 
 import numpy as np
@@ -16,18 +17,17 @@ from PIL import Image
 from transformers import ProcessorMixin
 
 from orchmllm.batch import IGNORE_INDEX
-from orchmllm.config.recipe import DataConfig, SourceConfig
+from orchmllm.config.recipe import DataConfig
 from orchmllm.data.dataset import ConversationDataset
 from orchmllm.data.loading.workers import Workers
 from orchmllm.data.media.medium import MediaError
 from orchmllm.data.processed import ProcessedReader
 from orchmllm.data.sampler import capped_groups
-from orchmllm.data.stream import StreamDataset
 from orchmllm.data.text.processor import Processor
-from orchmllm.plan.layout import VISION
+from orchmllm.plan.layout import TEXT, VISION
 from orchmllm.tools.data.build_index import build_index
-from orchmllm.tools.data.preview import preview
 from tests.lib.processors import CLIPS, FAMILIES, OPTIONS, write_processor
+from tests.lib.sources import same_example
 
 TOLD = ("the red row", "What\n\n", "user assistant", "a", "1 of 2\n", "Grüße, 世界 ")
 
@@ -182,7 +182,7 @@ def failing(rows: ConversationDataset, i: int) -> tuple[list[tuple[int, str]], o
     assert len(example.input_ids) == example.lengths.num_tokens.sum()
     assert (example.labels == IGNORE_INDEX).all() and len(example.labels) == len(example.input_ids)
     features = np.isin(example.input_ids, [*rows.reader.processor.token_ids.values()]).sum()
-    assert features == example.lengths.num_tokens[example.lengths.modality == 1].sum()
+    assert features == example.lengths.num_tokens[example.lengths.modality != TEXT].sum()
     with pytest.raises(MediaError):
         rows.load(i)
     return found, example
@@ -359,57 +359,16 @@ def test_another_processor_has_another_digest_and_index(tmp_path):
     assert len({*digests, digest}) == 3
 
 
-def test_a_stream_has_the_examples_of_the_rows(tmp_path):
-    """In two epochs each of them comes twice."""
-    write_rows(tmp_path, "qwen2_5_vl", SIZES)
-    rows = opened(tmp_path)
-    stream = StreamDataset([SourceConfig(path=str(tmp_path / "data.jsonl"))], num_shards=2, seed=0,
-                           window=2, reader=rows.reader, index_dir=tmp_path / "index")
-    seen = []
-    for i in range(2 * len(SIZES)):
-        seen.append(k := stream.where(i)[1])
-        found, wanted = stream.load(i), rows.load(k)
-        assert payload(stream, i)[1:] == payload(rows, k)[1:] and found.example_id == i
-        assert torch.equal(found.input_ids, wanted.input_ids)
-        assert torch.equal(found.labels, wanted.labels)
-        assert found.media.keys() == wanted.media.keys()
-        assert all(torch.equal(found.media[n], wanted.media[n]) for n in wanted.media)
-    assert sorted(seen) == sorted([*range(len(SIZES))] * 2)
-    assert stream.fingerprint()["processor"] == rows.reader.processor.digest
-
-
-def test_preview_shows_what_is_learnt(tmp_path, capsys):
-    write_rows(tmp_path, "mistral3", [[(40, 60), (20, 30)]])
-    image = {"type": "image", "image": "0_0.png"}
-    edited(tmp_path, 0, messages=talk([image, {"type": "text", "text": "What"}], "the red row"))
-    preview(opened(tmp_path), 0, 1)
-    shown = capsys.readouterr().out.split("\n")
-    assert "<image 0_0.png: 60x40 pixels -> 60 patches, 15 tokens>" in shown
-    assert "[[the red row<end>]]" in shown
-    assert any(line.endswith("learnt") and " 15 of 1 media" in line for line in shown), shown
-
-
 @pytest.mark.slow
 def test_worker_processes_load_the_same(tmp_path):
     write_rows(tmp_path, "gemma3", SIZES)
     for rows in (opened(tmp_path), indexed(tmp_path)):
-        workers = Workers(rows, 2)
         calls = [((i,), {"row": rows.kept(i), **keys}) for i in range(len(SIZES))
                  for keys in ({}, {"text": False, "segments": rows.load(i, segments=[]).arguments})]
-        here = [rows.load(*i, **keys) for i, keys in calls]
-        try:
+        with closing(Workers(rows, 2)) as workers:
             there = workers.request("load", calls)()
-        finally:
-            workers.close()
-        for mine, (theirs, failed, _) in zip(here, there, strict=True):
-            assert not failed and (mine.labels is None) == (theirs.labels is None)
-            assert mine.labels is None or torch.equal(mine.input_ids, theirs.input_ids) and (
-                torch.equal(mine.labels, theirs.labels))
-            assert mine.parts.keys() == theirs.parts.keys()
-            for one, other in ((mine.media, theirs.media), *(
-                    (mine.parts[s], theirs.parts[s]) for s in mine.parts)):
-                assert one.keys() == other.keys()
-                assert all(torch.equal(one[n], other[n]) for n in one)
+        for (i, keys), (theirs, failed, _) in zip(calls, there, strict=True):
+            assert not failed and same_example(rows.load(*i, **keys), theirs)
 
 
 def test_a_folder_that_cannot_be_used_says_why(tmp_path):

@@ -21,7 +21,7 @@ from tests.lib.ranks import RankFailure, run_ranks
 from tests.lib.recipes import RECIPES
 from tests.lib.servers import ObjectStore, object_store, remote, web_server
 from tests.lib.synthetic import recipe
-from tests.lib.training import train
+from tests.lib.training import watched
 
 STEPS, BATCH, SAVED = 6, 6, 3  # 36 draws of 24 rows: into the second epoch
 
@@ -56,21 +56,12 @@ def run_recipe(run_dir: Path, data: DataConfig, dispatch: str):
 
 
 def losses(world, run, stop_after: int = -1) -> list[float]:
-    seen = []
-
-    def record(step, row: dict) -> None:
-        seen.append(row["loss"])
-        if step.index == stop_after:
-            raise KeyboardInterrupt
-
-    with contextlib.suppress(KeyboardInterrupt):
-        train(world, run, build_dataset(run), on_step=record)
-    return seen
+    return watched(world, run, lambda step, row: row["loss"], stop_after, build_dataset(run))
 
 
 @contextlib.contextmanager
-def restarts(store: ObjectStore, away_s: float, there_s: float | None = None):
-    """The store is away for so long; then again and again, or for good (None)."""
+def restarts(store: ObjectStore, away_s: float, there_s: float):
+    """The store is away for so long and there for so long, again and again."""
     ended = threading.Event()
 
     def work() -> None:
@@ -100,21 +91,6 @@ def declared(store: ObjectStore, cache: Path, **keys):
     return remote(cache, root, attempts=40, stall_s=1.0, deadline_s=250.0, **keys)
 
 
-@pytest.mark.slow
-@pytest.mark.dist
-def test_resumed_while_the_store_restarts(files, store, tmp_path):
-    name = "s-{0..5}.tar"
-    here = run_recipe(tmp_path / "here", data_of(str(files), name), "tensors")
-    said = run_ranks(losses, 1, here)[0]
-    data = data_of("s3://bucket/data", name, num_workers=1,
-                   remote=declared(store, tmp_path / "cache", cache_gib=3e-3))
-    run = run_recipe(tmp_path / "there", data, "tensors")
-    first = run_ranks(losses, 1, run, SAVED)[0]
-    with restarts(store, 0.7):
-        then = run_ranks(losses, 1, run)[0]
-    assert first[:SAVED] + then == said
-
-
 @pytest.mark.dist
 @pytest.mark.slow
 @pytest.mark.parametrize("dispatch", ["load", "tensors", "bytes"])
@@ -139,18 +115,10 @@ def test_a_store_that_restarts_all_the_time(name, streaming, dispatch, files, st
 
 def rows_read(world, run, stop_after: int = -1) -> list[tuple[int, str, int]]:
     """(example, file, row) of what the LLM of this rank took."""
-    dataset, seen = build_dataset(run), []
-
-    def record(step, row: dict) -> None:
-        for i in step.example_ids_of_rank:
-            place = dataset.describe(i, 0)
-            seen.append((i, Path(place["data_file"]).name, place["row"]))
-        if step.index == stop_after:
-            raise KeyboardInterrupt
-
-    with contextlib.suppress(KeyboardInterrupt):
-        train(world, run, dataset, on_step=record)
-    return seen
+    dataset = build_dataset(run)
+    steps = watched(world, run, lambda step, row: [
+        (i, dataset.describe(i, 0)) for i in step.example_ids_of_rank], stop_after, dataset)
+    return [(i, Path(place["data_file"]).name, place["row"]) for i, place in sum(steps, [])]
 
 
 @pytest.mark.dist

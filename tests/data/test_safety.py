@@ -25,7 +25,7 @@ from orchmllm.plan.layout import AUDIO, VISION
 from tests.lib import sources
 from tests.lib.broken import Sentinel, flac_expanding, png_claiming, wav_claiming
 from tests.lib.commands import ROOT
-from tests.lib.drawn import reader_of, with_processor
+from tests.lib.drawn import shared_reader
 from tests.lib.formats import QUESTIONS, as_dataset, llava_row, write_media
 from tests.lib.sources import medium_at, samples_of
 from tests.lib.tokenizers import write_tokenizer
@@ -37,7 +37,7 @@ def peak_mb() -> float:
 
 
 def opened(path: Path, folder: Path, **keys) -> ConversationDataset:
-    return sources.opened(path, reader_of(with_processor()), folder, **keys)
+    return sources.opened(path, shared_reader(), folder, **keys)
 
 
 @pytest.fixture

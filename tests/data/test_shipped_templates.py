@@ -62,7 +62,7 @@ def test_only_the_words_of_answers_are_learnt(name):
     special = sorted(set(TOKEN.findall(source)))
     try:
         template = ChatTemplate(source, {"bos_token": "<s>", "eos_token": "</s>"},
-                                [*special, "<s>", "</s>"], special, name)
+                                [*special, "<s>", "</s>"], name)
     except RowError:
         pytest.skip("it cannot write a question and an answer of text")
     read = 0

@@ -23,7 +23,7 @@ from orchmllm.data.storage.clients import NoAccess, StorageError
 from orchmllm.data.storage.remote import fetch_ahead
 from orchmllm.plan.layout import VISION
 from orchmllm.tools.data.command import main
-from tests.lib.drawn import with_processor
+from tests.lib.drawn import write_recipe
 from tests.lib.formats import llava_row, write_jsonl
 from tests.lib.servers import Hub, storage, web_server
 
@@ -180,10 +180,8 @@ def test_a_command_names_a_server_that_is_down(web, tmp_path, capsys):
                 [llava_row([("image", f"{web.url}/a.png"), ("text", "?")], "one")])
     (web.folder / "a.png").write_bytes(b"")
     web.always["/a.png"] = 500
-    (tmp_path / "r.yaml").write_text(
-        f"data:\n  path: {tmp_path}/rows.jsonl\n  index_dir: {tmp_path}/index\n"
-        f"  remote: {{roots: [{{url: '{web.url}'}}], attempts: 1, cache: {tmp_path}/cache}}\n"
-        f"model: {{config: {with_processor()}}}\n")
+    remote = f"{{roots: [{{url: '{web.url}'}}], attempts: 1, cache: {tmp_path}/cache}}"
+    recipe = write_recipe(tmp_path, f"path: {tmp_path}/rows.jsonl, remote: {remote}")
     for command in (["index"], ["lint", "--decode"], ["preview"]):
-        assert main([command[0], str(tmp_path / "r.yaml"), *command[1:]]) == 2
+        assert main([command[0], recipe, *command[1:]]) == 2
         assert f"error: {web.url}/a.png cannot be read: 1 attempt" in capsys.readouterr().err

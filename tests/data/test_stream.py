@@ -90,10 +90,13 @@ def test_stream_and_map_style_agree_on_an_example(folder, reader):
     dataset = stream(reader, folder, "parquet")
     plain = ConversationDataset(folder / "rows.jsonl", reader=reader,
                                 index_dir=folder / "index")
+    assert dataset.fingerprint()["processor"] == reader.processor.digest
     for i in range(20):
         k = int(answer(dataset, i).rsplit(" ", 1)[1])
         example = dataset.load(i)
         assert same_example(example, plain.load(k)) and example.example_id == i
+        found, wanted = dataset.layout(i).to_payload(), plain.layout(k).to_payload()
+        assert np.array_equal(found[1:], wanted[1:])
         assert dataset.describe(i, 0)["row"] == k % 12 + 1
         assert dataset.describe(i, 0)["data_file"].endswith(f"s-{k // 12}.parquet")
 

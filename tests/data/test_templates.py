@@ -13,10 +13,11 @@ from orchmllm.batch import IGNORE_INDEX
 from orchmllm.data.formats.conversation import Turn, chat, media_of
 from orchmllm.data.media.medium import Medium, RowError
 from orchmllm.data.media.root import MediaRoot
+from orchmllm.data.text.spans import Text
 from orchmllm.data.text.template_engine import TODAY
 from orchmllm.data.text.templates import ChatTemplate
 from orchmllm.data.text.tokenizer import ChatTokenizer
-from orchmllm.plan.layout import AUDIO, TEXT, VISION
+from orchmllm.plan.layout import AUDIO, VISION
 from orchmllm.tools.data.command import main
 from tests.lib.drawn import reader_in, write_model
 from tests.lib.formats import write_jsonl
@@ -122,7 +123,7 @@ def messages(turns: list[Turn]) -> list[dict]:
 def test_what_a_template_puts_before_a_content_may_be_empty():
     """The JSON of both is from where the content is from."""
     template = ChatTemplate("{% for m in messages %}{{ m.role }}: {{ ('' + m.content) | tojson }}"
-                            "</s>\n{% endfor %}", {"eos_token": "</s>"}, ["</s>"], [], "here")
+                            "</s>\n{% endfor %}", {"eos_token": "</s>"}, ["</s>"], "here")
     spans = template.spans(talk("Who?", "I am."))
     assert [span.text for span in spans if span.learnt] == ['"I am."', "</s>"]
 
@@ -133,7 +134,7 @@ def test_the_text_is_that_of_transformers(both, name):
     checked = 0
     for what, turns in TALKS.items():
         expected = theirs.apply_chat_template(messages(turns), tokenize=False)
-        token_ids, mask, [_] = ours.tokenize(turns)
+        token_ids, mask = ours.tokenize(turns)
         assert ours.decode(token_ids) == expected, what
         # What data spells out is never a special token.
         ends = int((token_ids == ours.tokenizer.token_to_id("<|im_end|>")).sum())
@@ -171,7 +172,7 @@ LEARNT = {
 @pytest.mark.parametrize("what", LEARNT)
 def test_reasoning_is_learnt_and_an_empty_block_is_not(both, what):
     ours, _ = both(THINK)
-    token_ids, mask, [_] = ours.tokenize(TALKS[what])
+    token_ids, mask = ours.tokenize(TALKS[what])
     assert ours.decode(token_ids[mask]) == LEARNT[what]
     assert ours.end_id == ours.tokenizer.token_to_id("<|im_end|>")
 
@@ -183,29 +184,29 @@ def test_generation_tags_say_what_is_learnt(both):
                                               return_assistant_tokens_mask=True)
         learnt = [i for i, m in zip(expected["input_ids"], expected["assistant_masks"],
                                     strict=True) if m]
-        token_ids, mask, [_] = ours.tokenize(turns)
+        token_ids, mask = ours.tokenize(turns)
         assert ours.decode(token_ids[mask]) == theirs.decode(learnt), what
     quiet = [t._replace(supervised=False) for t in TALKS["plain"][:2]] + TALKS["plain"][2:]
-    token_ids, mask, [_] = ours.tokenize(quiet)
+    token_ids, mask = ours.tokenize(quiet)
     assert ours.decode(token_ids[mask]) == "blue<|im_end|>"
     assert ours.end_id == ours.tokenizer.token_to_id("<|im_end|>")
 
 
 def test_media_stay_in_place(both):
+    """Also of a template that writes texts alone."""
     ours, theirs = both(THINK)
     image = Medium(VISION, "a.png", data=b"x")
     turns = [Turn("user", ("Look: ", image, " which colour?"), False),
              Turn("assistant", ("<think>red</think>", image, " blue"), True)]
-    token_ids, _, segments = ours.tokenize(turns)
-    assert [modality for modality, _ in segments] == [TEXT, VISION, TEXT, VISION, TEXT]
-    assert ours.decode(token_ids) == theirs.apply_chat_template(
-        [{"role": "user", "content": "Look:  which colour?"},
-         {"role": "assistant", "content": "<think>red</think> blue"}],
-        tokenize=False)
+    written = [span if isinstance(span, Text) else Text("HERE", False)
+               for span in ours.spans(turns)]
+    assert "".join(span.text for span in written) == theirs.apply_chat_template(
+        [{"role": "user", "content": "Look: HERE which colour?"},
+         {"role": "assistant", "content": "<think>red</think>HERE blue"}], tokenize=False)
     lost = [Turn("user", ("What?",), False), Turn("assistant", (image, "</think>one"), True),
             *talk("two", "low")]
     with pytest.raises(RowError, match="leaves out an image or a clip"):
-        ours.tokenize(lost)
+        ours.spans(lost)
 
 
 @pytest.mark.parametrize("template, text", [
@@ -296,7 +297,7 @@ SHAREGPT = {"tools": json.dumps(DEFINED), "conversations": [
 
 def test_tools_their_calls_and_answers_are_those_of_transformers(both):
     ours, theirs = both(TOOLS)
-    token_ids, mask, [_] = ours.tokenize(chat(OPENAI, MediaRoot("")))
+    token_ids, mask = ours.tokenize(chat(OPENAI, MediaRoot("")))
     messages = json.loads(json.dumps(OPENAI["messages"]))
     messages[1]["tool_calls"][0]["function"] = CALL
     messages[1]["content"] = ""
@@ -304,7 +305,7 @@ def test_tools_their_calls_and_answers_are_those_of_transformers(both):
     assert ours.decode(token_ids) == expected and expected.count(CALLED) == 3
     assert ours.decode(token_ids[mask]).split("<|im_end|>") == [
         f"{CALLED}\n{CALLED}", "red one", f"I look.\n{CALLED}", "no", ""]
-    token_ids, mask, [_] = ours.tokenize(read_row(SHAREGPT))
+    token_ids, mask = ours.tokenize(read_row(SHAREGPT))
     text = ours.decode(token_ids)
     assert expected.startswith(text) and text.endswith("red one<|im_end|>\n")
 
@@ -331,7 +332,7 @@ def test_what_tools_answered_is_not_learnt(both, tmp_path, num_calls):
     ours, _ = both(NUMBERED)
     messages = json.loads(json.dumps(OPENAI["messages"][:5]))
     del messages[1]["tool_calls"][num_calls:], messages[2 + num_calls:4]
-    token_ids, mask, [_] = ours.tokenize(chat({"messages": messages}, MediaRoot("")))
+    token_ids, mask = ours.tokenize(chat({"messages": messages}, MediaRoot("")))
     assert "0: red" in ours.decode(token_ids)
     assert ours.decode(token_ids[mask]).split("<|im_end|>") == [CALLED * num_calls, "red one", ""]
 

@@ -40,7 +40,7 @@ def test_special_tokens_are_those_of_transformers(tmp_path, config, beside, ends
     write(tmp_path, ENDED, special_tokens_map=beside, tokenizer_config={
         "tokenizer_class": "PreTrainedTokenizerFast", **config})
     ours = ChatTokenizer(tmp_path)
-    token_ids, mask, [_] = ours.tokenize(TALK)
+    token_ids, mask = ours.tokenize(TALK)
     expected = AutoTokenizer.from_pretrained(tmp_path).apply_chat_template(MESSAGES, tokenize=False)
     assert ours.decode(token_ids) == expected and expected.startswith("<s>user")
     assert ours.decode(token_ids[mask]) == f" a red square{ends}"  # a token with its space
@@ -54,7 +54,7 @@ def test_a_token_that_no_file_names_is_refused(tmp_path, config, missing):
     with pytest.raises(ValueError, match=f"template writes {missing}, which neither .*copy them"):
         ChatTokenizer(tmp_path)
     write(tmp_path, "{% set bos_token, eos_token = '<s>', '</s>' %}" + ENDED)
-    token_ids, mask, [_] = ChatTokenizer(tmp_path).tokenize(TALK)
+    token_ids, mask = ChatTokenizer(tmp_path).tokenize(TALK)
     assert ChatTokenizer(tmp_path).decode(token_ids[mask]) == " a red square</s>"
 
 
@@ -73,13 +73,11 @@ def test_generation_tags_of_every_kind(tmp_path, tag):
         template = template.replace(f"@{word}@", tag % word)
     write(tmp_path, template)
     tokenizer = ChatTokenizer(tmp_path)
-    token_ids, mask, [_] = tokenizer.tokenize(TALK)
+    token_ids, mask = tokenizer.tokenize(TALK)
     assert tokenizer.decode(token_ids) == (
         "<|im_start|>What is drawn?<|im_end|><|im_start|>a red square<|im_end|>")
     assert tokenizer.decode(token_ids[mask]) == "a red square"
     assert tokenizer.decode([tokenizer.vocab_size]) == ""  # of a padded embedding
-
-
 
 
 def test_ids_with_gaps_are_refused(tmp_path):

@@ -6,7 +6,6 @@ import contextlib
 import io
 import re
 import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -18,7 +17,7 @@ from orchmllm.plan.layout import AUDIO, VISION
 from orchmllm.plan.step import plan_step
 from orchmllm.tools.data.command import dataset_of, main
 from tests.lib import sources
-from tests.lib.drawn import reader_of, with_processor
+from tests.lib.drawn import shared_reader, write_recipe
 from tests.lib.formats import write_jsonl
 from tests.lib.gradients import (
     Case,
@@ -48,7 +47,7 @@ ROWS = [
 
 def opened(videos, row: dict, **keys) -> ConversationDataset:
     path = write_jsonl(videos / "rows.jsonl", [row])
-    return sources.opened(path, reader_of(with_processor()), videos, video_audio=True, **keys)
+    return sources.opened(path, shared_reader(), videos, video_audio=True, **keys)
 
 
 @pytest.mark.parametrize("row, media", ROWS)
@@ -100,7 +99,7 @@ def test_members_of_a_tar_are_videos(videos):
         tar.write({"__key__": "a", "mp4": (videos / "plain.mp4").read_bytes(), "txt": b"squares"})
         tar.write({"__key__": "b", "m4a": (videos / "aac.m4a").read_bytes(), "txt": b"a tone"})
     for row_format, row, media in (("caption", 0, [VISION] * 3), ("asr", 1, [AUDIO])):
-        dataset = sources.opened(videos / "rows.tar", reader_of(with_processor()), videos,
+        dataset = sources.opened(videos / "rows.tar", shared_reader(), videos,
                                  row_format=row_format)
         assert dataset.problem(row) is None
         assert [m for _, m, _ in dataset.media_of(row)] == media
@@ -109,39 +108,34 @@ def test_members_of_a_tar_are_videos(videos):
 
 def test_an_index_knows_how_videos_are_read(videos, capsys):
     write_jsonl(videos / "data.jsonl", [ROWS[0][0]])
-    recipe = videos / "r.yaml"
     for fps, count in ((1, 3), (2, 6)):
-        recipe.write_text(f"data: {{sources: [{{path: {videos}/data.jsonl, video_fps: {fps}}}], "
-                          f"index_dir: {videos}/ix}}\nmodel: {{config: {with_processor()}}}\n")
+        recipe = write_recipe(
+            videos, f"sources: [{{path: {videos}/data.jsonl, video_fps: {fps}}}]")
         assert dataset_of(load_recipe(recipe)).indexes == [None], "that of another rate is not it"
-        assert main(["index", str(recipe)]) == 0
+        assert main(["index", recipe]) == 0
         assert f"  {count + 2} segments, 0 unusable rows; 1 rows read" in capsys.readouterr().out
 
 
 def test_preview_shows_frames(videos, capsys):
     write_jsonl(videos / "data.jsonl", [ROWS[1][0]])
-    recipe = videos / "r.yaml"
-    recipe.write_text(f"data: {{sources: [{{path: {videos}/data.jsonl, video_audio: true}}], "
-                      f"index_dir: {videos}/ix}}\nmodel: {{config: {with_processor()}}}\n")
-    assert main(["preview", str(recipe)]) == 0
+    data = f"sources: [{{path: {videos}/data.jsonl, video_audio: true}}]"
+    assert main(["preview", write_recipe(videos, data)]) == 0
     out = capsys.readouterr().out
     assert "<frame sound.mp4: at 1.50 s, 112x56 pixels -> 32 patches, 8 tokens>" in out
     assert re.search(r"<clip sound.mp4: 3\.\d\d s at 48000 Hz", out)
 
 
-def lint_without_pyav(world, recipe: Path) -> tuple[int, str]:
+def lint_without_pyav(world, recipe: str) -> tuple[int, str]:
     sys.modules["av"] = None
     with contextlib.redirect_stdout(io.StringIO()) as out:
-        return main(["lint", str(recipe), "--decode"]), out.getvalue()
+        return main(["lint", recipe, "--decode"]), out.getvalue()
 
 
-def test_without_pyav_a_video_is_refused_with_the_command(videos):
+def test_without_pyav_a_video_is_refused_with_the_command(videos, tmp_path):
     clip = [{"from": "human", "value": "<audio>?"}, {"from": "gpt", "value": "a tone"}]
     write_jsonl(videos / "data.jsonl", [ROWS[0][0], {"audios": ["aac.m4a"],
                                                      "conversations": clip}])
-    recipe = videos / "none.yaml"
-    recipe.write_text(f"data: {{sources: [{{path: {videos}/data.jsonl}}], "
-                      f"index_dir: {videos}/none}}\nmodel: {{config: {with_processor()}}}\n")
+    recipe = write_recipe(tmp_path, f"path: {videos}/data.jsonl")
     [(code, said)] = run_ranks(lint_without_pyav, 1, recipe)
     assert code == 1, said
     assert "row 1: plain.mp4: it is read with PyAV, which is not installed: " in said
@@ -150,7 +144,7 @@ def test_without_pyav_a_video_is_refused_with_the_command(videos):
 
 
 def losses(world, videos: str, dispatch: str) -> list[float]:
-    run = load_recipe(f"{videos}/train.yaml", [f"balance.dispatch={dispatch}"])
+    run = load_recipe(f"{videos}/r.yaml", [f"balance.dispatch={dispatch}"])
     return [row["loss"] for row in train(world, run)]
 
 
@@ -160,10 +154,8 @@ def test_videos_are_trained_on_with_every_dispatch(videos):
     """Frames of one video are encoded by several ranks, and travel as files, rows or not at all."""
     rows = [row for row, _ in ROWS if "messages" in row or "conversations" in row]
     write_jsonl(videos / "train.jsonl", rows * 4)
-    (videos / "train.yaml").write_text(f"""
+    write_recipe(videos, f"sources: [{{path: {videos}/train.jsonl, video_audio: true}}]", f"""
 run: {{dir: {videos}/run, resume: never}}
-data: {{sources: [{{path: {videos}/train.jsonl, video_audio: true}}], index_dir: {videos}/ix}}
-model: {{config: {with_processor()}}}
 train: {{num_steps: 3, batch_size: 2}}
 balance: {{ranks_per_node: 2}}
 checkpoint: {{every_steps: -1}}
@@ -182,7 +174,7 @@ def frame_gradients(world, videos: str) -> tuple[float, set[int]]:
         plans.append(plan_step(layout, spec))
         return plans[-1]
 
-    run = load_recipe(f"{videos}/frames.yaml")
+    run = load_recipe(f"{videos}/r.yaml")
     case = Case(run, dataset=dataset_of(run), planner=planner)
     found, wanted = step_gradients(world, case)[1], reference_gradients(case)[1]
     (plan,) = plans
@@ -205,10 +197,8 @@ def test_frames_of_one_video_on_several_ranks_give_the_gradients_of_one_process(
     asked = [[video, {"type": "text", "text": "?"}], [video | {"nframes": 1}], *["?"] * 10]
     write_jsonl(videos / "frames.jsonl", [
         {"messages": [{"role": "user", "content": content}, answer]} for content in asked])
-    (videos / "frames.yaml").write_text(f"""
+    write_recipe(videos, f"path: {videos}/frames.jsonl", f"""
 run: {{dir: {videos}/frames, resume: never}}
-data: {{path: {videos}/frames.jsonl, index_dir: {videos}/ix}}
-model: {{config: {with_processor()}}}
 train: {{num_steps: 1, global_batch_size: 12}}
 fsdp: {{param_dtype: float64, shard_size: {shard_size}}}
 balance: {{ranks_per_node: 4, enabled: {is_balanced}}}

@@ -23,7 +23,7 @@ from orchmllm.data.media.medium import (
 )
 from orchmllm.data.media.video import chosen, expand, pictures
 from orchmllm.plan.layout import AUDIO, VISION
-from tests.data.test_media_kinds import variants
+from tests.data.test_decode import variants
 from tests.lib.sources import SOUND, medium_at, samples_of
 from tests.lib.videos import CLIPS, SIZE, VIDEOS, write_clip, write_video
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import resource
 import signal
@@ -9,8 +10,10 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import closing
 from dataclasses import replace
 from multiprocessing import connection
+from types import SimpleNamespace
 from unittest.mock import patch
 
 import numpy as np
@@ -20,7 +23,7 @@ from torch.utils.data import DataLoader
 
 from orchmllm.config.balance import BalanceConfig
 from orchmllm.config.recipe import CheckpointConfig
-from orchmllm.data.loading import forks, pipeline
+from orchmllm.data.loading import forks, long_calls, pipeline
 from orchmllm.data.loading.workers import Workers
 from orchmllm.data.media.medium import MediaError
 from orchmllm.runtime.stop import Stopped
@@ -75,6 +78,72 @@ def test_same_batches_with_any_number_of_workers(dispatch):
             assert failed == also_failed and left == 0 and len(want) == len(got)
             for a, b in zip(want, got, strict=True):
                 np.testing.assert_array_equal(a, b, strict=True)
+
+
+class Told(SyntheticDataset):
+    """Example `long` is known to take long. Every load is written down as it begins."""
+
+    def __init__(self, long: int, path: str) -> None:
+        super().__init__(size=96)  # no example twice
+        self.long, self.path = long, path
+
+    def kept(self, i: int, read: bool) -> SimpleNamespace:
+        return SimpleNamespace(seconds=100.0 * (i == self.long), problem="it is made whole")
+
+    def load(self, i, *, row=None, **how):
+        with open(self.path, "a") as file:
+            file.write(f"{i}\n")
+        return super().load(i, **how)
+
+
+def order_of_loads(world, folder: str) -> tuple[list[list[int]], list[int]]:
+    """The examples of each step, and all examples in the order in which workers began them."""
+    run = run_recipe(2)
+    run = replace(run, train=replace(run.train, num_steps=8))
+    steps = [step.example_ids_of_rank for step in Trainer(
+        run, world, dataset=SyntheticDataset(size=96)).loader()]
+    data = Told(steps[-1][0], f"{folder}/loads")
+    predicted = patch.object(long_calls, "predicted_s", lambda row, segments: (
+        np.array([row.seconds]), np.zeros(1)))
+    with predicted:
+        found = [step.example_ids_of_rank for step in Trainer(run, world, dataset=data).loader()]
+    assert found == steps
+    return steps, [int(line) for line in open(data.path)]
+
+
+def test_a_call_that_takes_long_begins_before_those_of_earlier_steps(tmp_path):
+    (steps, loads), = run_ranks(order_of_loads, 1, str(tmp_path))
+    assert sorted(set(loads)) == sorted(i for step in steps for i in step)
+    begun = loads.index(steps[-1][0])
+    assert begun < min(map(loads.index, steps[-2])) and begun < min(map(loads.index, steps[-3]))
+
+
+class Blocked(SyntheticDataset):
+    """Example 0 waits; what is loaded after it is written down."""
+
+    def __init__(self, path: str) -> None:
+        super().__init__()
+        self.path, self.go_on = path, multiprocessing.get_context("fork").Event()
+
+    def load(self, i, **how):
+        if i == 0:
+            self.go_on.wait(300)
+        with open(self.path, "a") as file:
+            file.write(f"{i}\n")
+        return super().load(i, **how)
+
+
+def test_what_an_earlier_step_needs_comes_first(tmp_path):
+    data = Blocked(str(tmp_path / "loads"))
+    workers = Workers(data, 1)
+    try:
+        replies = [workers.request("load", [((i,), {})], step)
+                   for i, step in ((0, 9), (1, 7), (2, 8), (3, 7), (4, 0))]
+        data.go_on.set()
+        assert [reply()[0][0].example_id for reply in replies] == list(range(5))
+    finally:
+        workers.close()
+    assert (tmp_path / "loads").read_text().split() == list("04132")
 
 
 class Unlucky(SyntheticDataset):
@@ -172,16 +241,16 @@ def test_a_signal_to_the_process_group_stops_at_the_step(tmp_path):
 
 
 def test_results_keep_their_order_and_errors_their_text():
-    pool = Workers(Failing(), 2)
-    try:
+    """And the traceback of the worker."""
+    with closing(Workers(Failing(), 2)) as pool:
         calls = [((i,), {}) for i in range(24)]
         results = pool.request("load", calls)()
         assert [value.example_id for value, *_ in results] == list(range(24))
-        with pytest.raises(RuntimeError, match="a data worker failed: AttributeError: .*nothing"):
+        with pytest.raises(RuntimeError, match="a data worker failed: AttributeError: .*nothing"
+                           ) as failure:
             pool.request("nothing", [((0,), {})])()
+        assert "in _run" in str(failure.value.__cause__)
         assert pool.request("load", [])() == []
-    finally:
-        pool.close()
     with pytest.raises(ValueError, match="num_workers is -1"):
         Workers(Failing(), -1)
 
@@ -200,13 +269,10 @@ class Dying(SyntheticDataset):
 
 
 def test_a_worker_that_is_killed_while_it_answers_hangs_nobody():
-    pool = Workers(Dying(), 2)
-    try:
+    with closing(Workers(Dying(), 2)) as pool:
         for _ in range(2):  # neither this request nor a later one
             with pytest.raises(RuntimeError, match="a data worker exited unexpectedly"):
                 pool.request("load", [((i,), {}) for i in range(16)])()
-    finally:
-        pool.close()
     assert not [w for w in pool.processes if w.is_alive()]
 
 
@@ -224,22 +290,9 @@ class Unpicklable(SyntheticDataset):
 
 @pytest.mark.parametrize("i, text", [(0, "Odd: an error of its own"), (1, "TypeError: .*lock")])
 def test_what_cannot_be_pickled_is_named(i, text):
-    pool = Workers(Unpicklable(), 1)
-    try:
+    with closing(Workers(Unpicklable(), 1)) as pool:
         with pytest.raises(RuntimeError, match=f"a data worker failed: {text}"):
             pool.request("load", [((i,), {})])()
-    finally:
-        pool.close()
-
-
-def test_an_error_keeps_the_traceback_of_the_worker():
-    pool = Workers(Failing(), 1)
-    try:
-        with pytest.raises(RuntimeError) as failure:
-            pool.request("nothing", [((0,), {})])()
-        assert "in _run" in str(failure.value.__cause__)
-    finally:
-        pool.close()
 
 
 @pytest.fixture
@@ -261,14 +314,11 @@ def stuck_once(monkeypatch, tmp_path):
 
 
 def test_a_fork_that_is_stuck_is_forked_anew(stuck_once, monkeypatch):
-    pool = Workers(Failing(), 2)
-    try:
+    with closing(Workers(Failing(), 2)) as pool:
         results = pool.request("load", [((i,), {}) for i in range(8)])()
         assert [value.example_id for value, *_ in results] == list(range(8))
         assert stuck_once.exists()
         assert [w.is_alive() for w in pool.processes] == [True, True]
-    finally:
-        pool.close()
     stuck_once.unlink()
     monkeypatch.setattr(forks, "START_ATTEMPTS", 1)
     with pytest.raises(RuntimeError, match="did not start"):
@@ -285,12 +335,9 @@ def test_a_worker_that_is_killed_for_being_late_holds_no_lock(monkeypatch):
         return []
 
     monkeypatch.setattr(forks, "wait", late)
-    pool = Workers(Failing(), 2)
-    try:
+    with closing(Workers(Failing(), 2)) as pool:
         results = pool.request("load", [((i,), {}) for i in range(8)])()
         assert [value.example_id for value, *_ in results] == list(range(8))
-    finally:
-        pool.close()
 
 
 def test_workers_start_beside_a_thousand_open_files():
@@ -340,7 +387,7 @@ def test_a_worker_that_is_stuck_does_not_keep_the_loader_from_ending(tmp_path):
 
 HALF_STARTED = """
 import time
-from orchmllm.data.loading import forks, pipeline
+from orchmllm.data.loading import forks, long_calls, pipeline
 from orchmllm.data.loading.workers import Workers
 from tests.data.test_workers import Failing
 

@@ -27,8 +27,8 @@ ELSEWHERE = {
     "orchmllm init my/data.jsonl --model": "tests/tools/init/test_init.py",
     "orchmllm init my/data --model": "tests/tools/init/test_init.py",
     "orchmllm generate models/": "tests/tools/generate/test_whole_models.py",
-    "orchmllm papers reproduce compare": "tests/papers/test_made_tables.py",
-    "orchmllm papers reproduce orchmllm|": "tests/papers/test_made_tables.py",
+    "orchmllm papers reproduce compare": "tests/papers/test_evidence.py",
+    "orchmllm papers reproduce orchmllm|": "tests/papers/test_evidence.py",
     "make demo": "tests/e2e/test_demo.py",
     "make gpu": "tests/gpu_kit/test_bare.py",
     "python -m scripts.gpu": "tests/gpu_kit/test_bare.py",  # without a GPU it ends with 2
@@ -36,7 +36,7 @@ ELSEWHERE = {
     "python scripts/bench_balance.py": "tests/plan/test_balance_hard.py",
     "python scripts/bench_gpu.py": "tests/tools/predict/test_bench_gpu.py",
     "orchmllm dry-run recipes/mllm_1gpu.yaml --measured": "tests/tools/predict/test_bench_gpu.py",
-    "python scripts/make_paper_tables.py": "tests/papers/test_made_tables.py",
+    "python scripts/make_paper_tables.py": "tests/papers/test_evidence.py",
 }
 # Figures of a clock, of a file's time, and of a machine.
 VARIES = (r"\d+\.\d s\b", r"-[0-9a-f]{16}\b", r"\d+ tok/s.*", r"loss \d\.\d+")

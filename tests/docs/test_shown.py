@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
+from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 
 from orchmllm.cli import COMMANDS, dispatch
+from orchmllm.tools.predict import dry_run_command
 from tests.lib.commands import ROOT
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -96,3 +100,30 @@ def test_commands_that_are_shown_exist(page):
         for flag in re.findall(r"(?<!\S)--[a-z][\w-]*", line):
             if words[0] != "torchrun" and flag not in ("--help",):
                 assert re.search(f'"{flag}[" ]', source), (line, flag)
+
+
+MODELS = ("mllm10b", "mllm84b")
+
+
+def predicted(overrides: Sequence[str], out: Path) -> list[str]:
+    """The cells of a line: of each model, seconds of a step without and with balancing, and how
+    many times as fast that is."""
+    cells = []
+    for name in MODELS:
+        assert dry_run_command.main([f"recipes/{name}.yaml", "--ranks", "256", "--json", str(out),
+                                     *overrides]) == 0
+        found = json.loads(out.read_text())
+        before, after = (found["predicted"][how]["step_s"] for how in ("none", "balanced"))
+        cells.append(f"{before:.1f} -> {after:.1f} s, {before / after:.2f}x")
+    return cells
+
+
+@pytest.mark.slow
+def test_the_predictions_of_the_settings_are_those_of_the_command(tmp_path, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    text = (ROOT / "docs/stages.md").read_text(encoding="utf-8")
+    lines = re.findall(r"^\| [^|]* \| (none|`model[^|]*`) \| (.*x) \|$", text, re.M)
+    assert len(lines) == 5
+    for overrides, shown in lines:
+        cells = predicted(re.findall(r"`(.*?)`", overrides), tmp_path / "out.json")
+        assert shown == " | ".join(cells)

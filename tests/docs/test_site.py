@@ -13,13 +13,6 @@ from scripts.make_readme_picture import main as draw
 from tests.lib.commands import ROOT
 
 
-class Loader(yaml.SafeLoader):
-    """Of mkdocs.yml, whose tag for a function of Python is only text here."""
-
-
-Loader.add_multi_constructor("tag:yaml.org,2002:python/name:", lambda *_: "")
-
-
 def pages(nav: object) -> list[str]:
     if isinstance(nav, str):
         return [nav]
@@ -28,7 +21,7 @@ def pages(nav: object) -> list[str]:
 
 
 def test_every_page_is_in_the_navigation():
-    config = yaml.load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"), Loader)
+    config = yaml.safe_load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"))
     named = [p for p in pages(config["nav"]) if not p.startswith("repository/")]
     there = [p.relative_to(ROOT / "docs").as_posix() for p in (ROOT / "docs").rglob("*.md")]
     assert sorted(named) == sorted(there)
@@ -51,3 +44,5 @@ def test_it_builds_without_a_warning(tmp_path):
     text = (tmp_path / "site/api.html").read_text(encoding="utf-8")
     assert "<li><code>min_gain</code>: steps predicted to gain less" in text
     assert (tmp_path / "site/repository/CONTRIBUTING.html").is_file()
+    assert (tmp_path / "site/search/search_index.js").is_file()  # that of pages from the disk
+    assert 'src="iframe-worker.js"' in text and "unpkg.com" not in text

@@ -11,6 +11,7 @@ import pytest
 from orchmllm.runtime.metrics import read_rows
 from tests.lib import composed
 from tests.lib.commands import python
+from tests.lib.rows import losses
 from tests.sharding.test_composed import write_rows
 
 RECIPE = """\
@@ -64,11 +65,6 @@ def run(folder: Path, *args: str) -> str:
     out = python(*args, cwd=folder)
     assert out.returncode == 0, out.stderr
     return out.stdout
-
-
-def losses(folder: Path) -> dict[int, float]:
-    return {row["step"]: row["loss"] for row in read_rows(folder / "metrics.jsonl")
-            if "loss" in row}
 
 
 @pytest.mark.slow

@@ -124,13 +124,14 @@ ON_FOUR = {"none/load", "quadratic/tensors", "least_move/load", "random/accumula
            "a rank without targets"}
 
 
-# Each policy once, fast; layers after layers there on two ranks.
-@pytest.mark.parametrize("num_ranks, layers, names", [
-    (1, 1, ON_ONE), (2, 2, ON_TWO), (4, 1, ON_FOUR),
-    *(pytest.param(n, 2, ALL.keys(), marks=pytest.mark.slow) for n in (1, 2, 3, 4))],
+# Each policy once, fast; layers after layers there in a few cases.
+@pytest.mark.parametrize("num_ranks, deep, names", [
+    (1, set(), ON_ONE), (2, {"checkpointed", "greedy/tensors", "off"}, ON_TWO), (4, set(), ON_FOUR),
+    *(pytest.param(n, ALL.keys(), ALL.keys(), marks=pytest.mark.slow) for n in (1, 2, 3, 4))],
     ids=["1", "2", "4", "1, all", "2, all", "3, all", "4, all"])
-def test_gradients_equal_the_plain_loop(num_ranks, layers, names, references):
-    check({name: of_layers(layers, ALL[name]) for name in sorted(names)}, num_ranks, references)
+def test_gradients_equal_the_plain_loop(num_ranks, deep, names, references):
+    check({name: of_layers(1 + (name in deep), ALL[name]) for name in sorted(names)}, num_ranks,
+          references)
 
 
 @pytest.mark.slow

@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from orchmllm.config.recipe import RecipeError, load_recipe
+from orchmllm.config.recipe import Recipe, RecipeError, load_recipe
 from orchmllm.runtime.checkpoint import CheckpointError
 from tests.lib.commands import ROOT
 from tests.lib.ranks import RankFailure, run_ranks
@@ -49,29 +49,33 @@ def test_yaml_tags(tmp_path):
     assert not (tmp_path / "sentinel").exists()
 
 
+def spoiled_one_by_one(world, run: Recipe, evil: bytes) -> None:
+    assert len(train_recorded(world, run)) == 2
+    newest = Path(run.run.dir, "checkpoints", "step_00000002")
+    names = sorted(p.name for p in newest.iterdir())
+    for extra in (".metadata", "__0_0.distcp", "model.pt", "optimizer.bin"):
+        (newest / extra).write_bytes(evil)
+    assert train_recorded(world, run) == []  # resumes; the extra files are not read
+    for name in names:
+        saved = (newest / name).read_bytes()
+        (newest / name).write_bytes(evil)
+        path, why = find(world, run)
+        assert path == "step_00000001" and (name in why or name == "manifest.json"), name
+        (newest / name).write_bytes(saved)
+    (newest / "state.json").unlink()
+    path, why = find(world, run)
+    assert path == "step_00000001" and "state.json" in why
+    (newest / "manifest.json").write_text('{"version": 1, "files": {"../../x": {}}}')
+    assert find(world, run)[0] == "step_00000001"
+
+
 @pytest.mark.dist
 def test_pickles_in_a_checkpoint(tmp_path):
     """In place of every file, and beside them under the names torch would read. A file that is not
     what was saved, or is missing, is named, and the checkpoint before is used."""
-    run = run_recipe(tmp_path / "run", train={"num_steps": 2})
-    run_ranks(train_recorded, 2, run)
-    newest = tmp_path / "run" / "checkpoints" / "step_00000002"
-    sentinel, names = tmp_path / "sentinel", sorted(p.name for p in newest.iterdir())
-    evil = pickle.dumps(Evil(sentinel))
-    for extra in (".metadata", "__0_0.distcp", "model.pt", "optimizer.bin"):
-        (newest / extra).write_bytes(evil)
-    assert run_ranks(train_recorded, 2, run)[0] == []  # resumes; the extra files are not read
-    for name in names:
-        saved = (newest / name).read_bytes()
-        (newest / name).write_bytes(evil)
-        path, why = run_ranks(find, 1, run)[0]
-        assert path == "step_00000001" and (name in why or name == "manifest.json"), name
-        (newest / name).write_bytes(saved)
-    (newest / "state.json").unlink()
-    path, why = run_ranks(find, 1, run)[0]
-    assert path == "step_00000001" and "state.json" in why
-    (newest / "manifest.json").write_text('{"version": 1, "files": {"../../x": {}}}')
-    assert run_ranks(find, 1, run)[0][0] == "step_00000001"
+    sentinel = tmp_path / "sentinel"
+    run_ranks(spoiled_one_by_one, 1, run_recipe(tmp_path / "run", train={"num_steps": 2}),
+              pickle.dumps(Evil(sentinel)))
     assert not sentinel.exists()
 
 

@@ -14,18 +14,21 @@ from orchmllm.data.loading.step_loader import StepLoader
 from orchmllm.data.sampler import GlobalSampler
 from orchmllm.launch import World
 from orchmllm.trainer import Trainer
-from tests.lib.no_sync import NoSync, Waits
+from tests.lib.no_sync import Mixes, NoSync, Waits
 from tests.lib.ranks import run_ranks
 from tests.lib.synthetic import SyntheticDataset, recipe
 
 
-@pytest.mark.parametrize("code", [
-    lambda x: float(x.sum()), lambda x: x[x > 0], lambda x: x.nonzero(), lambda x: x.unique(),
-    lambda x: bool((x > 0).any()), lambda x: torch.repeat_interleave(x, x.long()),
-    lambda x: x.tolist(), lambda x: x.cpu(), lambda x: torch.zeros(3).to("meta"),
-    lambda x: torch.empty(3, device="meta").copy_(x)])
-def test_the_watch_notices(code):
-    with NoSync(), pytest.raises(Waits):
+@pytest.mark.parametrize("code, error", [
+    *((code, Waits) for code in (
+        lambda x: float(x.sum()), lambda x: x[x > 0], lambda x: x.nonzero(), lambda x: x.unique(),
+        lambda x: bool((x > 0).any()), lambda x: torch.repeat_interleave(x, x.long()),
+        lambda x: x.tolist(), lambda x: x.cpu(), lambda x: torch.zeros(3).to("meta"),
+        lambda x: torch.empty(3, device="meta").copy_(x))),
+    (lambda x: torch.zeros(3, 3, device="meta") + x, Mixes),
+    (lambda x: torch.zeros(3, device="meta")[x.long()], Mixes)])
+def test_the_watch_notices(code, error):
+    with NoSync(), pytest.raises(error):
         code(torch.ones(3))
 
 

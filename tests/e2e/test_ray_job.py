@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
@@ -14,6 +13,7 @@ import pytest
 
 from tests.lib.commands import ROOT, TINY
 from tests.lib.ray_clusters import cluster
+from tests.lib.rows import losses
 
 
 def started(data: Path, folder: Path) -> subprocess.Popen:
@@ -23,11 +23,6 @@ def started(data: Path, folder: Path) -> subprocess.Popen:
          f"data.path={data}", f"model.config={data / 'model'}", f"run.dir={folder}", *tiny,
          "train.num_steps=12", "checkpoint.every_steps=4"], cwd=ROOT,
         env=os.environ | {"PYTHONPATH": str(ROOT)})
-
-
-def losses(folder: Path) -> dict[int, float]:
-    rows = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
-    return {row["step"]: row["loss"] for row in rows if "loss" in row}
 
 
 def kill_a_worker() -> None:

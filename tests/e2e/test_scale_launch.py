@@ -143,13 +143,12 @@ def programs(folder: Path, **scripts: str) -> str:
     return f"{folder}:{Path(sys.executable).parent}:{os.environ['PATH']}"
 
 
-def sbatch(folder: Path, data: Path, model: Path, python: str, **env: str
-           ) -> subprocess.CompletedProcess:
+def sbatch(folder: Path, data: Path, python: str, **env: str) -> subprocess.CompletedProcess:
     """What the job's first node runs, of a recipe that says how many ranks it starts by itself.
     python: a script in its place."""
     return subprocess.run(
         ["bash", FOLDER / "slurm.sh", "recipes/demo.yaml", f"data.path={data}",
-         f"model.config={model}", f"run.dir={folder / 'run'}"],
+         f"model.config={data / 'model'}", f"run.dir={folder / 'run'}"],
         cwd=ROOT, capture_output=True, text=True,
         env=os.environ | {"PATH": programs(folder, scontrol=SCONTROL, srun=SRUN, python=python),
                           "PYTHONPATH": str(ROOT), "SLURM_JOB_ID": "7", "SLURM_NTASKS": "16",
@@ -159,7 +158,7 @@ def sbatch(folder: Path, data: Path, model: Path, python: str, **env: str
 @pytest.mark.parametrize("code", [0, 1, 143])
 def test_slurm_takes_the_first_of_many_hosts_and_queues_what_was_stopped_again(
         tmp_path, demo_corpus, code):
-    run = sbatch(tmp_path, demo_corpus, demo_corpus / "model", SHOWN, SRUN_EXIT=str(code))
+    run = sbatch(tmp_path, demo_corpus, SHOWN, SRUN_EXIT=str(code))
     assert run.returncode == code and "end\n" in run.stderr, run.stderr
     assert run.stdout.startswith("-m orchmllm.train recipes/demo.yaml --validate --ranks 16 data.")
     assert ("MASTER_ADDR=node-of-13-00\nscripts/launch/on_gpu_cores.sh python -m orchmllm.train "
@@ -168,8 +167,9 @@ def test_slurm_takes_the_first_of_many_hosts_and_queues_what_was_stopped_again(
 
 
 def test_what_is_refused_is_not_started(tmp_path, demo_corpus):
-    run = sbatch(tmp_path, tmp_path / "nowhere", demo_corpus / "model", PYTHON)
-    assert run.returncode == 2 and "nowhere: no such file" in run.stderr
+    """What --validate refuses: tests/runtime/test_preflight.py."""
+    run = sbatch(tmp_path, demo_corpus, "#!/bin/sh\necho no data >&2; exit 2\n")
+    assert run.returncode == 2 and "no data" in run.stderr
     assert "MASTER_ADDR" not in run.stdout
 
 

@@ -31,10 +31,6 @@ def longer(folder: Path, **changes):
                    data=replace(base.data, prefetch=2))
 
 
-def train_each(world, recipes) -> list[list[dict]]:
-    return [train(world, r, SyntheticDataset()) for r in recipes]
-
-
 def notes(world, r) -> list[str]:
     """What a run says beside its progress (shown by one rank)."""
     said = listened()
@@ -48,11 +44,6 @@ def test_the_choice_of_attention_is_said_once(tmp_path):
     assert [re.split(":|  ", x)[0] for x in said] == [
         "the rows come from no processor", "attention", "Longest items", "saved step 1"]
     assert "device is cpu" in said[1]
-
-
-def test_one_rank_runs_the_same_path(tmp_path):
-    one, = run_ranks(train_each, 1, [longer(tmp_path / "one", balance=ON)])
-    assert [r["phases"]["llm"]["imbalance_after"] for r in one[0]] == [1.0] * 6
 
 
 def ends(world, run, dataset, validates: bool) -> tuple[list[str], str]:

@@ -1,99 +1,16 @@
-"""A model of transformers through the commands: from a folder and a recipe of three lines to a
-folder that transformers generates with."""
+"""A model of transformers that cannot be trained, through the commands. The whole way of one that
+can: tests/e2e/test_composed.py."""
 
 from __future__ import annotations
 
 import copy
-import json
-import os
-import signal
-import subprocess
-import sys
-import time
-from pathlib import Path
 
 import pytest
 
 from orchmllm.cli import dispatch
-from orchmllm.config.recipe import DataConfig
-from orchmllm.data.stream import open_dataset
 from orchmllm.models import families
 from orchmllm.models.whole_model import meta_model
-from tests.lib.commands import ROOT, make_demo_data, python
 from tests.lib.whole_folders import write_model, write_rows
-
-RECIPE = """\
-model: {pretrained: whole}
-data: {path: images.jsonl}
-train: {num_steps: 20}
-"""
-
-
-def command(folder: Path, *args: str) -> tuple[int, str, str]:
-    out = python("-m", "orchmllm", *args, cwd=folder)
-    return out.returncode, out.stdout, out.stderr
-
-
-def losses(run: Path) -> dict[int, float]:
-    rows = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
-    return {row["step"]: row["loss"] for row in rows if "loss" in row}
-
-
-def killed(folder: Path, *args: str) -> None:
-    """The command, which is killed with its ranks once it has saved step 5."""
-    process = subprocess.Popen(
-        [sys.executable, "-m", "orchmllm", *args], cwd=folder, start_new_session=True,
-        env=os.environ | {"PYTHONPATH": str(ROOT)}, stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL)
-    while not (folder / "balanced/checkpoints/step_00000005/manifest.json").exists():
-        assert process.poll() is None
-        time.sleep(0.01)
-    os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
-
-
-@pytest.mark.slow
-@pytest.mark.dist
-@pytest.mark.whole
-def test_the_way_of_a_newcomer(tmp_path):
-    """Train with balancing off and on, kill, resume on another number of ranks, export, generate.
-    """
-    write_model("qwen3_vl", tmp_path / "whole")
-    demo = make_demo_data(tmp_path, 80)
-    rows = [json.loads(line) for line in (demo / "data.jsonl").read_text().splitlines()]
-    (tmp_path / "images.jsonl").write_text(
-        "".join(json.dumps(row) + "\n" for row in rows if not row["audios"]))
-    (tmp_path / "recipe.yaml").write_text(RECIPE)
-    code, _, err = command(tmp_path, "train", "recipe.yaml", "run.dir=sampled",
-                           "balance.enabled=false", "launch.nproc_per_node=2")
-    assert code == 0, err
-    on = ("train", "recipe.yaml", "run.dir=balanced", "checkpoint.every_steps=5")
-    killed(tmp_path, *on, "launch.nproc_per_node=2")
-    code, out, err = command(tmp_path, *on, "launch.nproc_per_node=3")
-    assert code == 0, err
-    assert "saved on 2 ranks, now 3" in out
-    assert losses(tmp_path / "balanced") == pytest.approx(losses(tmp_path / "sampled"), abs=1e-6)
-    assert len(losses(tmp_path / "balanced")) == 20
-    code, _, err = command(tmp_path, "export", "balanced/checkpoints/step_00000020",
-                           "--out", "exported")
-    assert code == 0, err
-    generate(tmp_path)
-    answers = [command(tmp_path, "generate", folder, "What is this?", "--max-tokens", "7")
-               for folder in ("balanced", "exported")]
-    (code, of_run, _), (other, of_export, _) = answers
-    assert code == other == 0 and len(of_run) > 2  # the run knows what ended answers in training
-    assert of_export.startswith(of_run.rstrip("\n")), answers
-
-
-def generate(folder: Path) -> None:
-    from transformers import AutoModelForImageTextToText
-
-    model = AutoModelForImageTextToText.from_pretrained(folder / "exported")
-    example = open_dataset(
-        DataConfig(path=str(folder / "images.jsonl"), index_dir=str(folder / "index")),
-        str(folder / "exported"), seed=0).load(0)
-    out = model.generate(input_ids=example.input_ids[None], **example.media, max_new_tokens=4)
-    assert out.shape == (1, len(example.input_ids) + 4)
 
 
 @pytest.mark.whole

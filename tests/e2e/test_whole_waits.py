@@ -51,7 +51,7 @@ class Case(NamedTuple):
     absent: str = ""
 
 
-COMPOSED = "qwen2_vl_whisper_llama"
+COMPOSED = "qwen2_vl_packed_whisper_qwen2"
 CASES = [Case("qwen3_vl"), Case("qwen2_5_vl", "selective", "none", "tensors"),
          Case("internvl", "full", "full", "tensors", "here"), Case("gemma3", absent="all"),
          Case(COMPOSED, "full", "none", "tensors", "here")]
@@ -143,7 +143,9 @@ def fake_step(case: Case, folder: Path) -> tuple[list[str], dict[str, int], dict
     whole, examples = examples_of(case, folder)
     batch = batch_of(whole, examples, case.dispatch)
     fsdp = FsdpConfig(compute_dtype="bfloat16", prefetch=1, vision_reshard=case.reshard,
-                      audio_reshard=case.reshard, llm_reshard=case.reshard)
+                      audio_reshard=case.reshard, llm_reshard=case.reshard,
+                      loss_chunk_rows=16 * (case.dispatch == "tensors"))
+    whole.loss_chunk_rows = fsdp.loss_chunk_rows
     recompute(whole, dict.fromkeys(PHASES, case.recomputes))
     with fake_cuda(2) as device:
         whole.to(device)
@@ -192,7 +194,7 @@ def fake_steps(folder: str, some: bool) -> tuple[list, dict[str, list]]:
 @pytest.mark.whole
 @pytest.mark.parametrize("some", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_a_step_waits_for_nothing_and_attends_once_a_block(some, tmp_path):
-    """Gemma 3 attends by masks, Whisper and the tower of InternVL in batches of one size."""
+    """Gemma 3 attends by masks, and the tower of InternVL in batches of one size."""
     folder = tmp_path / "model"
     composed.write_composed(COMPOSED, folder)
     write_rows(folder, COMPOSED)
@@ -200,7 +202,7 @@ def test_a_step_waits_for_nothing_and_attends_once_a_block(some, tmp_path):
     for case, (waits, kernels, blocks) in zip(CASES if some else ALL, steps, strict=True):
         assert waits == [], case
         packed = {"internvl": blocks["llm"], "gemma3": 0}.get(
-            case.name, blocks["llm"] + blocks.get("vision", 0))
+            case.name, sum(blocks.values()))
         again = 2 if case.recomputes == "full" else 1
         assert kernels["fused AdamW"] and kernels.get("backward", 0) == packed, case
         assert kernels.get("forward", 0) == packed * again, case

@@ -31,13 +31,6 @@ SCENARIOS = list(scenarios(ALL[0]))
 # It computes partly in float32 whatever the model's dtype, and one call of its encoder for all
 # images differs from a call for each in the last bits of it.
 FLOAT32 = {"gemma3"}
-FAST = [("qwen3_vl", "fsdp2", "non-reentrant", "media apart"),
-        ("qwen2_5_omni", "fsdp2", "none", "media apart"),
-        ("llava_onevision", "ddp", "none", "text only"), ("idefics3", "fsdp2", "none", "one item"),
-        ("mistral3", "ddp", "non-reentrant", "uneven"),
-        ("qwen2_audio", "fsdp2", "none", "uneven"),
-        ("audioflamingo3", "ddp", "reentrant", "text only"),
-        ("audioflamingo3", "fsdp2", "reentrant", "no media")]
 
 
 def bound(name: str, size: float) -> float:
@@ -52,16 +45,8 @@ def check(cells, results) -> float:
             assert seen["difference"] <= bound(cell[0], max(seen["size"], 0.01)), (cell, seen)
             assert seen["loss"] <= 1e-7 if cell[0] in FLOAT32 else seen["loss"] <= 1e-13, cell
             assert cell[3] == "no media" or seen["size"] > 1e-3, cell
+            assert cell[3] != "uneven" or seen["moved"] > 0, cell
     return max(seen["difference"] for rank in results for seen in rank)
-
-
-@pytest.mark.slow
-@pytest.mark.dist
-def test_gradients_of_some_cells():
-    results = run_ranks(run_cells, 3, FAST)
-    check(FAST, results)
-    for cell, seen in zip(FAST, results[0], strict=True):
-        assert seen["moved"] > 0 or cell[3] != "uneven", cell
 
 
 @pytest.mark.dist
@@ -157,11 +142,6 @@ UNKNOWN = {
                            intermediate_layers_indices=[0], vision_output_dim=64),
         text_config=dict(TINY, vocab_size=64, num_key_value_heads=2, cross_attention_layers=[1],
                          pad_token_id=0))),
-    "phi4_multimodal": ("Phi4MultimodalConfig", "Phi4MultimodalForCausalLM", dict(
-        TINY, vocab_size=64, num_key_value_heads=2, pad_token_id=0,
-        vision_config=dict(TINY, image_size=28, crop_size=28, patch_size=14),
-        audio_config=dict(hidden_size=32, intermediate_size=48, num_blocks=1,
-                          num_attention_heads=2))),
     "a text model": ("Qwen2Config", "Qwen2ForCausalLM", dict(
         TINY, vocab_size=64, num_key_value_heads=2)),
 }

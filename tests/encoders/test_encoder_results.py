@@ -15,7 +15,7 @@ from orchmllm import Encoder, Rows, balance_encoders
 from orchmllm.comm.agree import RemoteError
 from tests.lib.encoder_runs import gradients, mean_gradients, sharded, worst
 from tests.lib.examples import load
-from tests.lib.ranks import RankFailure, run_ranks
+from tests.lib.ranks import RankFailure, each_in_one_world, run_ranks
 
 pytestmark = pytest.mark.dist
 EXACT = 1e-13
@@ -99,8 +99,8 @@ def each_kind(world) -> dict[str, float]:
     return out
 
 
-def test_results_of_every_kind():
-    for rank in run_ranks(each_kind, 2):
+def test_results_of_every_kind(ranks):
+    for rank in ranks["each_kind"]:
         assert max(rank.values()) < EXACT, rank
 
 
@@ -200,8 +200,8 @@ def every_way(world) -> dict:
     return {how: broken(world, how) for how in (*BROKEN, *LOCAL)}
 
 
-def test_errors_reach_all_ranks():
-    zero, one = run_ranks(every_way, 2)
+def test_errors_reach_all_ranks(ranks):
+    zero, one = ranks["every_way"]
     for how, text in BROKEN.items():
         assert zero[how][0] == one[how][0] and text in one[how][0], (how, zero[how], one[how])
     for how, text in LOCAL.items():
@@ -241,9 +241,9 @@ def misused(world) -> dict[str, list[str]]:
     return out
 
 
-def test_features_of_other_calls_are_an_error_of_all_ranks():
+def test_features_of_other_calls_are_an_error_of_all_ranks(ranks):
     """At once in the first forward, later at the begin of the next one."""
-    zero, one = run_ranks(misused, 2)
+    zero, one = ranks["misused"]
     for how, part in MISUSED.items():
         assert zero[how] == one[how] and [text[:3] for text in zero[how]] == ["0 0", "1 2"], how
         assert all("rank 0 failed: RuntimeError: encoder 'photo'" in t and part in t
@@ -279,8 +279,8 @@ def without_effect(world) -> list[str]:
     return out
 
 
-def test_a_tower_that_runs_outside_of_the_forward_is_told_on_all_ranks():
-    zero, one = run_ranks(without_effect, 2)
+def test_a_tower_that_runs_outside_of_the_forward_is_told_on_all_ranks(ranks):
+    zero, one = ranks["without_effect"]
     assert zero == one and len(zero) == 2
     assert all("a PhotoTower ran outside of the forward of Broken" in text for text in zero)
 
@@ -305,8 +305,8 @@ def adapted(world) -> tuple[list[str], bool]:
     return out, same
 
 
-def test_dropout_that_is_added_later_is_refused():
-    for (first, second), same in run_ranks(adapted, 2):
+def test_dropout_that_is_added_later_is_refused(ranks):
+    for (first, second), same in ranks["adapted"]:
         assert first == "" and same
         assert "tower.block.linear1.1 has dropout 0.1" in second
 
@@ -323,8 +323,14 @@ def unjoined(world) -> str:
     return ""
 
 
-def test_a_join_that_is_not_called_is_named():
-    assert "did not call its embedding" in run_ranks(unjoined, 2)[1]
+def test_a_join_that_is_not_called_is_named(ranks):
+    assert "did not call its embedding" in ranks["unjoined"][1]
+
+
+@pytest.fixture(scope="module")
+def ranks() -> dict[str, list]:
+    return each_in_one_world(
+        2, (each_kind, every_way, misused, without_effect, adapted, unjoined))
 
 
 def sharded_and_raising(world) -> None:

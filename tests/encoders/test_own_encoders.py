@@ -23,8 +23,8 @@ from tests.lib.encoder_runs import (
     sharded,
     worst,
 )
-from tests.lib.examples import EXAMPLES, load
-from tests.lib.ranks import run_ranks
+from tests.lib.examples import load
+from tests.lib.ranks import each_in_one_world, run_ranks
 
 pytestmark = pytest.mark.dist
 EXACT = 1e-13
@@ -66,9 +66,8 @@ def two_towers(world, **options) -> dict:
     return out
 
 
-def test_a_model_of_ones_own_is_exact():
-    out = run_ranks(two_towers, 3)
-    for rank in out:
+def test_a_model_of_ones_own_is_exact(three):
+    for rank in three["two_towers"]:
         assert rank["one"] < EXACT and rank["two at once"] < EXACT
         assert rank["eval"] == {} and rank["removed"] == {} and rank["hooks"] == (1, 1)
         last = rank["one, last"]
@@ -77,8 +76,8 @@ def test_a_model_of_ones_own_is_exact():
         assert after < before and last["photo"].gain > 0.3
 
 
-def test_one_rank_is_exact():
-    (rank,) = run_ranks(two_towers, 1)
+def test_one_rank_is_exact(one):
+    (rank,) = one["two_towers"]
     assert rank["one"] < EXACT and rank["one, last"]["photo"].moved == 0
 
 
@@ -102,12 +101,12 @@ def given_embeddings(world) -> float:
     return worst(mean_gradients_of(model, loss), want)
 
 
-def test_embeddings_may_be_given():
-    assert max(run_ranks(given_embeddings, 2)) < EXACT
+def test_embeddings_may_be_given(two):
+    assert max(two["given_embeddings"]) < EXACT
 
 
-def test_a_model_is_balanced_once():
-    assert "balanced already: call remove()" in run_ranks(twice, 1)[0]
+def test_a_model_is_balanced_once(one):
+    assert "balanced already: call remove()" in one["twice"][0]
 
 
 def twice(world) -> str:
@@ -120,12 +119,6 @@ def twice(world) -> str:
     except ValueError as error:
         return str(error)
     return ""
-
-
-def test_it_takes_few_lines():
-    source = (EXAMPLES / "own_model.py").read_text()
-    call = source[source.index("    return balance_encoders("):].split("\n\n")[0]
-    assert "Encoder(" in call and len(call.splitlines()) <= 15
 
 
 def copied_and_shadowed(world) -> dict:
@@ -160,9 +153,8 @@ def copied_and_shadowed(world) -> dict:
     return out
 
 
-def test_copies_shadow_and_the_skip_rule():
-    out = run_ranks(copied_and_shadowed, 3)
-    for rank, seen in enumerate(out):
+def test_copies_shadow_and_the_skip_rule(three):
+    for rank, seen in enumerate(three["copied_and_shadowed"]):
         assert seen["copy"] < EXACT
         assert seen["same"] and seen["calls"] == ([4] if rank == 0 else [])
         assert seen["last"]["photo"].moved == 0 and seen["last"]["photo"].gain > 0.3
@@ -253,8 +245,8 @@ def looked_at(world) -> list[tuple[bool, dict]]:
     return out
 
 
-def test_encoders_are_balanced_without_gradients_where_that_is_asked_for():
-    for looks in run_ranks(looked_at, 2):
+def test_encoders_are_balanced_without_gradients_where_that_is_asked_for(two):
+    for looks in two["looked_at"]:
         for same, last in looks:
             assert same and last["photo"].moved > 0
 
@@ -272,12 +264,12 @@ def cheap(world) -> int:
     return handle.last["clip"].moved
 
 
-def test_a_small_cost_of_an_item_balances():
-    assert min(run_ranks(cheap, 2)) > 0
+def test_a_small_cost_of_an_item_balances(two):
+    assert min(two["cheap"]) > 0
 
 
-def test_many_items():
-    for difference, moved in run_ranks(many, 2):
+def test_many_items(two):
+    for difference, moved in two["many"]:
         assert difference < EXACT and moved > 100
 
 
@@ -285,8 +277,23 @@ def runs(world) -> dict:
     return load("own_model").main(3)
 
 
-def test_the_example_runs():
-    seen = run_ranks(runs, 2)
+@pytest.fixture(scope="module")
+def one() -> dict[str, list]:
+    return each_in_one_world(1, (two_towers, twice))
+
+
+@pytest.fixture(scope="module")
+def two() -> dict[str, list]:
+    return each_in_one_world(2, (given_embeddings, looked_at, cheap, many, runs))
+
+
+@pytest.fixture(scope="module")
+def three() -> dict[str, list]:
+    return each_in_one_world(3, (two_towers, copied_and_shadowed))
+
+
+def test_the_example_runs(two):
+    seen = two["runs"]
     assert seen[0] == seen[1] and len(seen[0]["losses"]) == 3
     for before, after in (step["photo"] for step in seen[0]["imbalance"]):
         assert after < before

@@ -13,34 +13,6 @@ from tests.lib.encoder_runs import gradients, reference, worst, wrapped
 from tests.lib.ranks import run_ranks
 
 APART = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
-# Of two videos t, h and w, in patches: several windows of Qwen2.5-VL, and parts of them.
-GRIDS = torch.tensor([[4, 6, 10], [3, 2, 4]])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", APART)
-def test_features_of_a_video_are_those_of_its_frames(name):
-    """The frames that are merged in time are one slice; what else has the model's grid is not."""
-    torch.manual_seed(0)
-    model = FAMILIES[name].build().model
-    with torch.no_grad():
-        for parameter in model.visual.parameters():  # positions of new models are all the same
-            parameter.copy_(torch.randn_like(parameter) / 4)
-        pixels = torch.randn(int(GRIDS.prod(1).sum()), 96, dtype=torch.float64)
-        whole = model.get_video_features(pixels, GRIDS, return_dict=True)
-        slices = GRIDS.repeat_interleave(GRIDS[:, 0], 0)
-        slices[:, 0] = 1
-        alone = [model.get_video_features(part, grid[None], return_dict=True) for part, grid in zip(
-            pixels.split(slices.prod(1).tolist()), slices, strict=True)]
-    found, wanted = ([torch.cat([f for layer in layers for f in layer]) for layers in zip(
-        *((out.pooler_output, *(getattr(out, "deepstack_features", None) or ())) for out in outs),
-        strict=True)] for outs in (alone, [whole]))
-    assert len(found) == (3 if name == "qwen3_vl" else 1)
-    for mine, theirs in zip(found, wanted, strict=True):
-        assert mine.shape == theirs.shape and float(theirs.std()) > 0.01
-        assert float((mine - theirs).abs().max()) <= 1e-12 * float(theirs.abs().max())
-    first = found[0][:15]  # of one slice; another one of the same video has other features
-    assert float((first - found[0][15:30]).abs().max()) > 0.01
 
 
 def one_video(world, name: str) -> tuple[float, list[int], int]:

@@ -261,4 +261,4 @@ def test_a_trace_tells_when_the_gpu_had_nothing_to_do(tmp_path):
 def test_the_docs_show_what_an_h200_gave():
     found = lines.read(ROOT / "benchmarks" / "gpu_h200.jsonl")
     assert not any(map(lines.problems_of, found))
-    assert lines.table(found) in (ROOT / "docs" / "gpu.md").read_text(encoding="utf-8")
+    assert lines.table(found) in (ROOT / "docs" / "results.md").read_text(encoding="utf-8")

@@ -4,6 +4,7 @@ never there: no ranks, no packing, no plan, no checkpoints. float64."""
 from __future__ import annotations
 
 import shutil
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import count
 from pathlib import Path
@@ -117,9 +118,15 @@ def _state_after(world, run: Recipe, failure: Failure) -> State:
     return out if world.rank == 0 else {}
 
 
-def reference_state(run: Recipe, left_out: frozenset[int], unusable: set[int]) -> State:
-    """The same of a run that never had the steps `left_out` and the examples `unusable`."""
-    return run_ranks(_reference_state, 1, run, left_out, unusable)[0]
+def reference_states(run: Recipe, without: Sequence[frozenset[int]], unusable: set[int]
+                     ) -> dict[frozenset[int], State]:
+    """The same of runs that never had some steps, by these, and the examples `unusable`."""
+    return run_ranks(_reference_states, 1, run, without, unusable)[0]
+
+
+def _reference_states(world, run: Recipe, without: Sequence[frozenset[int]], unusable: set[int]
+                      ) -> dict[frozenset[int], State]:
+    return {steps: _reference_state(world, run, steps, unusable) for steps in without}
 
 
 def _reference_state(world, run: Recipe, left_out: frozenset[int], unusable: set[int]) -> State:

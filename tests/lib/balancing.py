@@ -37,6 +37,18 @@ def loads(weight: np.ndarray, rank_of: np.ndarray, num_ranks: int) -> np.ndarray
     return out
 
 
+def some_held(rng: np.random.Generator, weight: np.ndarray, d: int) -> np.ndarray:
+    """(d,) up to three times the mean load of the items, on few or many ranks."""
+    most = 1 + int(weight.sum()) // d * int(rng.integers(1, 4))
+    return rng.integers(0, most, d) * (rng.random(d) < rng.random())
+
+
+def most_held(weight: np.ndarray, rank_of: np.ndarray, num_ranks: int, held: np.ndarray) -> int:
+    """The largest load with what ranks hold before; held: (ranks,), or () for nothing."""
+    load = loads(weight, rank_of, num_ranks)
+    return int((load + held if len(held) else load).max())
+
+
 @cache
 def assignments(n: int, d: int) -> np.ndarray:
     """All (d ** n, n) assignments."""

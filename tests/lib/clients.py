@@ -337,16 +337,22 @@ def loaded_in_shards(folder: Path) -> nn.Module:
         distributed_config=DistributedConfig(fsdp_size=dist.get_world_size())))
 
 
+def settings(folder: str | Path, **how: Any) -> dict[str, Any]:
+    """Arguments of transformers' TrainingArguments for a few steps of SGD on a CPU."""
+    return {**dict(output_dir=str(folder), optim="sgd", lr_scheduler_type="constant",
+                   max_grad_norm=0.0, use_cpu=True, report_to=[], disable_tqdm=True,
+                   save_strategy="no"), **how}
+
+
 def trainers_run(cell: Cell, folder: Path, make: Callable[..., Any]) -> Result:
     """transformers' Trainer or a subclass. make: (model, stop) -> the trainer."""
     seen: list = []
     for stop in cell.stops:
         inner = loaded_in_shards(folder) if cell.client in IN_SHARDS else tiny()
-        trainer = make(inner, dict(
-            output_dir=str(folder), max_steps=cell.stops[-1], per_device_train_batch_size=BATCH,
-            gradient_accumulation_steps=cell.accumulate, learning_rate=RATE, optim="sgd",
-            lr_scheduler_type="constant", max_grad_norm=0.0, use_cpu=True, report_to=[],
-            disable_tqdm=True, save_strategy="steps" if cell.resumed else "no", save_steps=1,
+        trainer = make(inner, settings(
+            folder, max_steps=cell.stops[-1], per_device_train_batch_size=BATCH,
+            gradient_accumulation_steps=cell.accumulate, learning_rate=RATE,
+            save_strategy="steps" if cell.resumed else "no", save_steps=1,
             eval_strategy="steps" if cell.evaluation else "no", eval_steps=1, logging_steps=100,
             dataloader_num_workers=int(cell.workers)))
         if stop < cell.stops[-1]:

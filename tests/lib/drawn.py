@@ -80,6 +80,15 @@ def with_processor() -> Path:
     return write_model(folder / "model", write_tokenizer(folder))
 
 
+def write_recipe(folder: Path, data: str, more: str = "") -> str:
+    """Writes r.yaml, of the model of with_processor and with an index in the same folder, and
+    returns its path. data: keys of the section, in a line; more: other sections."""
+    path = folder / "r.yaml"
+    path.write_text(f"data: {{{data}, index_dir: {folder}/index}}\n"
+                    f"model: {{config: {with_processor()}}}\n{more}", encoding="utf-8")
+    return str(path)
+
+
 def drawn_model() -> ModelConfig:
     """The model of with_processor."""
     return ModelConfig(config=str(with_processor()))
@@ -98,6 +107,12 @@ def reader_of(model: Path, max_example_tokens: int = 0) -> ProcessedReader:
     from orchmllm.data.text.processor import Processor
 
     return ProcessedReader(Processor(model), max_example_tokens)
+
+
+@cache
+def shared_reader(max_example_tokens: int = 0) -> ProcessedReader:
+    """Of the model of with_processor, for all tests of a process: none changes it."""
+    return reader_of(with_processor(), max_example_tokens)
 
 
 def write_model(folder: Path, tokenizer: Path, max_side: int = 112, num_layers: int = 2) -> Path:

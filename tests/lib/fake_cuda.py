@@ -4,7 +4,9 @@ there, so that what uses it runs in one of its own."""
 
 from __future__ import annotations
 
+import hashlib
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -51,13 +53,20 @@ def _library(folder: Path) -> Path:
         pytest.skip("this build of torch has CUDA itself")
     if not (compiler := shutil.which("g++")):
         pytest.skip("no g++ to build a stand-in for CUDA")
+    about = hashlib.sha256(f"{torch.__version__} {SOURCE.read_text()}".encode()).hexdigest()[:16]
+    kept = Path(os.environ["XDG_CACHE_HOME"]) / f"noop_cuda_{about}.so"  # between runs of the tests
+    if kept.exists():
+        return kept
     out, root = folder / "noop_cuda.so", Path(torch.__file__).parent
     built = subprocess.run(
         [compiler, "-O0", "-shared", "-fPIC", "-std=c++20", f"-I{root}/include", str(SOURCE),
          f"-L{root}/lib", "-lc10", "-ltorch_cpu", f"-Wl,-rpath,{root}/lib", "-o", str(out)],
         capture_output=True, text=True, timeout=300)
     assert built.returncode == 0, built.stderr[-2000:]
-    return out
+    kept.parent.mkdir(parents=True, exist_ok=True)
+    shutil.copy(out, part := kept.with_suffix(f".{os.getpid()}"))
+    part.replace(kept)
+    return kept
 
 
 class _Stream(torch.cpu.Stream):

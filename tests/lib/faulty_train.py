@@ -53,10 +53,6 @@ def run_recipe(folder: str, fault: str):
                       sample_every="answers" in fault))
 
 
-class UserError(BaseException):
-    """Not even an Exception."""
-
-
 def after_step(fault: str, odd: bool, step) -> None:
     """Makes the odd rank fail after step AT."""
     if "stall" in fault:
@@ -138,7 +134,7 @@ def main(folder: str, fault: str, num_ranks: int = 3) -> int:
         def on_step(step, row: dict) -> None:
             after_step(fault, odd, step)
             if "stall" in fault and step.index == AT - 2:  # a slow start of a rank is no stall
-                watch._stall_timeout_s = 10
+                watch._stall_timeout_s = 5
             if "folder" in fault and step.index == AT and world.rank == 0:
                 lose_folder(fault, Path(folder), watch.folder_taken)
 

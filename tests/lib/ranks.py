@@ -9,6 +9,7 @@ import os
 import tempfile
 import time
 import traceback
+from collections.abc import Callable, Iterable
 from datetime import timedelta
 from multiprocessing.connection import wait
 from pathlib import Path
@@ -78,6 +79,18 @@ def run_ranks(fn, num_ranks: int, *args, timeout_s: float = 500.0, **kwargs) -> 
                 process.close()
             for pipe in pipes:
                 pipe.close()
+
+
+def each_in_one_world(num_ranks: int, functions: Iterable[Callable]) -> dict[str, list]:
+    """By name, the results of several functions by rank, of one world of ranks: for a fixture of a
+    module whose tests would else start a world each."""
+    functions = tuple(functions)
+    found = run_ranks(_each, num_ranks, functions)
+    return {function.__name__: [rank[i] for rank in found] for i, function in enumerate(functions)}
+
+
+def _each(world: World, functions: tuple[Callable, ...]) -> list:
+    return [function(world) for function in functions]
 
 
 def _collect(ranks, pipes, deadline: float) -> list:

@@ -64,6 +64,7 @@ def find(world, run: Recipe) -> tuple[str, str]:
     said = listened()
     trainer = Trainer(run, world, dataset=SyntheticDataset())
     path, _ = trainer.checkpointer.find("auto")
+    trainer.close()
     return path.name, next((x for x in said if "using the one before" in x), "")
 
 

@@ -8,6 +8,7 @@ from jsonschema import Draft202012Validator
 
 from orchmllm.plan.assign import PHASES
 from orchmllm.runtime.log_schema import NUMBERS, STEP_ROW, VALIDATION_ROW
+from orchmllm.runtime.metrics import read_rows
 
 
 def row_problems(row: dict) -> list[str]:
@@ -29,6 +30,12 @@ def a_row(step: int, loss: float = 2.0) -> dict:
             "grad_norms": {"connector": 0.5, "llm": 0.75}, "measured": None, "nonfinite": False,
             "as_sampled": False, "save_due": False, "generator_loss": None,
             "host_memory_gb": 1.25}
+
+
+def losses(folder: Path) -> dict[int, float]:
+    """By step, of a run's last attempt at each."""
+    return {row["step"]: row["loss"] for row in read_rows(folder / "metrics.jsonl")
+            if "loss" in row}
 
 
 def scalars(folder: Path, name: str) -> list:

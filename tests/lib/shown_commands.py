@@ -34,7 +34,8 @@ INSTEAD = (
     (r"runs/x(?=\s|$)", "runs/mine"),
     (r"runs/default/checkpoints/step_\d+", "runs/mine/checkpoints/step_00000002"),
     (r"runs/plain", "runs/mine"), (r"train recipe\.yaml$", "train recipe.yaml train.num_steps=4"),
-    (r"\w+\.jpg", "demo_data/images/000003.jpg"), (r"\w+\.wav", "demo_data/audio/000002.wav"),
+    (r"(?<![\w/])\w+\.jpg", "demo_data/images/000003.jpg"),
+    (r"(?<![\w/])\w+\.wav", "demo_data/audio/000002.wav"),
     (r"plan (units\|)?split\|recompute small\.yaml", "plan recompute small.yaml --mix natural"),
 )
 

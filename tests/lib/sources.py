@@ -35,11 +35,20 @@ def opened(path: Path | str, reader: LengthReader, folder: Path, storage: Storag
         storage=storage)
 
 
+def same_tensors(some: dict, others: dict) -> bool:
+    """By name, with their dtypes, bit by bit."""
+    return some.keys() == others.keys() and all(
+        value.dtype == others[name].dtype and value.equal(others[name])
+        for name, value in some.items())
+
+
 def same_example(a: ProcessedExample, b: ProcessedExample) -> bool:
-    """The same ids, labels and tensors of media."""
-    return (a.input_ids.equal(b.input_ids) and a.labels.equal(b.labels)
-            and a.arguments == b.arguments and a.media.keys() == b.media.keys()
-            and all(a.media[name].equal(b.media[name]) for name in b.media))
+    """The same ids and labels, where there are any, and tensors of media and of parts."""
+    texts = {"ids": a.input_ids, "labels": a.labels}, {"ids": b.input_ids, "labels": b.labels}
+    said, also_said = ({n: v for n, v in text.items() if v is not None} for text in texts)
+    return (same_tensors(said, also_said) and a.arguments == b.arguments
+            and same_tensors(a.media, b.media) and a.parts.keys() == b.parts.keys()
+            and all(same_tensors(a.parts[s], b.parts[s]) for s in a.parts))
 
 
 def read_row(row: dict) -> Conversation:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 
 from orchmllm.config.recipe import Recipe
@@ -26,3 +27,18 @@ def train(world, run: Recipe, dataset=None, on_step: Callable | None = None) -> 
         return rows
     finally:
         trainer.close()
+
+
+def watched(world, run: Recipe, of_step: Callable, stop_after: int = -1, dataset=None) -> list:
+    """What of_step(step, row of metrics) says of every step that is trained. stop_after: the step
+    after which an error ends the run; -1: none."""
+    found: list = []
+
+    def record(step, row: dict) -> None:
+        found.append(of_step(step, row))
+        if step.index == stop_after:
+            raise KeyboardInterrupt
+
+    with contextlib.suppress(KeyboardInterrupt):
+        train(world, run, dataset, on_step=record)
+    return found

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -67,14 +68,30 @@ def write_model(family: str, folder: Path, dtype: torch.dtype = torch.float32) -
     return model
 
 
-def write_medium(kind: str, folder: Path, name: str, rng: np.random.Generator) -> dict[str, str]:
-    """An image, or a clip of up to a second, as a part of a conversation."""
+def write_medium(kind: str, folder: Path, name: str, rng: np.random.Generator,
+                 longest: float = 1.0) -> dict[str, str]:
+    """An image, or a clip of up to so many seconds, as a part of a conversation."""
     name += ".png" if kind == "image" else ".wav"
     if kind == "image":
         write_image(folder / name, rng)
     else:
-        write_clip(folder / name, rng.uniform(0.1, 1.0), rng)
+        write_clip(folder / name, rng.uniform(0.1, longest), rng)
     return {"type": kind, kind: name}
+
+
+def write_counted(folder: Path, counts: Sequence[int], kinds: Sequence[str] = ("image",), *,
+                  longest: float = 1.0, named: bool = True, long_texts: Sequence[int] = ()) -> None:
+    """data.jsonl with so many media in each example, of these kinds in turn. longest: see
+    write_medium; named: a text follows each medium; long_texts: examples with a long text."""
+    rng = np.random.default_rng(0)
+    with open(folder / "data.jsonl", "w", encoding="utf-8") as file:
+        for i, count in enumerate(counts):
+            parts = []
+            for k in range(count):
+                parts += [write_medium(kinds[k % len(kinds)], folder, f"{i}_{k}", rng, longest),
+                          *[{"type": "text", "text": f" picture {k}"}] * named]
+            parts += [{"type": "text", "text": "so " * 200}] * (i in long_texts)
+            file.write(asked(parts, rng))
 
 
 def write_image(path: Path, rng: np.random.Generator) -> None:

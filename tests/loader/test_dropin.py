@@ -7,6 +7,7 @@ import os
 import signal
 import threading
 import time
+import traceback
 from typing import NamedTuple
 
 import numpy as np
@@ -161,12 +162,13 @@ class Odd(Exception):
         super().__init__(f"{a}{b}")
 
 
-def failing(world, where: str, how: dict) -> list[tuple[str, str, int]]:
+def failing(world, where: str, how: dict) -> list[tuple[str, str, int, str]]:
     return [fails_with(world, where, kind, dict(how))
             for kind in (KeyError, Odd, StopIteration, OSError, MemoryError)]
 
 
-def fails_with(world, where: str, kind: type, how: dict) -> tuple[str, str, int]:
+def fails_with(world, where: str, kind: type, how: dict) -> tuple[str, str, int, str]:
+    """(class of the error, its text, processes that are left, where its cause was raised)."""
     calls = {"n": 0}
 
     def maybe(value, there: str):
@@ -189,15 +191,17 @@ def fails_with(world, where: str, kind: type, how: dict) -> tuple[str, str, int]
         for _ in loader:
             pass
     except Exception as e:
-        return type(e).__name__, str(e), len(psutil.Process().children())
-    return "", "", 0
+        cause = "".join(traceback.format_exception(e.__cause__)) if e.__cause__ else ""
+        return type(e).__name__, str(e), len(psutil.Process().children()), cause
+    return "", "", 0, ""
 
 
 @pytest.mark.dist
 @pytest.mark.parametrize("where, how", [
     ("length_fn", {}), ("collate_fn", {"bytes": True}), ("dataset", {"num_workers": 1}),
+    ("dataset", {}), ("dataset", {"bytes": True}),
     *(pytest.param(where, how, marks=pytest.mark.slow) for where, how in (
-        ("dataset", {}), ("collate_fn", {}), ("dataset", {"bytes": True}),
+        ("collate_fn", {}),
         ("length_fn", {"num_workers": 1, "prefetch": 0}))),
 ], ids=str)
 def test_an_error_is_raised_on_all_ranks_with_the_same_text(where, how):
@@ -205,6 +209,7 @@ def test_an_error_is_raised_on_all_ranks_with_the_same_text(where, how):
         assert {r[0] for r in ranks} == {"RemoteError"}, ranks
         assert ranks[0][1] == ranks[1][1] and "rank 1 failed" in ranks[0][1]
         assert all(r[2] == 0 for r in ranks)
+        assert ranks[0][3] == "" and ("in maybe" in ranks[1][3] or "num_workers" in how), ranks
 
 
 def killed_worker(world, how: dict) -> tuple[str, int, list[str]]:

@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import difflib
-import os
 
 import pytest
 
+from tests.lib.clients import as_torchrun
 from tests.lib.examples import EXAMPLES, load
 from tests.lib.ranks import run_ranks
 
 
 def run(world, name: str, *args):
-    # What torchrun sets; the group exists already.
-    os.environ.update(RANK=str(world.rank), LOCAL_RANK=str(world.rank), MASTER_ADDR="localhost",
-                      WORLD_SIZE=str(world.world_size), LOCAL_WORLD_SIZE=str(world.world_size),
-                      MASTER_PORT="1", ACCELERATE_USE_CPU="true")
-    return load(name).main(*args)
+    with as_torchrun(world):
+        return load(name).main(*args)
 
 
 def test_five_lines_apart():

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.util
 import io
+from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -11,10 +14,46 @@ from PIL import Image
 
 from orchmllm import lengths_of
 from orchmllm.loader.lengths import CollatedLengths
-from tests.data.test_image_templates import MODELS, TEMPLATES, TRL, processor
 from tests.lib.tokenizers import write_merged_tokenizer
 
+TRL = importlib.util.find_spec("trl")
+TEMPLATES = Path(TRL.origin).parent / "chat_templates" if TRL else Path()
+QWEN = ("<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>", "<|image_pad|>",
+        "<|video_pad|>")
+IDEFICS = ("<|im_start|>", "<|begin_of_text|>", "<fake_token_around_image>", "<global-img>",
+           "<image>", "<end_of_utterance>")
+MODELS = {  # template -> its special tokens
+    "qwen2_5_vl": QWEN, "qwen3_vl": QWEN, "smolvlm": IDEFICS, "idefics3": IDEFICS,
+    "gemma3": ("<start_of_turn>", "<end_of_turn>", "<start_of_image>", "<end_of_image>",
+               "<image_soft_token>"), "llava_next": ("<image>", "</s>")}
 SPLITS = ("smolvlm", "idefics3")
+
+
+def processor(name: str, tokenizer, template: str, monkeypatch):
+    """transformers' processor of a model, without what it needs for videos alone."""
+    import transformers as hf
+    from transformers.models.smolvlm import processing_smolvlm
+    from transformers.processing_utils import ProcessorMixin
+
+    monkeypatch.setattr(processing_smolvlm, "num2words", str)
+    check = ProcessorMixin.check_argument_for_proper_class
+    monkeypatch.setattr(ProcessorMixin, "check_argument_for_proper_class",
+                        lambda self, key, value: key == "video_processor" or check(
+                            self, key, value))
+    keys = dict(tokenizer=tokenizer, chat_template=template)
+    videos = SimpleNamespace(num_frames=0, fps=0, size={}, max_image_size={}, do_sample_frames=0)
+    if name == "gemma3":
+        return hf.Gemma3Processor(hf.Gemma3ImageProcessor(), image_seq_length=4, **keys)
+    if name == "idefics3":
+        return hf.Idefics3Processor(hf.Idefics3ImageProcessor(), image_seq_len=4, **keys)
+    if name == "smolvlm":
+        return hf.SmolVLMProcessor(hf.SmolVLMImageProcessor(), video_processor=videos,
+                                   image_seq_len=4, **keys)
+    if name == "llava_next":
+        return hf.LlavaNextProcessor(hf.LlavaNextImageProcessor(), patch_size=14,
+                                     vision_feature_select_strategy="default", **keys)
+    made = {"qwen2_5_vl": hf.Qwen2_5_VLProcessor, "qwen3_vl": hf.Qwen3VLProcessor}[name]
+    return made(hf.Qwen2VLImageProcessor(), video_processor=videos, **keys)
 
 
 def image(generator: np.random.Generator) -> Image.Image:
@@ -55,7 +94,7 @@ def internvl(tokenizer, template: str, monkeypatch):
 def test_equals_the_processor_on_real_images(name, tmp_path, monkeypatch):
     import transformers as hf
 
-    special = (*MODELS.get(name, MODELS["qwen2_5_vl"])[0], "<img>", "</img>", "<IMG_CONTEXT>")
+    special = (*MODELS.get(name, QWEN), "<img>", "</img>", "<IMG_CONTEXT>")
     named = {"gemma3": dict(boi_token="<start_of_image>", eoi_token="<end_of_image>",
                             image_token="<image_soft_token>"),
              "internvl": dict(start_image_token="<img>", end_image_token="</img>",

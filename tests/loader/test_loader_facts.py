@@ -355,31 +355,6 @@ def test_fillers_work_or_are_refused_before_the_first_batch():
     assert [r[:2] for r in ranks[1:]] == [ranks[0][:2]]
 
 
-def microbatches(world, prefetch: int) -> list[tuple]:
-    loader = loader_of(Texts(), 2, collate_fn=collate, lengths=LENGTHS, shuffle=True,
-                       accumulation_steps=3, prefetch=prefetch)
-    out = []
-    for batch in loader:
-        facts, one = loader.step, torch.ones((), dtype=torch.float64)
-        assert float(loader.scale_sum(one, divided_by=3)) == pytest.approx(
-            3 * float(loader.scale_sum(one)))
-        assert facts.example_ids == batch["ids"].tolist() and facts.num_microbatches == 3
-        out.append((facts.step, facts.microbatch, facts.is_last_microbatch, facts.num_examples,
-                    facts.num_global_targets, int((batch["labels"] != -100).sum())))
-    assert loader.step is facts  # those of the last batch, after the loop
-    return out
-
-
-@pytest.mark.parametrize("prefetch", [pytest.param(0, marks=pytest.mark.slow), 3])
-def test_facts_are_those_of_the_microbatch_last_yielded(prefetch):
-    ranks = run_ranks(microbatches, 2, prefetch)
-    assert [f[:3] for f in ranks[0]] == [(s, k, k == 2) for s in range(4) for k in range(3)]
-    for step in range(4):
-        facts = [f for rank in ranks for f in rank[3 * step: 3 * step + 3]]
-        assert {f[4] for f in facts} == {sum(f[5] for f in facts)}
-        assert sum(f[3] for f in facts) == 12
-
-
 def drop_in_block() -> tuple[str, set[str]]:
     """(the code of the README's drop-in block, the names that it says the user has)."""
     section = (ROOT / "README.md").read_text().split("## In your own training loop")[1]

@@ -13,8 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from orchmllm import BalancedDataLoader, CostModel, balance_trainer, cost_of
-from tests.lib.clients import as_torchrun, forget_accelerate, tiny
+from orchmllm import BalancedDataLoader, CostModel
 from tests.lib.dropin import Texts, collate, length_of
 from tests.lib.ranks import run_ranks
 
@@ -170,8 +169,8 @@ def shares(case: tuple, of_case: list[tuple]) -> tuple[float, float]:
 
 
 @pytest.mark.parametrize("cases, num_ranks", [
-    (CASES[2:], 4), *(pytest.param(cases, d, marks=pytest.mark.slow)
-                      for cases, d in ((CASES[:2], 4), (CASES, 2), (OTHERS, 2), (OTHERS, 4)))])
+    (CASES[2:4], 4), *(pytest.param(cases, d, marks=pytest.mark.slow)
+                       for cases, d in ((CASES, 4), (CASES, 2), (OTHERS, 2), (OTHERS, 4)))])
 def test_without_a_policy_the_loader_finds_the_one_that_fits(cases, num_ranks):
     for case, of_case in zip(cases, run_ranks(computed, num_ranks, cases)[0], strict=True):
         (off, _), (auto, gains), *_ = of_case
@@ -241,56 +240,3 @@ def resumed(world) -> tuple[list, list]:
 def test_a_resumed_loader_keeps_what_it_saw():
     for rest, again in run_ranks(resumed, 2):
         assert rest == again and len(rest) == 6
-
-
-def trained(world, folder: str, phases: CostModel | None) -> tuple[list, list, list[str]]:
-    """As `counted`, of transformers' Trainer with its own collator and loader: what each batch
-    costs by `phases`, or by the model's FLOPs."""
-    from tokenizers import Tokenizer
-    from tokenizers.models import WordLevel
-    from transformers import (
-        DataCollatorForSeq2Seq,
-        PreTrainedTokenizerFast,
-        Trainer,
-        TrainingArguments,
-    )
-
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=Tokenizer(WordLevel({"<pad>": 0}, unk_token="<pad>")), pad_token="<pad>")
-    lengths = torch.randint(16, 513, (256,), generator=torch.Generator().manual_seed(0)).tolist()
-    data = [{"input_ids": [1] * n, "attention_mask": [1] * n, "labels": [1] * n} for n in lengths]
-    sizes, lines = [], messages()
-    for enabled in (False, True):
-        del lines[:]
-        own: list[int] = []
-        model = tiny().float()
-        cost = phases or cost_of(model)
-        model.register_forward_pre_hook(
-            lambda m, args, given, own=own, cost=cost: own.append(
-                cost(np.full(*given["input_ids"].shape)).sum())
-            if torch.is_grad_enabled() else None, with_kwargs=True)
-        with as_torchrun(world):
-            balance_trainer(Trainer(
-                model=model, train_dataset=data, data_collator=DataCollatorForSeq2Seq(tokenizer),
-                args=TrainingArguments(
-                    folder, max_steps=8, per_device_train_batch_size=8, use_cpu=True,
-                    save_strategy="no", report_to=[], disable_tqdm=True)),
-                lengths=lengths, enabled=enabled, log_every=1,
-                **({"phases": phases} if phases else {})).train()
-        forget_accelerate()
-        sizes.append(by_rank(own).tolist())
-    return *sizes, [line for line in lines if LINE.search(line)]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("phases", [CostModel(1000, 0), None], ids=["tokens", "FLOPs"])
-def test_a_trainer_with_its_padding_collator_computes_less_padding(tmp_path, phases):
-    """In padded tokens, and by default in the FLOPs of the padded batches."""
-    before, after, lines = run_ranks(trained, 4, str(tmp_path), phases)[0]
-    off, on = (int(np.array(sizes).max(0).sum()) for sizes in (before, after))
-    said = [float(LINE.search(line)[3]) for line in lines]
-    print(f"cost of the slowest rank in {len(said)} steps: {off} without balancing, {on} with it "
-          f"({on / off:.3f}); gain {100 * (1 - on / off):.1f}% counted, {np.mean(said):.1f}% "
-          "logged")
-    assert len(said) == 8 and on <= 0.8 * off
-    assert abs(np.mean(said) - 100 * (1 - on / off)) <= 5

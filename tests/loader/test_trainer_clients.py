@@ -4,14 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from tests.lib.client_cells import PARTS, TRAINERS, cells_of_part, check, fast_cells
+from tests.lib.client_cells import PARTS, TRAINERS, cells_of_part, check
 
 pytestmark = pytest.mark.dist
-
-
-@pytest.mark.slow
-def test_pairs():
-    check(fast_cells(TRAINERS))
 
 
 @pytest.mark.slow

@@ -6,6 +6,7 @@ from __future__ import annotations
 import copy
 import random
 import threading
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from torch import nn
 
 from orchmllm import balance_trainer, check_equivalence, cost_of
 from orchmllm.data.text.model_folder import load_processor
+from tests.lib import clients
 from tests.lib.clients import Examples, as_torchrun, forget_accelerate, tiny
 from tests.lib.ranks import run_ranks
 
@@ -26,13 +28,7 @@ FAMILIES_OF_MEDIA = ("qwen2_vl", "qwen3_vl", "gemma3", "internvl", "qwen2_audio"
 LENGTHS = Examples(24, few_long=True).lengths
 
 
-def settings(folder: str, **how: Any) -> dict[str, Any]:
-    return {**dict(
-        output_dir=folder, max_steps=3, learning_rate=0.1, optim="sgd", max_grad_norm=0.0,
-        lr_scheduler_type="constant", use_cpu=True, report_to=[], disable_tqdm=True,
-        save_strategy="no"), **how}
-
-
+settings = partial(clients.settings, max_steps=3, learning_rate=0.1)
 BERT = dict(vocab_size=64, hidden_size=16, intermediate_size=16, num_hidden_layers=1,
             num_attention_heads=2, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
             num_labels=3)
@@ -55,8 +51,8 @@ def heads(kind: str) -> nn.Module:
             activation_dropout=0.0, final_dropout=0.0, apply_spec_augment=False,
             ctc_loss_reduction="sum" if "sum" in kind else "mean"))
     else:
-        name = {"masked LM": "MaskedLM", "tokens": "TokenClassification"}.get(
-            kind, "SequenceClassification")
+        name = {"masked LM": "MaskedLM", **dict.fromkeys(
+            ("tokens", "override"), "TokenClassification")}.get(kind, "SequenceClassification")
         config = t.BertConfig(**{**BERT, "num_labels": 1 if kind == "regression" else 3})
         model = getattr(t, f"BertFor{name}")(config)
     return model.double()
@@ -74,7 +70,7 @@ class Rows(Examples):
         row, kind = super().__getitem__(i), self.kind
         if kind in ("sequence", "regression"):
             return {**row, "labels": torch.tensor(i % 3 if kind == "sequence" else i / 7)}
-        if kind == "tokens":
+        if kind in ("tokens", "override"):
             return {**row, "labels": row["labels"].where(row["labels"] < 0, row["labels"] % 3)}
         if kind.startswith("CTC"):
             sound = torch.randn(16 * self.lengths[i], generator=torch.Generator().manual_seed(i))
@@ -98,10 +94,19 @@ def plain(folder: str, size: int, kind: str = "tokens", model: nn.Module | None 
           steps: int = 1, **how: Any) -> Any:
     from transformers import Trainer, TrainingArguments
 
-    return Trainer(model=model or heads(kind), train_dataset=Rows(kind),
-                   **{"data_collator": padded, **how}, args=TrainingArguments(**settings(
-                       folder, learning_rate=1e-4 if kind == "CTC sum" else 0.1),
-                       per_device_train_batch_size=size, gradient_accumulation_steps=steps))
+    class Overrides(Trainer):
+        """With a mean that shifts its labels, of which the Trainer cannot know."""
+
+        def compute_loss(self, model: nn.Module, inputs: dict, *_: Any, **how: Any) -> Any:
+            logits = model(**{n: x for n, x in inputs.items() if n != "labels"}).logits
+            return nn.functional.cross_entropy(
+                logits[:, :-1].flatten(0, 1), inputs["labels"][:, 1:].flatten())
+
+    return (Overrides if kind == "override" else Trainer)(
+        model=model or heads(kind), train_dataset=Rows(kind),
+        **{"data_collator": padded, **how}, args=TrainingArguments(
+            **settings(folder, learning_rate=1e-4 if kind == "CTC sum" else 0.1),
+            per_device_train_batch_size=size, gradient_accumulation_steps=steps))
 
 
 def pairs(kind: str, folder: str, size: int, steps: int) -> Any:
@@ -135,7 +140,7 @@ def pairs(kind: str, folder: str, size: int, steps: int) -> Any:
             gradient_checkpointing=False, disable_dropout=True))
 
 
-SOME = ("tokens", "T5", "CTC", "function")
+SOME = ("tokens", "T5", "CTC", "function", "override")
 OTHERS = ("sequence", "regression", "masked LM", "CTC sum", "FSDP2")
 
 

@@ -17,6 +17,7 @@ from tests.lib.clients import (
     forget_accelerate,
     gathered,
     recording,
+    settings,
     trainers_loss,
 )
 from tests.lib.ranks import run_ranks
@@ -57,11 +58,9 @@ def weights(world, folder: str, parts: dict[str, int], loss: str, dtype: str) ->
         trainer = balance_trainer(Trainer(
             model=model, train_dataset=DATA, data_collator=collate,
             compute_loss_func=trainers_loss if loss == "scaled" else mean_loss,
-            args=TrainingArguments(
-                output_dir=folder, max_steps=STEPS, gradient_accumulation_steps=steps,
-                per_device_train_batch_size=8 // replicas // steps, learning_rate=0.1, optim="sgd",
-                lr_scheduler_type="constant", max_grad_norm=0.0,
-                use_cpu=True, report_to=[], disable_tqdm=True, save_strategy="no")),
+            args=TrainingArguments(**settings(
+                folder, max_steps=STEPS, gradient_accumulation_steps=steps,
+                per_device_train_batch_size=8 // replicas // steps, learning_rate=0.1))),
             lengths=DATA.lengths, policy="greedy", loss=loss, max_tokens=40 if steps > 1 else 0)
         trainer.train()
     assert trainer._balance_loader.num_ranks == replicas

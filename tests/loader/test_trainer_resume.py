@@ -8,19 +8,14 @@ import signal
 from pathlib import Path
 
 import pytest
-import torch
-from torch import nn
 from torch.utils.data import DistributedSampler, IterableDataset
 
 from orchmllm import BalancedDataLoader, balance_trainer
 from tests.lib.clients import (
-    Cell,
     Examples,
     as_torchrun,
     collate,
     forget_accelerate,
-    loss_of,
-    reference,
     stop_at,
     tiny,
 )
@@ -86,48 +81,6 @@ def test_a_killed_trainer_goes_on_bit_equal(tmp_path, how, workers):
     resumed, whole = run_ranks(resumed_and_whole, 2, str(tmp_path), how, workers)[0]
     assert len(whole) == 9 and len(set(whole)) == 9
     assert resumed == whole
-
-
-class Mean(nn.Module):
-    """A model that knows nothing of num_items_in_batch: its loss is a mean over its own labels."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = tiny()
-
-    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> dict:
-        return {"loss": loss_of(self.inner(input_ids=input_ids).logits, labels)}
-
-
-def mean_losses(world, folder: str, how: str) -> float:
-    """Largest difference of a weight from the reference."""
-    from transformers import Trainer
-
-    class Mine(Trainer):
-        def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
-            return model(**inputs)["loss"]
-
-    data = Cell("trainer").data
-    with as_torchrun(world):
-        model = Mean()
-        trainer = balance_trainer((Mine if how == "override" else Trainer)(
-            model=model, train_dataset=data, data_collator=collate,
-            args=arguments(folder, max_steps=4, save_strategy="no", learning_rate=0.5, optim="sgd",
-                           gradient_accumulation_steps=2, lr_scheduler_type="constant",
-                           max_grad_norm=0.0)),
-            lengths=data.lengths, policy="greedy")
-        trainer.train()  # this model shifts its labels, which the Trainer cannot know
-    everyone: list = [None] * world.world_size
-    torch.distributed.all_gather_object(everyone, model.inner.seen)
-    steps = [sorted({i for seen in everyone for batch in seen[t: t + 2] for i in batch})
-             for t in range(0, 8, 2)]
-    want = reference(data, steps)
-    return max(float((p - want[n]).abs().max()) for n, p in model.inner.named_parameters())
-
-
-@pytest.mark.parametrize("how", [pytest.param("model", marks=pytest.mark.slow), "override"])
-def test_a_mean_loss_is_scaled(tmp_path, how):
-    assert max(run_ranks(mean_losses, 2, str(tmp_path), how)) <= 1e-12
 
 
 def refusals(world, folder: str) -> list[str]:

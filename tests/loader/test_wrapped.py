@@ -11,7 +11,15 @@ from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
 from orchmllm import BalancedDataLoader, balance, balance_trainer
 from orchmllm.loader.streams import ForeignStream
-from tests.lib.clients import Examples, as_torchrun, collate, forget_accelerate, length_of, tiny
+from tests.lib.clients import (
+    Examples,
+    as_torchrun,
+    collate,
+    forget_accelerate,
+    length_of,
+    settings,
+    tiny,
+)
 from tests.lib.dropin import Stream, Texts, loader_of, token_count
 from tests.lib.dropin import collate as collate_texts
 from tests.lib.ranks import run_ranks
@@ -44,10 +52,9 @@ def streamed(world, folder: str) -> list:
         with as_torchrun(world):
             trainer = balance_trainer(kind(
                 model=tiny(), train_dataset=Rows(), data_collator=collate,
-                args=TrainingArguments(
-                    output_dir=folder, max_steps=6, per_device_train_batch_size=2, use_cpu=True,
-                    report_to=[], disable_tqdm=True, save_strategy="no",
-                    accelerator_config={"dispatch_batches": dispatch})),
+                args=TrainingArguments(**settings(
+                    folder, max_steps=6, per_device_train_batch_size=2,
+                    accelerator_config={"dispatch_batches": dispatch}))),
                 length_fn=length_of, policy="greedy")
             trainer.train()
         forget_accelerate()

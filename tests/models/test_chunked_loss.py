@@ -3,16 +3,11 @@ memory."""
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
 import pytest
 import torch
 
 from orchmllm.batch import IGNORE_INDEX
 from orchmllm.models.loss import LossHead
-
-CHUNK = 128
 
 
 def loss_and_gradients(rows: int, vocab: int, chunk: int, hidden_size: int = 64,
@@ -47,35 +42,3 @@ def test_nothing_learnt_has_no_gradient():
     loss = head(hidden, torch.full((6,), IGNORE_INDEX), 4)
     loss.backward()
     assert loss == 0 and not hidden.grad.any() and not head.weight.grad.any()
-
-
-RSS = """
-import re
-from pathlib import Path
-from tests.models.test_chunked_loss import loss_and_gradients
-
-def kilobytes(name):
-    return int(re.search(name + r":\\s+(\\d+) kB", Path("/proc/self/status").read_text())[1])
-
-loss_and_gradients(256, 1024, min({chunk}, 100))  # threads and buffers of the libraries
-before = kilobytes("VmRSS")
-Path("/proc/self/clear_refs").write_text("5")  # the largest resident set counts from here
-loss_and_gradients(4096, 65536, {chunk})
-print(1024 * (kilobytes("VmHWM") - before))
-"""
-
-
-def resident(chunk: int) -> float:
-    """Bytes by which a fresh process grows at most over the loss of 4k tokens x 64k vocabulary."""
-    return float(subprocess.run([sys.executable, "-c", RSS.format(chunk=chunk)], check=True,
-                                capture_output=True, text=True).stdout)
-
-
-@pytest.mark.slow
-def test_the_process_takes_a_fraction_of_the_memory_at_4k_tokens_and_64k_vocabulary():
-    plain, chunked = resident(0), resident(CHUNK)
-    print(f"plain {plain / 1e6:.0f} MB, chunked {chunked / 1e6:.0f} MB")
-    assert plain >= 4 * chunked
-    want, got = (loss_and_gradients(4096, 65536, c) for c in (0, CHUNK))
-    for a, b in zip(got, want, strict=True):
-        assert float((a - b).norm()) <= 1e-6 * float(b.norm())

@@ -19,28 +19,20 @@ from transformers.models.llama import modeling_llama as llama
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb as turn
 from transformers.models.qwen3_vl import modeling_qwen3_vl as qwen3_vl
 
-from orchmllm.config.model import ModelConfig
 from orchmllm.models.fused import fuse, rotation_like
 from orchmllm.proof.compare import InFloat64
 from scripts.count_kernels import count_block
-from tests.lib import whole_models as models
 from tests.lib.recipes import read
 
 pytestmark = pytest.mark.whole
 MOST = 80
 
 
-@pytest.mark.parametrize("name", ["qwen3_vl", "llama"])
-def test_a_block_of_text_runs_few_kernels(name, tmp_path):
-    """Of Qwen3-VL, which normalises queries and keys too, and of LLaVA's Llama; transformers' own
-    code runs more."""
-    if name == "qwen3_vl":
-        model = read("qwen3_vl_8b").model
-    else:
-        models.build("llava").config.save_pretrained(tmp_path)
-        model = ModelConfig(config=str(tmp_path))
+def test_a_block_of_text_runs_few_kernels():
+    """Of Qwen3-VL, which normalises queries and keys too; transformers' own code runs more. Of
+    Qwen2: test_kernels.py."""
     found, stock = (sum(sum(kernels.count.values()) for kernels in count_block(
-        model, 4096, stock)) for stock in (False, True))
+        read("qwen3_vl_8b").model, 4096, stock)) for stock in (False, True))
     assert found <= MOST and stock > 110, (found, stock)
 
 

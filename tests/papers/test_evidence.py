@@ -1,5 +1,6 @@
 """The rows of `orchmllm papers reproduce`: the paper's values are those of its text, and every row
-has a verdict by one rule."""
+has a verdict by one rule; the tables of docs/schemes.md and docs/scale.md are what the commands
+say."""
 
 from __future__ import annotations
 
@@ -12,6 +13,8 @@ import pytest
 from orchmllm.papers import disttrain, fact, omnibal, orchmllm
 from orchmllm.papers.fact import CALIBRATED, MEASURED, Fact, Printed, counts
 from orchmllm.papers.reproduce import main
+from scripts.make_paper_tables import DOCS, TABLES, made
+from scripts.make_paper_tables import main as make_tables
 from tests.lib.commands import ROOT
 
 PAPERS = ("orchmllm", "disttrain", "mmscale", "omnibal")
@@ -188,3 +191,19 @@ def test_the_rule_and_the_counts_are_printed(capsys, monkeypatch):
     out = capsys.readouterr().out
     assert fact.__doc__ in out and "3 rows: 0 agrees, 0 sign only, 0 off; apart: 3 not" in out
     assert out.count("Table 7 | ") == 3 and "Table 8" not in out
+
+
+@pytest.mark.slow
+def test_the_pages_are_what_the_commands_say(capsys):
+    assert make_tables(["--check"]) == 0, capsys.readouterr().err
+
+
+def test_every_table_is_made_anew_between_its_markers(monkeypatch):
+    text = "\n".join((DOCS / f"{name}.md").read_text(encoding="utf-8")
+                     for name in ("schemes", "scale"))
+    for name in TABLES:
+        monkeypatch.setitem(TABLES, name, lambda name=name: f"| {name} |")
+    new = made(text)
+    for name in TABLES:
+        assert new.count(f": {name} -->\n| {name} |\n<!-- End -->") == 1
+    assert made(new) == new != text

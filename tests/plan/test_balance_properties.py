@@ -6,15 +6,21 @@ import sys
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from orchmllm.papers.mixes import MODELS
-from orchmllm.plan.assign import example_bytes
 from orchmllm.plan.balance import POLICIES, assign_microbatches, balance, core, load_cap
 from orchmllm.plan.layout import AUDIO, VISION
 from orchmllm.tools.predict.workload import sample_layout
-from tests.lib.balancing import brute_force, loads, problems, thorough
+from tests.lib.balancing import (
+    brute_force,
+    loads,
+    most_held,
+    problems,
+    some_held,
+    thorough,
+)
 from tests.lib.commands import ROOT
 from tests.lib.recipes import small_spec
 from tests.twins import core as reference
@@ -25,22 +31,6 @@ sys.path.append(str(ROOT / "scripts"))  # as for a script that is started
 from bench_balance import SYNTHETIC, synthetic_lengths  # noqa: E402
 
 NOTHING = np.zeros(0, np.int64)
-
-
-@settings(thorough, max_examples=80)
-@given(problems(max_items=60, max_ranks=12), st.sampled_from([0, .001, .02, .5]), st.booleans())
-def test_least_move_equals_twin_and_moves_little(problem, tolerance, priced) -> None:
-    weight, home, d, c = problem
-    price = np.arange(len(weight)) * 7919 % 1000 if priced else NOTHING
-    cap = load_cap(weight, d, tolerance)
-    got, operations = core().least_move_counted(weight, home, price, d, c, cap)
-    twin, counted = least_move_counted(weight, home, price, d, c, cap)
-    assert np.array_equal(got, twin) and operations == counted
-    assert np.array_equal(got[weight == 0], home[weight == 0])
-    before = loads(weight, home, d).max(initial=0)
-    assert loads(weight, got, d).max(initial=0) <= max(before, cap)
-    if before <= cap:
-        assert np.array_equal(got, home)
 
 
 def random_case(rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray, np.ndarray, int, int]:
@@ -77,9 +67,13 @@ def test_least_move_is_never_worse_than_greedy(num_cases) -> None:
     rng = np.random.default_rng(0)
     for case in range(num_cases):
         weight, home, price, d, c = random_case(rng)
-        cap = load_cap(weight, d, float(rng.choice([0, .001, .005, .05])))
-        got = loads(weight, core().least_move(weight, home, price, d, c, cap), d).max()
-        lpt = loads(weight, core().greedy(weight, home, d), d).max()
+        held, before = NOTHING, core().greedy(weight, home, d)
+        if case % 20 == 0:  # `greedy` starts from what is held, too
+            held = some_held(rng, weight, d)
+            before = reference.greedy(weight, home, d, held.tolist())
+        cap = load_cap(weight, d, float(rng.choice([0, .001, .005, .05])), held)
+        got, lpt = (most_held(weight, plan, d, held) for plan in (
+            core().least_move(weight, home, price, d, c, cap, held), before))
         assert got <= max(cap, lpt), (case, got, cap, lpt)
 
 
@@ -90,9 +84,10 @@ def test_a_looser_tolerance_never_moves_more(num_cases) -> None:
     tolerances = (0, .0003, .001, .002, .003, .005, .01, .02, .05, .07, .1, .2, .5, 1)
     for case in range(num_cases):
         weight, home, price, d, c = random_case(rng)
-        moved = []
+        moved, held = [], some_held(rng, weight, d) if case % 2 else NOTHING
         for tolerance in tolerances:
-            got = core().least_move(weight, home, price, d, c, load_cap(weight, d, tolerance))
+            cap = load_cap(weight, d, tolerance, held)
+            got = core().least_move(weight, home, price, d, c, cap, held)
             moved.append(int(weight[got // c != home // c].sum()))
         assert moved == sorted(moved, reverse=True), (case, moved)
 
@@ -157,34 +152,6 @@ def test_tolerance_zero_is_never_worse_than_a_thousandth() -> None:
                           for cap in caps)
         assert exact <= looser[0]
         assert all(got <= max(cap, exact) for got, cap in zip(looser, caps[1:], strict=True))
-
-
-def test_excess_over_the_optimum() -> None:
-    """Of 1 to 9 items on 2 to 4 ranks: printed, and never more than `greedy` may have."""
-    rng = np.random.default_rng(3)
-    ratios = []
-    for _ in range(150):
-        d, n = int(rng.integers(2, 4)), int(rng.integers(1, 10))
-        weight, home = rng.integers(1, 100, n), rng.integers(0, d, n)
-        optimum = brute_force(weight, d, lambda own, w=weight: own @ w)
-        rank_of = balance(weight, num_ranks=d, policy="least_move", home=home, tolerance=0)
-        got = loads(weight, rank_of, d)
-        ratios.append(got.max() / optimum)
-    print(f"mean {np.mean(ratios):.4f}, worst {max(ratios):.4f} of the optimum, "
-          f"{np.mean(np.array(ratios) == 1):.0%} optimal")
-    assert max(ratios) <= 4 / 3 and np.mean(ratios) < 1.02
-
-
-def test_images_at_flop_costs_are_within_the_tolerance() -> None:
-    """With costs of moving, 8 ranks a node: what runs plan with."""
-    for seed in range(3):
-        layout = sample_layout(MODELS["84b"], num_ranks=256, batch_size=30, seed=seed)
-        weight = small_spec(MODELS["84b"]).costs["llm"](layout.tokens_per_example)
-        price = example_bytes(layout, 16384)
-        for tolerance in (.001, .005):
-            cap = load_cap(weight, 256, tolerance)
-            got = core().least_move(weight, layout.rank_of_example, price, 256, 8, cap)
-            assert loads(weight, got, 256).max() <= cap
 
 
 @thorough
@@ -324,15 +291,6 @@ def test_least_move_reaches_the_bound(name: str) -> None:
         assert loads(weight, rank_of, d).max() <= bound * 1.0005
         rank_of = balance(weight, num_ranks=d, policy="least_move", tolerance=.001)
         assert loads(weight, rank_of, d).max() <= load_cap(weight, d, .001)
-
-
-def test_least_move_moves_little_between_nodes() -> None:
-    layout = sample_layout(MODELS["84b"], num_ranks=128, batch_size=60, seed=0)
-    weight, home = layout.tokens_per_example, layout.rank_of_example
-    rank_of = balance(weight, num_ranks=128, policy="least_move", tolerance=.001)
-    moved = int(weight[rank_of // 8 != home // 8].sum())
-    least = np.maximum(0, loads(weight, home // 8, 16) - 8 * load_cap(weight, 128, .001)).sum()
-    assert moved <= 1.1 * least
 
 
 @pytest.mark.parametrize(("ranks", "seed", "audio"),

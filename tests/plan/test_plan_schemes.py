@@ -28,7 +28,7 @@ from orchmllm.plan.step import StepPlan, build_plan, plan_step
 from orchmllm.tools.predict.workload import sample_layout
 from tests.lib.commands import ROOT
 from tests.lib.corpora import write_llava
-from tests.lib.drawn import with_processor
+from tests.lib.drawn import write_recipe
 from tests.lib.recipes import small_spec
 
 LAYOUT = sample_layout(MODELS["84b"], num_ranks=32, batch_size=30, seed=0)
@@ -283,10 +283,8 @@ def test_the_benchmark_knows_its_default_schemes(overhead, tmp_path):
 
 def test_the_benchmark_takes_a_recipe_and_its_lengths(overhead, tmp_path):
     write_llava(tmp_path)
-    recipe = tmp_path / "own.yaml"
-    recipe.write_text(f"data: {{path: {tmp_path}/llava_v1_5_mix665k.json}}\n"
-                      f"model: {{config: {with_processor()}}}\n"
-                      "balance: {vision: {policy: none}}\n")
+    recipe = write_recipe(tmp_path, f"path: {tmp_path}/llava_v1_5_mix665k.json",
+                          "balance: {vision: {policy: none}}\n")
     out = overhead("--recipe", recipe, "--own-lengths", "--policies", "recipe,greedy")
     unbalanced, greedy = (float(line.split("vision ")[1].split()[0]) for line in out.splitlines()
                           if line.startswith("| 8 |"))

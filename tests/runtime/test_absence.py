@@ -11,7 +11,7 @@ from tests.lib.absence import (
     UNUSABLE,
     damaged_corpus,
     differences,
-    reference_state,
+    reference_states,
     run_recipe,
     states_after,
 )
@@ -30,7 +30,7 @@ def corpus(demo_corpus, tmp_path_factory):
 def references(corpus):
     """The state without the damaged examples, and without each of the sets of steps."""
     run = run_recipe(corpus, corpus / "unused", FAILURES["resume"], "load")
-    return {f.left_out: reference_state(run, f.left_out, UNUSABLE) for f in FAILURES.values()}
+    return reference_states(run, [f.left_out for f in FAILURES.values()], UNUSABLE)
 
 
 def check(num_ranks: int, cases: list[tuple[str, str, int]], corpus, folder, references) -> None:

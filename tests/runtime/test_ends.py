@@ -120,22 +120,27 @@ def whole(tmp_path_factory) -> tuple:
     return run_ranks(trained, 2, of_run(tmp_path_factory.mktemp("whole")))[0]
 
 
-# Slow: what tests/runtime/test_resume.py and tests/data/test_workers.py notice.
-@pytest.mark.parametrize("fault", [
-    pytest.param(fault, marks=pytest.mark.slow) if fault in ("signal", "worker") else fault
-    for fault in ENDS])
-def test_a_run_that_ends_by_its_own_decision_is_saved(fault, whole, tmp_path):
+def all_disturbed(world, folder: Path, faults: list[str], bad: frozenset) -> dict[str, tuple]:
+    return {fault: disturbed(world, of_run(folder / fault, fault), fault, bad) for fault in faults}
+
+
+LEFT = ["signal", "worker"]  # to test_resume.py and tests/data/test_workers.py, where it is fast
+
+
+@pytest.mark.parametrize("faults", [
+    sorted(ENDS.keys() - LEFT), pytest.param(LEFT, marks=pytest.mark.slow)], ids=["some", "rest"])
+def test_a_run_that_ends_by_its_own_decision_is_saved(faults, whole, tmp_path):
     _, examples, last = whole
     bad = frozenset(examples[BAD]) - frozenset(sum(examples[:BAD], []))
-    for end, names, wrong, steps, weights in run_ranks(
-            disturbed, 2, of_run(tmp_path, fault), fault, bad):
-        assert ENDS[fault] in end and (end == "finished") == (not ENDS[fault])
-        was_asked = end.startswith("stopped on request")
-        done = 8 if end == "finished" else int(end[-1]) if was_asked else BAD
-        assert names == [f"step_{done:08d}"] and wrong == [(0, 0)]
-        assert was_asked or end == "finished" or f"checkpoint: {tmp_path}" in end
-        assert steps == examples
-        assert all(np.array_equal(a, b) for a, b in zip(weights, last, strict=True))
+    for rank in run_ranks(all_disturbed, 2, tmp_path, faults, bad):
+        for fault, (end, names, wrong, steps, weights) in rank.items():
+            assert ENDS[fault] in end and (end == "finished") == (not ENDS[fault]), fault
+            was_asked = end.startswith("stopped on request")
+            done = 8 if end == "finished" else int(end[-1]) if was_asked else BAD
+            assert names == [f"step_{done:08d}"] and wrong == [(0, 0)], fault
+            assert was_asked or end == "finished" or f"checkpoint: {tmp_path}" in end, fault
+            assert steps == examples, fault
+            assert all(np.array_equal(a, b) for a, b in zip(weights, last, strict=True)), fault
 
 
 def saved_by_time(world, run: Recipe, trouble: str) -> tuple[list[str], list[int], list[str]]:

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from orchmllm.runtime.host_memory import TRIM_EVERY
-from orchmllm.trainer import Trainer
 from tests.lib.ranks import run_ranks
 from tests.lib.synthetic import SyntheticDataset, recipe
+from tests.lib.training import train
 
 pytestmark = pytest.mark.dist
 FREED_GB = 0.2
@@ -31,10 +31,7 @@ def memory_of_steps(world, folder: Path) -> list[float]:
     run = recipe()
     run = replace(run, run=replace(run.run, dir=str(folder)),
                   train=replace(run.train, num_steps=TRIM_EVERY + 2))
-    rows: list[dict] = []
-    trainer = Trainer(run, world, dataset=SyntheticDataset(), on_step=leave_freed_memory)
-    trainer.run(rows)
-    trainer.close()
+    rows = train(world, run, SyntheticDataset(), leave_freed_memory)
     return [row["host_memory_gb"] for row in rows]
 
 

@@ -11,15 +11,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from orchmllm.config.model import ModelConfig
 from orchmllm.config.recipe import Recipe
 from orchmllm.runtime.attempts import read_attempts
 from orchmllm.runtime.checkpoint import CheckpointError
-from orchmllm.runtime.run_state import Progress
-from orchmllm.sharding.optimizer import make_optimizer
 from orchmllm.train import main as train_command
 from orchmllm.trainer import Trainer
-from tests.lib import whole_models as models
 from tests.lib.drawn import model_of
 from tests.lib.ranks import run_ranks
 from tests.lib.recipes import frozen
@@ -153,57 +149,6 @@ def test_weights_are_equal_on_every_number_of_ranks_and_others_are_refused(tmp_p
         n: t.astype(np.float64) for n, t in end.items()})
 
 
-def without_a_stop(world, first: Recipe, second: Recipe) -> list:
-    """Both stages in one process, which makes its optimizer and its order of the data anew between
-    them: loss and examples of each step of the second."""
-    trainer, seen = Trainer(first, world, dataset=SyntheticDataset()), []
-    try:
-        trainer.run()
-        trainer.recipe, trainer.optimizer = second, make_optimizer(trainer.model, second.train)
-        trainer.progress = Progress(global_batch_size=second.train.global_batch_size)
-        for step in trainer.loader():
-            seen.append((trainer.train_step(step)["loss"], step.example_ids.tolist()))
-        return seen
-    finally:
-        trainer.close()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("ranks, shard_size, parts", [
-    (1, 0, ()), (2, 0, (*ENCODERS,)), (2, 0, ("llm", "connector")), (3, 0, ("vision",)),
-    (4, 0, ()), (4, 2, ("llm", "connector"))])
-def test_two_stages_are_one_run_that_makes_its_optimizer_anew(ranks, shard_size, parts, tmp_path):
-    first, second = (stage(tmp_path / name, 3, *parts) for name in ("first", "second"))
-    first, second = (replace(run, fsdp=replace(run.fsdp, shard_size=shard_size))
-                     for run in (first, second))
-    wanted = run_ranks(without_a_stop, ranks, first, second)
-    run = replace(second, run=replace(second.run, init_from=first.run.dir))
-    for found, want in zip(run_ranks(trained, ranks, run), wanted, strict=True):
-        assert found[0] == want and len(want) == 3
-
-
-def whole(folder: Path, model: ModelConfig, start: Path | None = None) -> Recipe:
-    run = stage(folder, 2, start=start, dtype="float64")
-    return replace(run, model=model)
-
-
-@pytest.mark.slow
-@pytest.mark.whole
-def test_stages_of_a_model_of_transformers(tmp_path):
-    """On other ranks."""
-    stock = models.build("qwen3_vl")
-    stock.save_pretrained(tmp_path / "model")
-    data = models.WholeDataset("qwen3_vl", stock, 24)
-    model = ModelConfig(pretrained=str(tmp_path / "model"))
-    _, start, end, _ = run_ranks(
-        trained, 2, whole(tmp_path / "first", frozen("vision", "llm", model=model)), data)[0]
-    assert not equal(start, end)
-    second = whole(tmp_path / "second", frozen("vision", model=model), tmp_path / "first")
-    for ranks, shard_size in ((1, 0), (2, 0), (3, 0), (4, 0), (4, 2)):
-        run = replace(second, fsdp=replace(second.fsdp, shard_size=shard_size), run=replace(
-            second.run, dir=str(tmp_path / f"second{ranks}_{shard_size}")))
-        _, start, last, _ = run_ranks(trained, ranks, run, data)[0]
-        assert equal(start, end) and not equal(start, last)
 
 
 def test_a_start_that_is_not_there_is_told_before_ranks_start(tmp_path, demo_corpus, capsys):

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import json
 import math
+from collections.abc import Collection
 from dataclasses import replace
 
 import pytest
+import torch
 
 from orchmllm.config.balance import BalanceConfig
 from orchmllm.config.recipe import CheckpointConfig
 from orchmllm.runtime.run_state import NonFiniteError
 from orchmllm.trainer import Trainer
-from tests.lib.ranks import RankFailure, run_ranks
+from tests.lib.ranks import run_ranks
 from tests.lib.synthetic import SHALLOW, SyntheticDataset, recipe
 
 pytestmark = pytest.mark.dist
@@ -28,41 +29,42 @@ def run_recipe(folder, policy: str):
         train=replace(base.train, num_steps=5, nonfinite=policy))
 
 
-def poisoned_run(world, run, where: str, calls: tuple[int, ...] = (BAD,)) -> list[tuple]:
-    """[(step, nonfinite, sum of |parameters| after it)]. where: what is poisoned in the steps with
-    these numbers, counted as they are trained, on the last rank."""
-    seen: list[tuple] = []
-    trainer = Trainer(run, world, dataset=SyntheticDataset(), on_step=lambda step, row: seen.append(
-        (step.index, row["nonfinite"], total())))
-    forward = trainer.model.forward
+def poisoned(
+    world, run, calls: Collection[int] = (), steps: Collection[int] = (), empty: int = -1,
+    damaged: str = "",
+) -> tuple[list[tuple], list[str], str]:
+    """([(step, nonfinite, sum of |parameters| after it)], what is said of checkpoints, how the run
+    ends). calls: steps, counted as they are trained, whose loss is not finite on the last rank;
+    steps: those whose loss is finite on no rank, whenever they come; empty: one without targets;
+    damaged: a file of the checkpoints that is half-written once a step was not finite."""
+    def tell(step, row: dict) -> None:
+        seen.append((step.index, row["nonfinite"], sum(
+            float(p.detach().full_tensor().abs().sum()) for p in trainer.model.parameters())))
+        if damaged and row["nonfinite"]:
+            (run.run.folder / "checkpoints" / damaged).write_text("{")
 
-    def poisoned(batch):
-        out = forward(batch)
+    def compute(step) -> tuple:
+        if step.index == empty:
+            step.num_global_targets = 0
+        return computed(step)
+
+    def poison(batch) -> torch.Tensor:
         bad = len(seen) in calls and world.rank == world.world_size - 1
-        if where == "loss":  # on every rank: FSDP gathers in the order of the graph
-            out = out * (float("nan") if bad else 1.0)
-        elif bad:
-            out.register_hook(lambda g: g * float("inf"))
-        return out
+        return forward(batch) * (
+            float("nan") if bad or trainer.progress.step in steps else 1.0)
 
-    def total() -> float:
-        return sum(float(p.detach().full_tensor().abs().sum()) for p in trainer.model.parameters())
-
-    trainer.model.forward = poisoned
-    trainer.run()
-    assert math.isfinite(total())
-    return seen
-
-
-@pytest.mark.parametrize("where", ["loss", pytest.param("gradient", marks=pytest.mark.slow)])
-def test_raise(tmp_path, where):
-    with pytest.raises(RankFailure) as failure:
-        run_ranks(poisoned_run, 2, run_recipe(tmp_path, "raise"), where)
-    texts = {e[1] for e in failure.value.errors.values()}
-    assert len(failure.value.errors) == 2 and len(texts) == 1
-    assert f"step {BAD}: loss" in texts.pop()
-    (line,) = (tmp_path / "nonfinite.jsonl").read_text().splitlines()
-    assert len(json.loads(line)["example_ids"]) == 4 and json.loads(line)["step"] == BAD
+    seen: list[tuple] = []
+    said: list[str] = []
+    trainer = Trainer(run, world, dataset=SyntheticDataset(), on_step=tell)
+    forward, computed = trainer.model.forward, trainer._compute
+    trainer.model.forward, trainer._compute = poison, compute
+    trainer.checkpointer._log = said.append
+    try:
+        trainer.run()
+    except NonFiniteError as e:
+        return seen, said, str(e)
+    assert all(math.isfinite(total) for *_, total in seen)
+    return seen, said, "finished"
 
 
 def story(seen: list[tuple]) -> str:
@@ -72,98 +74,42 @@ def story(seen: list[tuple]) -> str:
     return " ".join(f"{step}{'!' * bad}{letter[weights]}" for step, bad, weights in seen)
 
 
-@pytest.mark.parametrize("where", [pytest.param("loss", marks=pytest.mark.slow), "gradient"])
-def test_skip(tmp_path, where):
-    ranks = run_ranks(poisoned_run, 2, run_recipe(tmp_path, "skip"), where)
-    assert ranks[0] == ranks[1] and story(ranks[0]) == "0a 1b 2c 3!c 4d"
+def test_a_rollback_leaves_out_each_step_that_was_not_finite(tmp_path):
+    """When it comes again and is not finite then, either. One that is finite then, and a second
+    rollback: tests/runtime/test_absence.py."""
+    ranks = run_ranks(poisoned, 2, run_recipe(tmp_path, "rollback"), (3, 5))
+    assert ranks[0][0] == ranks[1][0] and story(ranks[0][0]) == "0a 1b 2c 3!c 2c 3!c 4d"
 
 
-@pytest.mark.parametrize("calls, steps", [
-    pytest.param((3,), "0a 1b 2c 3!c 2c 3c 4d", marks=pytest.mark.slow),
-    ((3, 4), "0a 1b 2c 3!c 2!b 2b 3b 4d"),
-    pytest.param((3, 5), "0a 1b 2c 3!c 2c 3!c 4d", marks=pytest.mark.slow)])
-def test_a_rollback_leaves_out_each_step_that_was_not_finite(tmp_path, calls, steps):
-    """When it comes again, whether it is finite then or not, and after a second rollback."""
-    ranks = run_ranks(poisoned_run, 2, run_recipe(tmp_path, "rollback"), "loss", calls)
-    assert ranks[0] == ranks[1] and story(ranks[0]) == steps
-
-
-def test_a_resumed_run_goes_on_as_one_that_skipped_a_step_does(tmp_path):
-    """Adam's count is that of its updates, not of the steps."""
-    run = run_recipe(tmp_path, "skip")
-    whole = run_ranks(poisoned_run, 2, run, "loss", (1,))[0]
-    run = replace(run, run=replace(run.run, resume=str(tmp_path / "checkpoints/step_00000004")))
-    assert run_ranks(poisoned_run, 2, run, "loss", ())[0] == whole[4:]
-
-
-def poisoned_on_all(world, run, bad: set[int], empty: int) -> str:
-    """How a run ends in which the loss of some steps is nan; step `empty` has no targets."""
-    def compute(step) -> tuple:
-        if step.index == empty:
-            step.num_global_targets = 0
-        return computed(step)
-
-    trainer = Trainer(run, world, dataset=SyntheticDataset())
-    forward, computed = trainer.model.forward, trainer._compute
-    trainer._compute = compute
-    trainer.model.forward = lambda batch: forward(batch) * (
-        float("nan") if trainer.progress.step in bad else 1.0)
-    try:
-        trainer.run()
-    except NonFiniteError as e:
-        return str(e)
-    return "finished"
-
-
-@pytest.mark.parametrize("policy", [
-    pytest.param("skip", marks=pytest.mark.slow), "rollback"])
-def test_a_run_that_has_diverged_ends(tmp_path, policy):
+def test_a_run_that_has_diverged_ends(tmp_path):
     """Steps without targets neither count nor end the row; an update does, but not one that is
     made again after a rollback."""
-    run = run_recipe(tmp_path, policy)
+    run = run_recipe(tmp_path, "rollback")
     run = replace(run, train=replace(run.train, num_steps=10, max_skipped_in_a_row=4))
-    (told, same) = run_ranks(poisoned_on_all, 2, run, {2, 5, 7, 8, 9}, 6)
+    (*_, told), (*_, same) = run_ranks(poisoned, 2, run, steps={2, 5, 7, 8, 9}, empty=6)
     assert told == same and told.startswith("step 9: loss nan"), told
     assert "steps in a row without an update: 4 (" in told
     newest = tmp_path / "checkpoints" / "step_00000008"
     assert told.endswith(f"; checkpoint: {newest}; the same command goes on from it")
     other = replace(run, run=replace(run.run, dir=str(tmp_path / "other")))
-    assert run_ranks(poisoned_on_all, 1, other, {2, 3, 4, 6, 7, 8}, 1) == ["finished"]
+    assert run_ranks(poisoned, 1, other, steps={2, 3, 4, 6, 7, 8}, empty=1)[0][2] == "finished"
 
 
 def test_no_rollback_to_a_checkpoint_of_another_run(tmp_path):
     """The folder holds the last step of an older run, with which the new one would be finished."""
     run = run_recipe(tmp_path, "skip")
-    run_ranks(poisoned_run, 1, run, "loss")
+    run_ranks(poisoned, 1, run)
     new = replace(run, run=replace(run.run, resume="never"),
                   checkpoint=replace(run.checkpoint, every_steps=100),
                   train=replace(run.train, nonfinite="rollback"))
-    with pytest.raises(RankFailure, match="no checkpoint yet to roll back to"):
-        run_ranks(poisoned_on_one_rank, 1, new)
+    assert "no checkpoint yet to roll back to" in run_ranks(poisoned, 1, new, steps={BAD})[0][2]
 
 
 def test_a_rollback_says_why_newer_checkpoints_were_rejected(tmp_path):
     run = run_recipe(tmp_path, "rollback")
     run = replace(run, checkpoint=replace(run.checkpoint, every_steps=1))
-    (said,) = run_ranks(poisoned_on_one_rank, 1, run, "step_00000003/manifest.json")
+    ((_, said, _),) = run_ranks(
+        poisoned, 1, run, steps={BAD}, damaged="step_00000003/manifest.json")
     at = said.index("rolled back to step 2; step 3 will be skipped")
     assert "step_00000003: JSONDecodeError: " in said[at - 1]
     assert said[at - 1].endswith("; using the one before")
-
-
-def poisoned_on_one_rank(world, run, damaged: str = "") -> list[str]:
-    """What is said of checkpoints. damaged: a file of them that is half-written when step BAD is
-    done."""
-    said: list[str] = []
-
-    def damage(step, row: dict) -> None:
-        if damaged and row["nonfinite"]:
-            (run.run.folder / "checkpoints" / damaged).write_text("{")
-
-    trainer = Trainer(run, world, dataset=SyntheticDataset(), on_step=damage)
-    forward = trainer.model.forward
-    trainer.model.forward = lambda batch: forward(batch) * (
-        float("nan") if trainer.progress.step == BAD else 1.0)
-    trainer.checkpointer._log = said.append
-    trainer.run()
-    return said

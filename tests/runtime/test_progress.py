@@ -236,15 +236,12 @@ def test_real_rows_keep_to_the_schema(tmp_path):
 
 def test_rows_that_do_not_keep_to_the_schema():
     good = {"schema": 1, **a_row(0)}
+    Draft202012Validator.check_schema(ROW_SCHEMA)
     assert row_problems(good) == []
     for change, text in (
         (lambda r: r.pop("loss"), "$: 'loss' is a required property"),
         (lambda r: r.update(extra=1),
          "$: Additional properties are not allowed ('extra' was unexpected)"),
-        (lambda r: r.update(step=True), "$.step: True is not of type 'integer'"),
-        (lambda r: r.update(step=-1), "$.step: -1 is less than the minimum of 0"),
-        (lambda r: r.update(schema=9), "$.schema: 1 was expected"),
-        (lambda r: r.update(lr=None), "$.lr: None is not of type 'number'"),
         (lambda r: r["phases"].pop("llm"), "$.phases: 'llm' is a required property"),
         (lambda r: r["phases"]["llm"].update(moved_bytes=0.5),
          "$.phases.llm.moved_bytes: 0.5 is not of type 'integer'"),
@@ -254,10 +251,6 @@ def test_rows_that_do_not_keep_to_the_schema():
         bad = copy.deepcopy(good)
         change(bad)
         assert row_problems(bad) == [text]
-
-
-def test_the_schema_is_one():
-    Draft202012Validator.check_schema(ROW_SCHEMA)
 
 
 def test_log_is_json_and_goes_on_after_a_kill(tmp_path):

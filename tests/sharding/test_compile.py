@@ -26,11 +26,11 @@ from orchmllm.runtime.health import HangWatchdog
 from orchmllm.sharding import compiled
 from orchmllm.sharding.blocks import recompute
 from orchmllm.sharding.compiled import compile_block
-from orchmllm.trainer import Trainer
 from tests.lib import whole_models as models
 from tests.lib.drawn import build, model_of
 from tests.lib.ranks import run_ranks
 from tests.lib.synthetic import MODEL, SHALLOW, SyntheticDataset, recipe
+from tests.lib.training import train
 from tests.lib.whole_models import Item
 
 LENGTHS = ([3, 3, 1, 0, 7, 2], [5], [1, 1], [4, 4, 4])
@@ -192,10 +192,7 @@ def losses(world, one, folder: str) -> tuple:
     one = replace(one, run=replace(one.run, dir=f"{folder}/{one.fsdp.compile}"),
                   train=replace(one.train, num_steps=20, batch_size=3))
     counters.clear()
-    trainer = Trainer(one, world, dataset=SyntheticDataset(size=160))
-    rows: list[dict] = []
-    trainer.run(rows)
-    trainer.close()
+    rows = train(world, one, SyntheticDataset(size=160))
     return [[row[key] for row in rows] for key in ("loss", "grad_norm")], dict(counters["stats"])
 
 

@@ -18,7 +18,7 @@ from orchmllm.plan.assign import EVERY_PHASE
 from orchmllm.sharding.load_whole import load_whole
 from tests.lib import composed
 from tests.lib.ranks import run_ranks
-from tests.lib.whole_folders import asked, write_medium
+from tests.lib.whole_folders import write_counted
 from tests.lib.whole_models import named_parts
 from tests.sharding.test_planned_phases import compared, frozen_compared, recipe
 
@@ -32,12 +32,7 @@ def write_rows(folder: Path, name: str) -> None:
     """Images and clips in turn, of those that a composition takes."""
     tower, hears, *_ = composed.COMPOSED[name]
     kinds = ["image"] * bool(tower) + ["audio"] * bool(hears)
-    rng = np.random.default_rng(0)
-    with open(folder / "data.jsonl", "w", encoding="utf-8") as file:
-        for i, count in enumerate(COUNTS):
-            parts = [write_medium(kinds[k % len(kinds)], folder, f"{i}_{k}", rng)
-                     for k in range(count)]
-            file.write(asked(parts, rng))
+    write_counted(folder, COUNTS, kinds, named=False)
 
 
 @pytest.mark.slow

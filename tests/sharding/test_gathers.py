@@ -100,8 +100,7 @@ def equal(got: dict, want: dict) -> bool:
     return got.keys() == want.keys() and all(np.array_equal(got[n], want[n]) for n in want)
 
 
-SOME = ["two ahead, checkpointing, two microbatches", "frozen encoders, two microbatches",
-        "frozen connectors"]
+SOME = ["two ahead, checkpointing, two microbatches", "frozen encoders, two microbatches"]
 
 
 @pytest.mark.dist

@@ -1,6 +1,6 @@
-"""Planned phases of models of transformers, from files to gradients on real ranks: media are
-decoded where they are encoded, and every parameter's gradient is that of stock transformers in one
-process, example by example."""
+"""Planned phases of models of transformers, from files to gradients on real ranks: images and clips
+are decoded where they are encoded, and every parameter's gradient is that of stock transformers in
+one process, example by example."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from PIL import Image
 
 from orchmllm.batch import IGNORE_INDEX
 from orchmllm.comm import exchange
@@ -30,29 +29,16 @@ from orchmllm.encoders import planned
 from orchmllm.encoders.results import Features
 from orchmllm.trainer import Trainer
 from tests.lib import whole_models as models
-from tests.lib.processors import FAMILIES
+from tests.lib.processors import CLIPS, FAMILIES
 from tests.lib.ranks import RankFailure, run_ranks
 from tests.lib.recipes import frozen
-from tests.lib.whole_folders import asked, write_model
+from tests.lib.whole_folders import write_counted, write_model
 
 pytestmark = [pytest.mark.dist, pytest.mark.whole]
-# Images of each example. Of the steps of 8 examples the second has one image, so that ranks encode
-# nothing and have no media, the third has none; the last has 2 examples for up to 4 ranks.
-IMAGES = [3, 1, 0, 2, 0, 1, 2, 0, *[0, 1, *[0] * 6], *[0] * 8, 1, 2]
+# Media of each example. Of the steps of 8 examples the second has one, so that ranks encode nothing
+# and have no media, the third has none; the last has 2 examples for up to 4 ranks.
+COUNTS = [3, 1, 0, 2, 0, 1, 2, 0, *[0, 1, *[0] * 6], *[0] * 8, 1, 2]
 BATCH = 8
-
-
-def write_rows(folder: Path) -> None:
-    rng = np.random.default_rng(0)
-    with open(folder / "data.jsonl", "w", encoding="utf-8") as file:
-        for i, count in enumerate(IMAGES):
-            parts = []
-            for k in range(count):
-                size = (*rng.integers(20, 120, 2).tolist(), 3)
-                Image.fromarray(rng.integers(0, 256, size, np.uint8)).save(folder / f"{i}_{k}.png")
-                parts += [{"type": "image", "image": f"{i}_{k}.png"},
-                          {"type": "text", "text": f" picture {k}"}]
-            file.write(asked(parts, rng))
 
 
 def recipe(folder: Path, **train_keys) -> Recipe:
@@ -117,7 +103,7 @@ def reference(stock, rows: ConversationDataset, ids: list[int]) -> tuple[float, 
 def compared(world, folder: Path, name: str, runs: list[Recipe], phase: str = "vision"
              ) -> list[dict]:
     """What the plans of the first of the runs do in a phase, step by step; every run is compared
-    with stock transformers."""
+    with stock transformers, on the first rank."""
     if name in FAMILIES:
         FAMILIES[name](transformers)  # imports a processor that would need torchvision
     stock = models.stock_of(folder)
@@ -130,14 +116,16 @@ def compared(world, folder: Path, name: str, runs: list[Recipe], phase: str = "v
             for step in steps_of(trainer):
                 loss = summed(trainer, step)
                 found = gradients(trainer)
+                if number == 0:
+                    seen.append((step.micro[0].plan, step.failed))
+                if world.rank:
+                    continue
                 if step.index not in wanted:
                     wanted[step.index] = reference(stock, rows, step.example_ids.tolist())
                 want_loss, want, targets = wanted[step.index]
                 assert step.num_global_targets == targets
                 assert loss == pytest.approx(want_loss, rel=exact)
                 assert models.difference(found, want) <= exact, step.index
-                if number == 0:
-                    seen.append((step.micro[0].plan, step.failed))
         finally:
             trainer.close()
     return [{"failed": [f.example for f in failed],
@@ -151,24 +139,34 @@ def compared(world, folder: Path, name: str, runs: list[Recipe], phase: str = "v
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name, ranks, shard_size", [
-    ("qwen3_vl", 4, 0), *((n, *groups) for n in models.ADMITTED if "image" in models.kinds_of(n)
-                          for groups in ((1, 0), (2, 0), (3, 0), (4, 2)))])
-def test_gradients_are_those_of_stock_transformers(name, ranks, shard_size, tmp_path):
-    """Balanced where one layer of a phase is recomputed, or a part of it, and the loss is made by
-    chunks."""
+@pytest.mark.parametrize("name, phase, ranks, shard_size", [("qwen3_vl", "vision", 4, 0), *(
+    (name, phase, *groups)
+    for name, phase in (
+        *((name, "vision") for name in models.ADMITTED if "image" in models.kinds_of(name)),
+        *((name, "audio") for name in CLIPS))
+    for groups in ((1, 0), (2, 0), (3, 0), (4, 2)))])
+def test_gradients_are_those_of_stock_transformers(name, phase, ranks, shard_size, tmp_path):
+    """By every dispatch. Balanced where one layer of a phase is recomputed, or a part of it, and
+    the loss is made by chunks. audioflamingo3 takes one clip, of up to three windows."""
     write_model(name, tmp_path, torch.float64)
-    write_rows(tmp_path)
+    kinds = ["image"] if phase == "vision" else ["audio", *["image"] * ("omni" in name)]
+    most, longest = (1, 3.0) if name == "audioflamingo3" else (3, 1.0)
+    counts = [min(most, count) for count in COUNTS]
+    write_counted(tmp_path, counts, kinds, longest=longest)
     run = recipe(tmp_path)
-    run = replace(run, fsdp=replace(run.fsdp, shard_size=shard_size), balance=replace(
-        run.balance, vision=PhaseConfig(policy="greedy")))  # moves media of one size, too
-    off = replace(run, balance=replace(run.balance, enabled=False),
+    greedy = PhaseConfig(policy="greedy")  # moves media of one size, too
+    run = replace(run, fsdp=replace(run.fsdp, shard_size=shard_size),
+                  balance=replace(run.balance, vision=greedy, audio=greedy))
+    off = replace(run, balance=replace(run.balance, enabled=False, dispatch="load"),
                   train=replace(run.train, accumulation_steps=2))
+    stored = replace(run, balance=replace(run.balance, dispatch="bytes"))
     run = replace(run, fsdp=replace(
-        run.fsdp, vision_checkpointing="full:1", llm_checkpointing="selective:1",
+        run.fsdp, **{f"{phase}_checkpointing": "full:1"}, llm_checkpointing="selective:1",
         loss_chunk_rows=16))
-    first, second, third, last = run_ranks(compared, ranks, tmp_path, name, [run, off])[0]
-    assert sum(first["encoded"]) == 9 and sum(second["encoded"]) == 1
+    first, second, third, last = run_ranks(compared, ranks, tmp_path, name, [run, stored, off],
+                                           phase)[0]
+    of_phase = sum(len(range(0, count, len(kinds))) for count in counts[:BATCH])
+    assert sum(first["encoded"]) == of_phase and sum(second["encoded"]) == 1
     assert not any(third["encoded"]) and sum(last["examples"]) == 2
     if ranks > 1:
         assert first["moved"] > 0  # some media are encoded on other ranks than their example's
@@ -181,8 +179,8 @@ def frozen_compared(
     exact: float = 1e-9, unequal: bool = False, max_shares: int = 1,
 ) -> dict[tuple[str, ...], list[bool]]:
     """By what is frozen, of each exchange of features whether it is in the backward pass. Gradients
-    of what learns, summed over two balanced microbatches, are those of stock transformers. unequal:
-    in some step these have unequal numbers of examples."""
+    of what learns, summed over two balanced microbatches, are those of stock transformers, on the
+    first rank. unequal: in some step these have unequal numbers of examples."""
     if name in FAMILIES:
         FAMILIES[name](transformers)
     stock, run = models.stock_of(folder), recipe(folder, accumulation_steps=2)
@@ -211,6 +209,8 @@ def frozen_compared(
                     summed(trainer, step)
                 got, index = gradients(trainer), step.index
                 sizes.add(len({len(micro.positions) for micro in step.micro}))
+                if world.rank:
+                    continue
                 if index not in wanted:
                     _, wanted[index], _ = reference(stock, rows, step.example_ids.tolist())
                 compared = {**wanted[index], **{n: got[n] for n in learns}}
@@ -227,7 +227,7 @@ def test_what_is_frozen_sends_nothing_back_and_changes_no_other_gradient(
         ranks, shard_size, tmp_path):
     """Ranks without media, a step with one image and one without any are among the steps."""
     write_model("qwen3_vl", tmp_path, torch.float64)
-    write_rows(tmp_path)
+    write_counted(tmp_path, COUNTS)
     every = ("vision", "connector", "llm")
     settings = [parts for n in (1, 2) for parts in combinations(every, n)]
     for found in run_ranks(frozen_compared, ranks, tmp_path, "qwen3_vl", settings, shard_size,
@@ -257,7 +257,7 @@ def one_row_less(world, run: Recipe) -> None:
 def test_an_encoder_that_makes_other_rows_on_one_rank_ends_all(tmp_path):
     """That rank says why; the others, which wait for its features, end with it."""
     write_model("qwen3_vl", tmp_path, torch.float64)
-    write_rows(tmp_path)
+    write_counted(tmp_path, COUNTS)
     with pytest.raises(RankFailure) as found:
         run_ranks(one_row_less, 3, recipe(tmp_path))
     assert found.value.errors.keys() == {0, 1, 2}
@@ -270,7 +270,7 @@ def test_an_image_that_cannot_be_decoded_where_it_is_encoded(tmp_path):
     """Its example is not learnt on another rank; a rank that reads it as a placeholder does not
     tell of it twice."""
     write_model("qwen3_vl", tmp_path, torch.float64)
-    write_rows(tmp_path)
+    write_counted(tmp_path, COUNTS)
     run = recipe(tmp_path)
     run = replace(run, balance=replace(run.balance, vision=PhaseConfig(policy="greedy")))
     for name in ("0_1.png", "9_0.png"):

@@ -24,7 +24,7 @@ from tests.lib import composed
 from tests.lib.processors import FAMILIES
 from tests.lib.ranks import run_ranks
 from tests.lib.training import train
-from tests.lib.whole_folders import asked, write_medium, write_model
+from tests.lib.whole_folders import write_counted, write_model
 from tests.sharding.test_planned_phases import (
     compared,
     frozen_compared,
@@ -40,16 +40,8 @@ COUNTS = [18, 1, 0, 2, 0, 1, 12, 0, *[0, 16, *[0] * 6], *[0] * 8, 0, 30]
 LONG_TEXT = 20
 
 
-def write_rows(folder: Path, kinds: list[str]) -> None:
-    rng = np.random.default_rng(0)
-    with open(folder / "data.jsonl", "w", encoding="utf-8") as file:
-        for i, count in enumerate(COUNTS):
-            parts = []
-            for k in range(count):
-                parts += [write_medium(kinds[k % len(kinds)], folder, f"{i}_{k}", rng),
-                          {"type": "text", "text": f" picture {k}"}]
-            parts += [{"type": "text", "text": "so " * 200}] * (i == LONG_TEXT)
-            file.write(asked(parts, rng))
+def write_rows(folder: Path, *kinds: str) -> None:
+    write_counted(folder, COUNTS, kinds or ("image",), long_texts=[LONG_TEXT])
 
 
 def shares(run: Recipe, most: int = 4, **balance) -> Recipe:
@@ -62,7 +54,7 @@ def test_gradients_are_those_of_stock_transformers(tmp_path):
     """
     folder = tmp_path / "model"
     composed.write_composed("siglip_whisper_qwen2", folder)
-    write_rows(folder, ["image", "audio"])
+    write_rows(folder, "image", "audio")
     run = shares(recipe(folder), 2)
     seen = run_ranks(compared, 3, folder, "siglip_whisper_qwen2", [run], timeout_s=300)[0]
     assert all(step["shared"] for step in seen)
@@ -78,7 +70,7 @@ def test_gradients_of_families(name, kind, tmp_path):
     features of several layers, experts, and clips that are cut; where one layer is recomputed, and
     the loss is made by chunks."""
     write_model(name, tmp_path, torch.float64)
-    write_rows(tmp_path, [kind])
+    write_rows(tmp_path, kind)
     run = shares(recipe(tmp_path))
     run = replace(run, fsdp=replace(run.fsdp, llm_checkpointing="full:1", loss_chunk_rows=16))
     phase = "audio" if kind == "audio" else "vision"
@@ -92,7 +84,7 @@ def test_gradients_by_every_setting(ranks, shard_size, tmp_path):
     """Also on a rank without anything, on two nodes, and where an image of a shared example cannot
     be decoded, so that nothing is learnt of any of its pieces."""
     write_model("qwen3_vl", tmp_path, torch.float64)
-    write_rows(tmp_path, ["image"])
+    write_rows(tmp_path)
     broken = tmp_path / "9_3.png"
     broken.write_bytes(broken.read_bytes()[:3000])  # its header is whole
     run = recipe(tmp_path)
@@ -117,7 +109,7 @@ def test_gradients_by_every_setting(ranks, shard_size, tmp_path):
 @pytest.mark.parametrize("ranks, shard_size", [(3, 0), (4, 2)])
 def test_what_is_frozen_changes_no_other_gradient(ranks, shard_size, tmp_path):
     write_model("qwen3_vl", tmp_path, torch.float64)
-    write_rows(tmp_path, ["image"])
+    write_rows(tmp_path)
     every = ("vision", "connector", "llm")
     settings = [parts for n in (1, 2) for parts in combinations(every, n)]
     run_ranks(frozen_compared, ranks, tmp_path, "qwen3_vl", settings, shard_size, exact=1e-10,
@@ -135,7 +127,7 @@ def compared_by_three(world, *args) -> list[dict]:
 @pytest.mark.parametrize("ranks", [3, 4])
 def test_gradients_where_three_ranks_share(ranks, tmp_path):
     write_model("qwen3_vl", tmp_path, torch.float64)
-    write_rows(tmp_path, ["image"])
+    write_rows(tmp_path)
     seen = run_ranks(compared_by_three, ranks, tmp_path, "qwen3_vl", [shares(recipe(tmp_path))])[0]
     assert all(step["shared"] for step in seen)
 
@@ -152,7 +144,7 @@ def compared_compiled(world, *args) -> list[dict]:
 def test_gradients_with_compiled_blocks(recomputed, tmp_path):
     """Attention of shared examples runs between their graphs."""
     write_model("qwen3_vl", tmp_path, torch.float64)
-    write_rows(tmp_path, ["image"])
+    write_rows(tmp_path)
     run = shares(recipe(tmp_path))
     run = replace(run, fsdp=replace(run.fsdp, compile=True, llm_checkpointing=recomputed))
     seen = run_ranks(compared_compiled, 3, tmp_path, "qwen3_vl", [run])[0]
@@ -177,7 +169,7 @@ def exchanges(world, run: Recipe) -> list[tuple[bool, int]]:
 @pytest.mark.slow
 def test_a_node_that_shares_nothing_exchanges_nothing(tmp_path):
     write_model("qwen3_vl", tmp_path, torch.float64)
-    write_rows(tmp_path, ["image"])
+    write_rows(tmp_path)
     run = shares(recipe(tmp_path), 2, ranks_per_node=2)
     found = run_ranks(exchanges, 4, run)
     layers = max(count for rank in found for _, count in rank)
@@ -208,7 +200,7 @@ def trained(world, run: Recipe) -> list[float]:
 @pytest.mark.slow
 def test_a_run_goes_on_on_other_ranks(tmp_path):
     write_model("qwen3_vl", tmp_path, torch.float64)
-    write_rows(tmp_path, ["image"])
+    write_rows(tmp_path)
     run = recipe(tmp_path, warmup_steps=0, min_lr_ratio=1.0)
     run = replace(run, data=replace(run.data, num_validation=2),
                   train=replace(run.train, num_steps=4))

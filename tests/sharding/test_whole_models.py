@@ -29,12 +29,10 @@ from orchmllm.plan.assign import PHASES
 from orchmllm.plan.layout import ENCODERS
 from orchmllm.sharding.load_whole import load_whole
 from orchmllm.tools.export.export import export
-from orchmllm.trainer import Trainer
 from orchmllm.trainer import step as step_trainer
 from tests.lib import whole_models as models
 from tests.lib.commands import ROOT, python
 from tests.lib.ranks import run_ranks
-from tests.lib.recipes import frozen as froze
 from tests.lib.training import train
 from tests.lib.whole_models import Item
 
@@ -93,10 +91,13 @@ def loaded(world, folder: Path, name: str, tied: bool, shard_size: int, choice: 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", models.ADMITTED)
-def test_loaded_shards_are_the_model_and_compute_its_gradients(name, tmp_path):
-    saved(name, tmp_path, tied=True)
-    run_ranks(loaded, 2, tmp_path, name, True, 0, "full:1")
+@pytest.mark.parametrize("name, tied, ranks, shard_size, choice", [
+    *((name, True, 2, 0, "full:1") for name in models.ADMITTED),
+    ("llava_next", False, 1, 0, "full"), ("llava_next", False, 4, 2, "selective:1")])
+def test_loaded_shards_are_the_model_and_compute_its_gradients(
+        name, tied, ranks, shard_size, choice, tmp_path):
+    saved(name, tmp_path, tied)
+    run_ranks(loaded, ranks, tmp_path, name, tied, shard_size, choice)
 
 
 @pytest.mark.slow
@@ -125,13 +126,6 @@ def test_weights_that_are_missing_are_an_error(tmp_path):
     save_file({n: t for n, t in tensors.items() if n != gone}, tmp_path / "model.safetensors",
               metadata={"format": "pt"})
     run_ranks(refused, 1, tmp_path, "1 weights are missing or have another shape .*down_proj")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("ranks, shard_size, choice", [(1, 0, "full"), (4, 2, "selective:1")])
-def test_the_same_on_one_rank_and_on_two_groups_of_two(ranks, shard_size, choice, tmp_path):
-    saved("llava_next", tmp_path)
-    run_ranks(loaded, ranks, tmp_path, "llava_next", False, shard_size, choice)
 
 
 def recipe(folder: Path, model: ModelConfig, steps: int, **train_keys) -> Recipe:
@@ -193,16 +187,6 @@ def test_a_run_is_the_same_balanced_unbalanced_and_resumed_on_other_ranks(name, 
               for row in rows if "phases" in row] for rows in (balanced, unbalanced)]
     assert moved[0][2] == 0 < sum(moved[0])  # the third step is measured as it was sampled
     assert not any(moved[1])
-
-
-@pytest.mark.slow
-def test_tied_weights_learn_the_same_on_ranks_that_do_not_divide_their_rows(tmp_path):
-    saved("qwen2_vl", tmp_path / "model", tied=True)
-    model, found = ModelConfig(pretrained=str(tmp_path / "model")), []
-    for ranks in (1, 3):
-        run = recipe(tmp_path / f"{ranks}", model, 3)
-        found.append(losses(run_ranks(trained, ranks, run, "qwen2_vl")[0][0]))
-    assert found[0] == pytest.approx(found[1], rel=models.EXACT)
 
 
 def drawn(world, folder: Path) -> dict[str, np.ndarray]:
@@ -309,67 +293,3 @@ def test_an_export_before_learning_is_the_folder_it_started_from(name, key, tmp_
 def unlike(some: dict, others: dict) -> list[str]:
     """Names of tensors that differ by more than a learning rate of next to nothing makes of 0."""
     return [n for n in some if float((some[n] - others[n]).abs().max()) > 1e-200]
-
-
-def frozen(world, run: Recipe, name: str) -> list[str]:
-    """Names of the parameters that two steps changed."""
-    stock = models.build(name)
-    trainer = Trainer(run, world, dataset=models.WholeDataset(name, stock, 24))
-    try:
-        trainer.run()
-        before = dict(stock.named_parameters())
-        return [n for n, p in trainer.model.hf.named_parameters()
-                if not torch.equal(p.full_tensor(), before[n])]
-    finally:
-        trainer.close()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("part, rates", [("vision", {"llm_lr": 1e-300}), ("llm", {})])
-def test_a_frozen_part_stays_and_its_connector_learns(part, rates, tmp_path):
-    """With a learning rate of next to nothing for the text, the connector alone changes."""
-    saved("qwen3_vl", tmp_path / "model")
-    model = replace(ModelConfig(pretrained=str(tmp_path / "model")),
-                    **{part: replace(getattr(ModelConfig(), part), frozen=True)})
-    run = recipe(tmp_path / "run", model, 2, **rates)
-    run = replace(run, fsdp=replace(run.fsdp, activation_checkpointing="full"))
-    changed = run_ranks(frozen, 2, run, "qwen3_vl")[0]
-    parts = {*models.named_parts(models.build("qwen3_vl"), changed)}
-    assert parts == ({"connector"} if part == "vision" else {"vision", "connector"})
-
-
-@pytest.mark.slow
-def test_a_run_recomputes_as_many_layers_as_it_has_to(tmp_path):
-    """By the memory of its blocks on meta; losses are those without recomputation."""
-    saved("llava", tmp_path / "model")
-    run = recipe(tmp_path / "none", ModelConfig(pretrained=str(tmp_path / "model")), 3)
-    wanted, _ = run_ranks(trained, 2, run, "llava")[0]
-    auto = replace(run.fsdp, activation_checkpointing="auto", memory_gb=0.0018)
-    run = replace(run, run=replace(run.run, dir=str(tmp_path / "auto")), fsdp=auto)
-    rows, _ = run_ranks(trained, 2, run, "llava")[0]
-    state = json.loads((tmp_path / "auto/checkpoints/step_00000003/state.json").read_text())
-    choice = state["memory"]["choice"]
-    assert set(choice.values()) - {"none", "full"} and choice["audio"] == "none"
-    for row, want in zip(rows, wanted, strict=True):
-        assert row.get("loss") == want.get("loss")
-        assert row.get("grad_norm") == want.get("grad_norm")
-
-
-class TextAlone(models.WholeDataset):
-    """No example has media."""
-
-    def __init__(self, name: str, model: torch.nn.Module, size: int) -> None:
-        self.inputs = [models.sample(name, model, [], i) for i in range(size)]
-
-
-def without_media(world, run: Recipe, name: str) -> list[float]:
-    rows = train(world, run, TextAlone(name, models.build(name), 24), lambda step, row: None)
-    return [row["grad_norm"] for row in rows if "loss" in row]
-
-
-@pytest.mark.slow
-def test_steps_without_media_pass_where_the_text_model_is_frozen(tmp_path):
-    saved("qwen3_vl", tmp_path / "model")
-    model = froze("llm", "connector", model=ModelConfig(pretrained=str(tmp_path / "model")))
-    run = recipe(tmp_path / "run", model, 2)
-    assert run_ranks(without_media, 2, run, "qwen3_vl")[0] == [0.0, 0.0]

@@ -1,17 +1,21 @@
-"""Calls of a dataset's `load` that take long: workers get them first, each alone, and in parts.
+"""Calls of a dataset's `load` that take long: workers get them early, each alone, and in parts.
 
 How long a call takes is predicted from headers. One that takes long would keep a step waiting while
-its other workers have nothing to do, so its media are divided among them. A video is divided at
-its frames: each worker decodes from the last key frame before those that it reads. The parts of an
-example are what the whole call would have made, and where something cannot be decoded the whole
-call is made again, so that one file fails once.
+its other workers have nothing to do, so its media are divided. A video is divided at its frames:
+each worker decodes from the last key frame before those that it reads. The parts of an example are
+what the whole call would have made, and where something cannot be decoded the whole call is made
+again, so that one file fails once.
+
+A call that takes longer than whole steps do is asked for as soon as its step is planned, before the
+other calls of that step. Workers make first what an earlier step needs, so they make its parts when
+they would have nothing to do.
 """
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
@@ -20,71 +24,111 @@ from orchmllm.data.loading.ray_workers import RayWorkers
 from orchmllm.data.loading.workers import Call, Result, Workers
 
 LONG_S, PART_S = 0.5, 0.25  # predicted: of a call that takes long, and of its parts at least
+STEPS_PLANNED = 24  # beyond the one that is loaded, so that long calls of these can be made early
+NEXT = 2  # steps of which all calls are asked for: the one that is loaded, and the one after it
+WORTH = 1.25  # times as long is worth it, if parts are shorter
+LONGER = 2.0  # than the mean of these steps: so few calls are early, whatever rows hold
 # Of one core, about: to decode a pixel of a video, to decode or convert one and resize it, and to
 # decode a sample of sound and make features of it.
 DECODED_S, READ_S, HEARD_S = 3e-9, 3e-8, 3e-8
 
 
-def ask(workers: Workers | RayWorkers, calls: Sequence[Call],
-        rows: Sequence[MeasuredExample | None], step: int) -> Callable[[], list[Result]]:
-    """Workers.request of calls of `load`. rows: of the calls, None where one is not known."""
-    takes_s, parts = zip(*(divided(call, row, workers.at_once) for call, row in zip(
-        calls, rows, strict=True)), strict=True) if calls else ((), ())
-    long = [k for k in np.argsort(takes_s)[::-1].tolist() if parts[k]]
-    rest = [k for k in range(len(calls)) if not parts[k]]
-    first = workers.request("load", [part for k in long for part in parts[k]], step, alone=True)
-    others = workers.request("load", [calls[k] for k in rest], step)
+class Calls:
+    """Calls of the `load` of a dataset that a step needs. takes_s: predicted seconds of each, 0
+    where they are not known."""
 
-    def results() -> list[Result]:
-        made, out = iter(first()), dict(zip(rest, others(), strict=True))
-        for k in long:
-            out[k] = _joined([next(made) for _ in parts[k]]) or workers.request(
-                "load", [calls[k]], step)()[0]
-        return [out[k] for k in range(len(calls))]
+    def __init__(self, workers: Workers | RayWorkers, dataset: Any, calls: Sequence[Call],
+                 step: int) -> None:
+        self._workers, self._calls, self._step = workers, calls, step
+        self._rows: list[MeasuredExample | None] = [None] * len(calls)
+        if workers.at_once and hasattr(dataset, "kept"):
+            self._rows = [dataset.kept(*args, read=len(keys["segments"]) > 1)
+                          for args, keys in calls]
+        self.takes_s = [predicted_s(row, keys["segments"])[0].sum() if row else 0.0
+                        for row, (_, keys) in zip(self._rows, calls, strict=True)]
+        self._left = set(range(len(calls)))
+        self._replies: list[tuple[list[int], Callable[[], list[Result]]]] = []
 
-    return results
+    def ask(self, early_s: float = 0.0) -> None:
+        """Asks for those that were not asked for yet, the longest first. early_s: only for those
+        that take at least so long, as their step comes later than others."""
+        asked = sorted((k for k in self._left if self.takes_s[k] >= early_s),
+                       key=lambda k: -self.takes_s[k])
+        self._left.difference_update(asked)
+        rest = sorted(k for k in asked if self.takes_s[k] < LONG_S)
+        for k in asked[: len(asked) - len(rest)]:
+            self._replies.append(([k], self._in_parts(k)))
+        if rest:
+            self._replies.append((rest, self._request([self._call(k) for k in rest])))
+
+    def results(self) -> list[Result]:
+        """Waits for all of them; what they loaded, in their order."""
+        self.ask()
+        out = {k: result for asked, reply in self._replies
+               for k, result in zip(asked, reply(), strict=True)}
+        return [out[k] for k in range(len(self._calls))]
+
+    def _in_parts(self, k: int) -> Callable[[], list[Result]]:
+        call = self._call(k)
+        parts = self._request(divided(call, self._rows[k], self._workers.at_once), alone=True)
+        return lambda: [_joined(parts()) or self._request([call])()[0]]
+
+    def _request(self, calls: Sequence[Call], alone: bool = False) -> Callable[[], list[Result]]:
+        return self._workers.request("load", calls, self._step, alone=alone)
+
+    def _call(self, k: int) -> Call:
+        """With its row, which a worker would have to read again. A reader of Ray does."""
+        args, keys = self._calls[k]
+        return args, {**keys, "row": self._rows[k]} if self._workers.num_workers else keys
 
 
-def divided(call: Call, row: MeasuredExample | None, num_workers: int
-            ) -> tuple[float, list[Call]]:
-    """(Predicted seconds of a call; its parts where it takes long, at most one for each worker).
-    Each part is of media that follow each other and take equally long, the first one with the
-    text. (0, none) where it is not known."""
+def divided(call: Call, row: MeasuredExample | None, num_workers: int) -> list[Call]:
+    """The parts of a call, for so many workers. Each is of media that follow each other and take
+    about equally long, the first one with the text. They are as short as they can be without taking
+    much longer together: a worker makes nothing else before it has made one."""
     args, keys = call
     segments = keys["segments"]
-    if num_workers < 2 or row is None or row.problem or not segments:
-        return 0.0, []
-    seconds = predicted_s(row, segments, num_workers)
+    if row is None or row.problem or not segments or keys.get("encoded"):
+        return [call]
+    seconds, again = predicted_s(row, segments)
     total = float(seconds.sum())
-    if total < LONG_S:
-        return total, []
-    count = 1 if keys.get("encoded") else min(num_workers, int(total / PART_S))
-    before = np.cumsum(seconds) - seconds
-    cuts = np.searchsorted(before, total / count * np.arange(1, count) - 1e-9)
-    found = [part.tolist() for part in np.split(segments, cuts) if len(part)]
-    return total, [(args, {**keys, "segments": part, "text": keys["text"] and k == 0})
-                   for k, part in enumerate(found)]
+    most = max(1, int(total / PART_S))
+    found = []
+    for count in {min(most, each * num_workers) for each in (4, 2, 1)} | {1}:
+        starts = np.unique([0, *np.searchsorted(
+            seconds.cumsum() - seconds, total / count * np.arange(1, count) - 1e-9)])
+        starts = starts[starts < len(seconds)]
+        parts_s = np.add.reduceat(seconds, starts) + again[starts]
+        found.append((max(parts_s.max(), parts_s.sum() / num_workers), starts))
+    least_s = min(takes_s for takes_s, _ in found)
+    starts = max((starts for takes_s, starts in found if takes_s <= WORTH * least_s), key=len)
+    return [(args, {**keys, "segments": part.tolist(), "text": keys["text"] and k == 0})
+            for k, part in enumerate(np.split(segments, starts[1:]))]
 
 
-def predicted_s(row: MeasuredExample, segments: Sequence[int], num_parts: int) -> np.ndarray:
-    """(n,) seconds of one core for each of the segments. A video with too few key frames to be
-    divided counts where its last segment is."""
-    media = row.media_at
-    videos = {s: m._replace(frame=None, sampled=None) for s, m in media.items() if m.frame}
-    items, sizes = Counter(videos.values()), dict(zip(media, row.sizes, strict=False))
-    seconds = np.zeros(len(segments))
+def predicted_s(row: MeasuredExample, segments: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
+    """(n,) seconds of one core for each of the segments after those before it, and (n,) what it
+    takes more where those before it are not read: a frame of a video is decoded from the last key
+    frame. Key frames are taken to be at equal distances."""
+    media, sizes = row.media_at, dict(zip(row.media_at, row.sizes, strict=False))
+    seconds, again = np.zeros((2, len(segments)))
+    before = None
     for k, segment in enumerate(segments):
         if segment not in sizes:  # the row has changed since it was indexed
             continue
         height, width = sizes[segment]
         seconds[k] = height * width * READ_S if height else width * HEARD_S
-        if video := videos.get(segment):
-            header = media[segment].frame.video
-            decoded = header.num_frames / max(items[video], header.num_groups)
-            seconds[k] += height * width * decoded * DECODED_S
-            if k and header.num_groups < 2 * num_parts and videos.get(segments[k - 1]) == video:
-                seconds[k - 1: k + 1] = 0.0, seconds[k - 1: k + 1].sum()
-    return seconds
+        if (frame := media[segment].frame) is None:
+            continue
+        header = frame.video
+        group, part = divmod(frame.second / max(header.duration_s, 1e-9) * header.num_groups, 1)
+        takes_s = part * header.num_frames / header.num_groups * height * width * DECODED_S
+        place = media[segment]._replace(frame=None, sampled=None), group
+        if before is not None and before[0] == place:
+            again[k] = before[1]
+        seconds[k] += takes_s - again[k]
+        before = place, takes_s
+    return seconds, again
 
 
 def _joined(parts: list[Result]) -> Result | None:

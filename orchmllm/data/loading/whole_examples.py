@@ -24,7 +24,7 @@ from orchmllm.comm.exchange import RowGather
 from orchmllm.comm.exchange_bytes import Postponed, exchange_bytes
 from orchmllm.comm.pieces import Media, Piece
 from orchmllm.data.lengths import MeasuredExample
-from orchmllm.data.loading.long_calls import ask
+from orchmllm.data.loading.long_calls import LONG_S, LONGER, NEXT, STEPS_PLANNED, Calls
 from orchmllm.data.loading.rank_messages import packed, unpacked
 from orchmllm.data.loading.ray_workers import RayWorkers
 from orchmllm.data.loading.workers import Workers
@@ -66,22 +66,15 @@ class Request:
                 if (example, segment) in leaving:
                     keys.setdefault("encoded", []).append(segment)
         self._ids = {e: int(layout.example_id[e]) for e in wanted}
-        calls, rows = [], []
-        for example, keys in wanted.items():
-            rows.append(None)
-            if workers.at_once and hasattr(dataset, "kept"):
-                rows[-1] = dataset.kept(self._ids[example], read=len(keys["segments"]) > 1)
-                if workers.num_workers:  # a worker would have to read the row again
-                    keys["row"] = rows[-1]
-            calls.append(((self._ids[example],), keys))
-        self._results = ask(workers, calls, rows, step)
+        self.calls = Calls(workers, dataset, [((self._ids[example],), keys)
+                                              for example, keys in wanted.items()], step)
 
     def loaded(self, step: Step) -> dict[int, Any]:
         """Waits. What the dataset loaded of each example; what could not be decoded is added to
         step.failed."""
         out = {}
         for (example, index), (value, failures, seconds) in zip(
-                self._ids.items(), self._results(), strict=True):
+                self._ids.items(), self.calls.results(), strict=True):
             out[example] = value
             step.slowest = max(step.slowest, (seconds, index))
             position = int(self.micro.positions[example])
@@ -91,10 +84,10 @@ class Request:
 
 class WholeFeed:
     """Examples of a dataset that knows lengths before it decodes, and decodes single segments. With
-    worker processes the next step is planned before one is taken, so that they have work meanwhile.
-    An example is one call of the dataset on each rank that needs something of it. A rank for which
-    a step has too few examples gets a row of one token, of which it learns nothing: the model needs
-    a row; one that encodes nothing where others do encodes a blank medium.
+    worker processes the next steps are planned before one is taken (see long_calls), so that they
+    have work meanwhile. An example is one call of the dataset on each rank that needs something of
+    it. A rank for which a step has too few examples gets a row of one token, of which it learns
+    nothing: the model needs a row; one that encodes nothing where others do encodes a blank medium.
 
     dataset: has reader (an orchmllm.data.processed.ProcessedReader), layout, load and describe of
     orchmllm.data.dataset.ConversationDataset. If it has them, kept, layouts and prepare_loads are
@@ -108,15 +101,21 @@ class WholeFeed:
                  num_steps: int, num_workers: int = 0, pool: Any = None, *, model: Any) -> None:
         self.dataset, self.sampler, self.orchestrator = dataset, sampler, orchestrator
         self.num_steps = num_steps
-        self.lookahead = self.config_digest = int(num_workers > 0)
+        self.config_digest = int(num_workers > 0)
         self.dispatch = orchestrator.spec.balance.dispatch
         self.knows_all = self.dispatch == "load"  # every rank can probe every example
         self._workers = (Workers(dataset, num_workers) if pool is None else
                          RayWorkers(dataset, pool, num_workers, orchestrator.rank))
         self._requested: deque[list[Request]] = deque()
+        self._num_loaded = 0
         self._model, self.options = model, {"raw": model.encoders.raw}  # of every load
         self._blank = cache(lambda phase: self._described(
             phase, self.dataset.reader.blank(OF_MEDIA[phase])))
+
+    @property
+    def lookahead(self) -> int:
+        """It grows with the steps that were loaded, so that the first one comes soon."""
+        return self.config_digest * min(STEPS_PLANNED, NEXT - 1 + 3 * self._num_loaded)
 
     def draw(self, index: int) -> BatchLayout | None:
         if index >= self.num_steps:
@@ -135,8 +134,19 @@ class WholeFeed:
             Request(micro, self.orchestrator.rank, self.dispatch, self.dataset, self._workers,
                     self.options, step.index)
             for micro in step.micro])
+        self._ask()
+
+    def _ask(self) -> None:
+        """Asks workers for what the next steps need, and for what of later ones takes longest."""
+        steps_s = [sum(sum(r.calls.takes_s) for r in requests) for requests in self._requested]
+        early_s = max(LONG_S, LONGER * sum(steps_s) / max(len(steps_s), 1))
+        for k, requests in enumerate(self._requested):
+            for request in requests:
+                request.calls.ask(early_s if k >= NEXT else 0.0)
 
     def load(self, step: Step) -> tuple[int, int]:
+        self._ask()  # also once no step is announced any more
+        self._num_loaded += 1
         requests, postponed = self._requested.popleft(), Postponed()
         contents = [postponed.call(self._read, request, step) for request in requests]
         sent = [content and content[0] for content in contents]

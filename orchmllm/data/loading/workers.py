@@ -15,14 +15,15 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import fields, replace
+from itertools import count
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from multiprocessing.pool import RemoteTraceback
 from multiprocessing.reduction import ForkingPickler
 from multiprocessing.util import Finalize
-from queue import SimpleQueue
+from queue import PriorityQueue, SimpleQueue
 from typing import Any
 
 import numpy as np
@@ -85,23 +86,30 @@ class Workers:
         self.at_once = num_workers  # calls that are answered at the same time
         self.processes: list[_Worker] = []
         self._idle: SimpleQueue[_Worker] = SimpleQueue()
+        # (step, number, calls, their answer): what is smaller comes first
+        self._waiting: PriorityQueue[tuple[int, int, tuple, Future]] = PriorityQueue()
+        self._numbers = count()
         self._threads: ThreadPoolExecutor | None = None  # one waits for each worker
         self._at_exit: Finalize | None = None
 
     def request(self, method: str, calls: Sequence[Call], step: int = 0, *, alone: bool = False
                 ) -> Callable[[], list[Result]]:
         """Starts calls of the dataset's `load` or `decode`; what is returned waits for their
-        results, in order. step: that needs them. alone: a worker gets one at a time.
+        results, in order. step: that needs them; those of earlier steps start first. alone: a
+        worker gets one at a time.
 
         It raises RuntimeError with the text of what a call raised in a worker, and if a worker died
         or could not be started."""
         if not self.num_workers:
             return lambda: _results(self.dataset, method, calls)
         self.start()
-        futures = [self._threads.submit(self._ask, method, chunk)
-                   for chunk in chunks_of(calls, self.num_workers, alone)]
-        return lambda: [result for future in futures
-                        for result in results_of(ForkingPickler.loads(future.result()))]
+        answers = []
+        for chunk in chunks_of(calls, self.num_workers, alone):
+            answers.append(Future())
+            self._waiting.put((step, next(self._numbers), (method, chunk), answers[-1]))
+            self._threads.submit(self._answer)
+        return lambda: [result for answer in answers
+                        for result in results_of(ForkingPickler.loads(answer.result()))]
 
     def start(self) -> None:
         """Forks the processes if they are not there. Raises RuntimeError if they do not start."""
@@ -120,14 +128,19 @@ class Workers:
             raise
         self._threads = ThreadPoolExecutor(self.num_workers, "data-worker")
 
-    def _ask(self, method: str, chunk: Sequence[Call]) -> bytes:
+    def _answer(self) -> None:
+        """Waits for a worker, which gets the first calls."""
         worker = self._idle.get()
+        _, _, calls, answer = self._waiting.get()
         try:
-            return worker.ask(method, chunk)
+            answer.set_result(worker.ask(*calls))
         except (EOFError, OSError) as error:
-            raise RuntimeError(
-                "a data worker exited unexpectedly (killed, or out of memory); "
-                "data.num_workers=0 decodes in the rank itself") from error
+            died = RuntimeError("a data worker exited unexpectedly (killed, or out of memory); "
+                                "data.num_workers=0 decodes in the rank itself")
+            died.__cause__ = error
+            answer.set_exception(died)
+        except BaseException as error:  # of calls that cannot be pickled
+            answer.set_exception(error)
         finally:
             self._idle.put(worker)  # one that died fails every call that it gets
 
@@ -141,7 +154,7 @@ class Workers:
             self._threads = None
         if self._at_exit is not None:
             self._at_exit()
-        self._idle, self._at_exit = SimpleQueue(), None
+        self._idle, self._waiting, self._at_exit = SimpleQueue(), PriorityQueue(), None
 
 
 def _end(processes: list[_Worker]) -> None:

@@ -123,16 +123,17 @@ def read_frames(file: BinaryIO, demuxer: str, seconds: list[float], header: Sequ
 
 
 def _needed(packets: list[tuple[int, bool]], wanted: set[int]) -> list[bool]:
-    """Which packets have to be decoded: the groups from one key frame to the next that hold a
-    wanted frame, and the group before where it is shown before its key frame."""
+    """Which packets have to be decoded: those from the last key frame to a wanted frame, and the
+    group before where it is shown before its key frame. A frame rests on none that comes later."""
     starts = [k for k, (_, key) in enumerate(packets) if key or k == 0]
     out = [False] * len(packets)
     for g, start in enumerate(starts):
         end = starts[g + 1] if g + 1 < len(starts) else len(packets)
-        here = [pts for pts, _ in packets[start:end] if pts in wanted]
+        here = [k for k in range(start, end) if packets[k][0] in wanted]
         if here:
-            first = starts[max(0, g - 1)] if min(here) < packets[start][0] else start
-            out[first:end] = [True] * (end - first)
+            shown = min(packets[k][0] for k in here)
+            first = starts[max(0, g - 1)] if shown < packets[start][0] else start
+            out[first: here[-1] + 1] = [True] * (here[-1] + 1 - first)
     return out
 
 

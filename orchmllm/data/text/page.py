@@ -14,7 +14,7 @@ import numpy as np
 
 from orchmllm.data.formats.conversation import Turn, media_of
 from orchmllm.data.media.medium import Medium, RowError
-from orchmllm.data.text.spans import Placeholder, Span, Text
+from orchmllm.data.text.spans import Span, Text
 from orchmllm.data.text.traced import BLOCK, CALL, SOURCE, TURN, runs_of
 
 CHANGED = ("the chat template changes the texts of turns or leaves out turns, so what is learnt "
@@ -125,45 +125,39 @@ class Page:
         return kind == CONTENT and (isinstance(value, Medium) or value.lstrip().startswith(
             written.lstrip()))
 
-    def media(self, turns: Sequence[Turn], placeholders: dict[int, Placeholder]
-              ) -> dict[int, tuple[int, Medium, Placeholder]]:
-        """First character -> (the one after the last, medium, its placeholder). Raises RowError
-        where the placeholders are not those of the media, in their order."""
+    def media(self, turns: Sequence[Turn], marks: dict[int, str]) -> dict[int, tuple[int, Medium]]:
+        """First character -> (the one after the last, medium). marks: what the template writes for
+        a medium, by modality. Raises RowError where marks are not those of the media, in their
+        order."""
         every = media_of(turns)
         found = {}
         for number, (_, _, value) in enumerate(self.sources, 1):
             if isinstance(value, Medium):
-                found |= {at: (at + 1, value, Placeholder(""))
+                found |= {at: (at + 1, value)
                           for at in np.flatnonzero(self.source == number).tolist()}
-        placed = {medium for _, medium, _ in found.values()}
-        for modality, placeholder in placeholders.items():
+        placed = {medium for _, medium in found.values()}
+        for modality, mark in marks.items():
             media = [m for m in every if m.modality == modality and m not in placed]
-            places = [m.span() for m in re.finditer(re.escape(placeholder.text), self.text)
+            places = [m.span() for m in re.finditer(re.escape(mark), self.text)
                       if not self.source[m.start(): m.end()].any()] if media else []
             if len(places) != len(media):
                 raise RowError(LOST_MEDIUM)
-            found |= {start: (end, medium, placeholder)
+            found |= {start: (end, medium)
                       for (start, end), medium in zip(places, media, strict=True)}
         if [found[at][1] for at in sorted(found)] != every:
             raise RowError(LOST_MEDIUM)
         return found
 
-    def spans(self, learnt: np.ndarray, media: dict[int, tuple[int, Medium, Placeholder]]
-              ) -> list[Span]:
+    def spans(self, learnt: np.ndarray, media: dict[int, tuple[int, Medium]]) -> list[Span]:
         """The page cut where it changes from text of the template to text of the data, and where
         what is learnt begins and ends."""
         of_data = self.source > 0
-        cuts = {0, len(self.text), *media, *(end for end, _, _ in media.values()),
+        cuts = {0, len(self.text), *media, *(end for end, _ in media.values()),
                 *(np.flatnonzero(np.diff(2 * learnt + of_data)) + 1).tolist()}
         out: list[Span] = []
         for start, end in pairwise(sorted(cuts)):
-            is_learnt = bool(learnt[start])
-            if start in media:
-                _, medium, placeholder = media[start]
-                out += [Text(placeholder.before, is_learnt), medium,
-                        Text(placeholder.after, is_learnt)]
-            else:
-                out.append(Text(self.text[start:end], is_learnt, bool(of_data[start])))
+            out.append(media[start][1] if start in media else Text(
+                self.text[start:end], bool(learnt[start]), bool(of_data[start])))
         return out
 
 

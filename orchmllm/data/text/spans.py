@@ -51,30 +51,5 @@ class Tokens(NamedTuple):
     digest: bytes = b""
 
 
-class Placeholder(NamedTuple):
-    """What a template writes for a medium, and what the processor of the model makes of it: text
-    before and after the features. needs: a token that the tokenizer of such a model has."""
-
-    text: str
-    before: str = ""
-    after: str = ""
-    needs: str = ""
-
-
-# Those of a template are the first of them that it writes, and that the tokenizer knows.
-PLACEHOLDERS = {
-    VISION: (
-        Placeholder("<|image_pad|>"),  # Qwen2-VL and later
-        Placeholder("<start_of_image>", "\n\n<start_of_image>", "<end_of_image>\n\n"),  # Gemma 3
-        Placeholder("<image>", "<fake_token_around_image><global-img>",  # Idefics3, SmolVLM
-                    "<fake_token_around_image>", needs="<fake_token_around_image>"),
-        Placeholder("<image>"),  # LLaVA
-        Placeholder("<image_soft_token>"), Placeholder("<|image|>"), Placeholder("[IMG]"),
-        Placeholder("<IMG_CONTEXT>")),
-    AUDIO: (
-        Placeholder("<|audio_pad|>"), Placeholder("<|AUDIO|>"),  # Qwen3-Omni; Qwen2-Audio
-        Placeholder("<audio_soft_token>"), Placeholder("<|audio|>"), Placeholder("<audio>"),
-        Placeholder("[AUDIO]")),
-}
 # The type of a content part. A video is one for a model that has tokens for it.
 PART = {VISION: "image", AUDIO: "audio", VIDEO: "video"}

@@ -13,13 +13,14 @@ import re
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
+from types import MappingProxyType
 
 import numpy as np
 
 from orchmllm.data.formats.conversation import Turn
 from orchmllm.data.media.medium import Medium, RowError
 from orchmllm.data.text.page import ARGUMENT, CHANGED, CONTENT, NAME, REASONING, Page, Source
-from orchmllm.data.text.spans import PART, PLACEHOLDERS, Placeholder, Span
+from orchmllm.data.text.spans import PART, Span
 from orchmllm.data.text.template_engine import (
     Environment,
     Message,
@@ -34,11 +35,12 @@ _TALK = [Turn("user", ("Who is it?",), False), Turn("assistant", ("It is I, Anna
 
 class ChatTemplate:
     """source: in Jinja. variables: its special tokens by name. special: tokens that data must not
-    be able to write; added: all that the tokenizer looks for in texts; known: what a template may
-    write for media. Raises RowError, naming `path`, for a template that cannot be used."""
+    be able to write; marks: modality -> what the template may write for a medium, of which the
+    attribute `marks` holds those that it does write. Raises RowError, naming `path`, for a template
+    that cannot be used."""
 
-    def __init__(self, source: str, variables: dict[str, str], special: Sequence[str],
-                 added: Sequence[str], path: str, known: Mapping = PLACEHOLDERS):
+    def __init__(self, source: str, variables: dict[str, str], special: Sequence[str], path: str,
+                 marks: Mapping[int, str] = MappingProxyType({})):
         self.variables, self.special = variables, list(special)
         self._has_blocks = re.search(r"\{%[-+]?\s*generation\s*[-+]?%\}", source) is not None
         either = "|".join(map(re.escape, sorted(special, key=len, reverse=True))) or "(?!)"
@@ -54,10 +56,9 @@ class ChatTemplate:
                              for captures in (True, False)]
         except Exception as error:  # of jinja's parser
             raise RowError(f"{path}: the chat template cannot be read: {error}") from error
-        # Of media that it writes in lists of content parts; None: which is not known.
-        self.placeholders: dict[int, Placeholder | None] = {}
+        self.marks: dict[int, str] = {}
         self._probe(path)
-        self.placeholders = self._placeholders(added, known)
+        self.marks = self._written(marks)
 
     def spans(self, turns: Sequence[Turn]) -> list[Span]:
         """The conversation as rendered. Raises RowError for turns that the template refuses, and
@@ -70,7 +71,7 @@ class ChatTemplate:
             for k in [k for k, turn in enumerate(turns) if turn.supervised]:
                 start, end = page.answer(k, self._opening, self._ending, self._following)
                 learnt[start:end] = True
-        return page.spans(learnt, page.media(turns, self.placeholders))
+        return page.spans(learnt, page.media(turns, self.marks))
 
     def _probe(self, path: str) -> None:
         """That it can write a question and an answer; whether contents have to be lists."""
@@ -86,12 +87,11 @@ class ChatTemplate:
         raise RowError(f"{path}: its chat template cannot write a question and an answer: "
                        f"{reasons[0]}")
 
-    def _placeholders(self, added: Sequence[str], every: Mapping
-                      ) -> dict[int, Placeholder | None]:
-        """What it writes for a medium in a list of content parts, if it reads such lists."""
+    def _written(self, marks: Mapping[int, str]) -> dict[int, str]:
+        """Those that it writes for a medium in a list of content parts, if it reads such lists."""
         lists_only, out = self._lists, {}
-        for modality, known in every.items():
-            self.placeholders = {modality: None}
+        for modality, mark in marks.items():
+            self.marks = {modality: mark}
             shown = _TALK[0]._replace(parts=(Medium(modality, ""), *_TALK[0].parts))
             try:
                 self._lists = lists_only
@@ -101,13 +101,9 @@ class ChatTemplate:
                 text = self._render(self._plain, self._messages([shown, _TALK[1]], True, []))
             except RowError:  # it takes texts only
                 continue
-            named = self.variables.get(f"{PART[modality]}_token")
-            known = [p for p in known if not p.needs or p.needs in added]
-            known += [Placeholder(named)] if named else []
-            more = {token for token in (*self.special, *(p.text for p in known))
-                    if text.count(token) > page.text.count(token)}
-            if more and listed.text == page.text:  # it does not print a list as it prints a text
-                out[modality] = next((p for p in known if p.text in more), None)
+            # A template that prints a list as it prints a text would write its type.
+            if text.count(mark) > page.text.count(mark) and listed.text == page.text:
+                out[modality] = mark
         self._lists = lists_only
         return out
 
@@ -116,15 +112,9 @@ class ChatTemplate:
         as_text: whether arguments of calls are given as JSON."""
         tools, talk = self._tools(turns)
         there = {p.modality for turn in talk for p in turn.parts if isinstance(p, Medium)}
-        in_lists = there & self.placeholders.keys()
-        for modality in in_lists:
-            if self.placeholders[modality] is None:
-                kind = PART[modality]
-                raise RowError(f"which token of the chat template stands for media of the type "
-                               f'"{kind}" is not known: name it as "{kind}_token" in '
-                               "tokenizer_config.json")
         sources: list[Source] = []
-        messages = self._messages(talk, self._lists or bool(in_lists), sources, as_text)
+        in_lists = self._lists or bool(there & self.marks.keys())
+        messages = self._messages(talk, in_lists, sources, as_text)
         try:
             truth = self._render(self._plain, json.loads(json.dumps(messages)), tools)
         except RowError:
@@ -162,7 +152,7 @@ class ChatTemplate:
             return traced(value if isinstance(value, str) else _MEDIUM, len(sources))
 
         def part(value: str | Medium) -> dict:
-            if lists and isinstance(value, Medium) and value.modality in self.placeholders:
+            if lists and isinstance(value, Medium) and value.modality in self.marks:
                 return {"type": PART[value.modality]}
             return {"type": "text", "text": told(CONTENT, value)}
 

@@ -1,4 +1,4 @@
-"""Conversations -> token ids, with media between the text.
+"""Conversations as the chat template writes them, and the token ids of their text.
 
 The tokenizer's chat template when it has one (rendered in jinja's sandbox), else ChatML as in
 Qwen2. A conversation is encoded as one text, as transformers does it. Other tokens stand in it for
@@ -21,22 +21,17 @@ import numpy as np
 from orchmllm.data.formats.conversation import DOCUMENT, Turn
 from orchmllm.data.media.kinds import VIDEO
 from orchmllm.data.media.medium import Medium, RowError
-from orchmllm.data.text.spans import PART, PLACEHOLDERS, Placeholder, Span, Text
+from orchmllm.data.text.spans import Span, Text
 from orchmllm.data.text.templates import ChatTemplate, read_json, read_template
-from orchmllm.plan.layout import AUDIO, TEXT, VISION
+from orchmllm.plan.layout import AUDIO, VISION
 
 IM_START, IM_END, END_OF_TEXT = "<|im_start|>", "<|im_end|>", "<|endoftext|>"
 _MARK = "\ufdd0"  # begins and ends what stands for another token; a noncharacter
 DEFAULT_SYSTEM = "You are a helpful assistant."  # Qwen2's, when a conversation brings none
 
 
-# Token ids (T,) int32 of a conversation's text; which of them are learnt (T,) bool; its segments in
-# reading order: (modality, tokens), of a medium 0 tokens.
-Tokenized = tuple[np.ndarray, np.ndarray, list[tuple[int, int]]]
-
-
 class _Marked(NamedTuple):
-    """A conversation to encode. learnt: (first, last + 1) characters, in order."""
+    """A text to encode. learnt: (first, last + 1) characters, in order."""
 
     text: str
     learnt: list[tuple[int, int]]
@@ -47,8 +42,8 @@ class ChatTokenizer:
 
     path: tokenizer.json, or a folder that holds it (with chat_template.jinja or a
     tokenizer_config.json with "chat_template"). template: instead of the one beside it.
-    media: modality -> what the template writes for a medium; empty: see PLACEHOLDERS. Raises
-    ValueError if it cannot be read, or lacks ChatML's special tokens and has no template.
+    media: modality -> what the template writes for a medium. Raises ValueError if it cannot be
+    read, or lacks ChatML's special tokens and has no template.
     """
 
     def __init__(self, path: str | os.PathLike, template: str = "",
@@ -84,8 +79,7 @@ class ChatTokenizer:
         either = "|".join(map(re.escape, sorted(special, key=len, reverse=True)))
         self._special = re.compile(either or "(?!)")
         self._chat = self.template and ChatTemplate(
-            *self.template, special, [t.content for t in added.values()], str(path),
-            {m: (Placeholder(t),) for m, t in media.items()} if media else PLACEHOLDERS)
+            *self.template, special, str(path), media or {})
         for modality, token in (media or {}).items():
             if modality != VIDEO and not self.writes(modality):
                 kind = {VISION: "an image", AUDIO: "a clip"}[modality]
@@ -94,41 +88,37 @@ class ChatTokenizer:
         self._of_template = lru_cache(maxsize=4096)(
             lambda text: self._special.sub(lambda m: self._stand_ins[m[0]], text))
 
-    def _add_stand_ins(self, added: dict) -> tuple[dict[str | int, str], np.ndarray]:
+    def _add_stand_ins(self, added: dict) -> tuple[dict[str, str], np.ndarray]:
         """Adds tokens that stand for the special tokens that a template writes, which data cannot
-        write, and for media. Returns them by special token and modality; and the id that each token
-        has in the model, of media minus the modality."""
+        write. Returns them by special token; and the id that each token has in the model."""
         from tokenizers import AddedToken
 
-        like = {t.content: t for t in added.values()}
-        out: dict[str | int, str] = {}
-        ids = np.arange(self.vocab_size + len(added) + len(PART), dtype=np.int32)
-        for meant in (*(t.content for t in added.values() if t.special), *PART):
-            placeholder = self._chat and self._chat.placeholders.get(meant)
-            t = like.get(placeholder.text if placeholder else meant, AddedToken(normalized=False))
-            out[meant] = f"{_MARK}{len(out)}{_MARK}"
+        out: dict[str, str] = {}
+        ids = np.arange(self.vocab_size + len(added), dtype=np.int32)
+        for special in [t for t in added.values() if t.special]:
+            out[special.content] = f"{_MARK}{len(out)}{_MARK}"
             self.tokenizer.add_tokens([AddedToken(
-                out[meant], single_word=t.single_word, lstrip=t.lstrip, rstrip=t.rstrip,
-                normalized=t.normalized)])
-            at = self.tokenizer.token_to_id(out[meant])
+                out[special.content], single_word=special.single_word, lstrip=special.lstrip,
+                rstrip=special.rstrip, normalized=special.normalized)])
+            at = self.tokenizer.token_to_id(out[special.content])
             if at < self.vocab_size:
                 raise ValueError(f"{self.path}: its token ids have gaps, so no token can be added "
                                  "to it: number them from 0 on")
-            ids[at] = -meant if meant in PART else self.tokenizer.token_to_id(meant)
+            ids[at] = self.tokenizer.token_to_id(special.content)
         return out, ids
 
     def __reduce__(self):
         return ChatTokenizer, self._arguments  # worker processes open the file themselves
 
     def writes(self, modality: int) -> bool:
-        """Whether the chat template writes a known placeholder for media of a modality."""
-        return bool(self._chat and self._chat.placeholders.get(modality))
+        """Whether the chat template writes what stands for media of a modality."""
+        return bool(self._chat and modality in self._chat.marks)
 
     @property
     def end_id(self) -> int | None:
         """Id of the special token that ends an assistant's turn; None if the template has none."""
-        ids, learnt, _ = self.tokenize([Turn("user", ("a",), False),
-                                        Turn("assistant", ("b",), True)])
+        ids, learnt = self.tokenize([Turn("user", ("a",), False),
+                                     Turn("assistant", ("b",), True)])
         added = self.tokenizer.get_added_tokens_decoder()
         return next((i for i in reversed(ids[learnt].tolist()) if i in added), None)
 
@@ -148,11 +138,20 @@ class ChatTokenizer:
             return self._document(turns)
         return _chatml(turns) if self._chat is None else self._chat.spans(turns)
 
-    def encode_spans(self, spans: Sequence[Span]) -> tuple[np.ndarray, np.ndarray]:
-        """(ids (n,) int32, which of them are learnt (n,) bool) of text without media."""
+    def encode_spans(self, spans: Sequence[Text]) -> tuple[np.ndarray, np.ndarray]:
+        """(ids (n,) int32, which of them are learnt (n,) bool) of text without media. A token is
+        learnt if one of its characters is. Raises RowError."""
         marked = self._marked(spans)
-        return self._tokenized(marked, self.tokenizer.encode(marked.text, add_special_tokens=False)
-                               )[:2]
+        encoded = self.tokenizer.encode(marked.text, add_special_tokens=False)
+        learnt = np.zeros(len(encoded.ids), bool)
+        for start, end in marked.learnt:
+            first = _token_at(encoded, range(start, end))
+            if first is not None:
+                last = _token_at(encoded, range(end - 1, start - 1, -1))
+                while last + 1 < len(learnt) and encoded.token_to_chars(last + 1)[0] < end:
+                    last += 1  # a character may be in several tokens
+                learnt[first: last + 1] = True
+        return self._ids[encoded.ids], learnt
 
     def _document(self, turns: Sequence[Turn]) -> list[Span]:
         """Texts and media as they are, between the tokens that begin and end a text. Raises
@@ -166,12 +165,8 @@ class ChatTokenizer:
         spans: list[Span] = [Text(begin if begin != end else "", False)]
         for turn in turns:
             for part in turn.parts:
-                if isinstance(part, Medium):
-                    around = self._chat and self._chat.placeholders.get(part.modality)
-                    around = around or Placeholder("")
-                    spans += [Text(around.before, False), part, Text(around.after, False)]
-                else:
-                    spans.append(Text(part, turn.supervised, True))
+                spans.append(part if isinstance(part, Medium)
+                             else Text(part, turn.supervised, True))
         return [*spans, Text(end, turns[-1].supervised)]
 
     def decode(self, token_ids: Sequence[int]) -> str:
@@ -180,38 +175,16 @@ class ChatTokenizer:
         known = [int(t) for t in token_ids if t < self.vocab_size]
         return self.tokenizer.decode(known, skip_special_tokens=False)
 
-    def tokenize(self, turns: Sequence[Turn]) -> Tokenized:
-        """(token ids, learnt, segments) of a conversation; text is one segment between media, empty
-        text none. Raises RowError for text or turns that cannot be tokenized."""
-        [tokenized] = self.tokenize_batch([turns])
-        if isinstance(tokenized, RowError):
-            raise tokenized
-        return tokenized
+    def tokenize(self, turns: Sequence[Turn]) -> tuple[np.ndarray, np.ndarray]:
+        """As encode_spans, of a conversation without media. Raises RowError for text or turns that
+        cannot be tokenized."""
+        return self.encode_spans(self.spans(turns))
 
-    def tokenize_batch(
-        self, conversations: Sequence[Sequence[Turn]]
-    ) -> list[Tokenized | RowError]:
-        """`tokenize` of many conversations together; a RowError in place of those that cannot
-        be."""
-        rendered: list[_Marked | RowError] = []
-        for turns in conversations:
-            try:
-                rendered.append(self._marked(self.spans(turns)))
-            except RowError as error:
-                rendered.append(error)
-        encoded = iter(self.tokenizer.encode_batch(
-            [marked.text for marked in rendered if isinstance(marked, _Marked)],
-            add_special_tokens=False))
-        return [self._tokenized(marked, next(encoded)) if isinstance(marked, _Marked) else marked
-                for marked in rendered]
-
-    def _marked(self, spans: Sequence[Span]) -> _Marked:
-        """The spans as one text, in which stand-ins are for special tokens and media."""
+    def _marked(self, spans: Sequence[Text]) -> _Marked:
+        """The spans as one text, in which stand-ins are for special tokens."""
         texts, learnt, end = [], [], 0
         for span in spans:
-            if isinstance(span, Medium):
-                text = self._stand_ins[span.modality]
-            elif not span.of_data:
+            if not span.of_data:
                 # What images become is long, and would fill the cache.
                 write = self._of_template
                 text = (write if len(span.text) < 1000 else write.__wrapped__)(span.text)
@@ -221,27 +194,9 @@ class ChatTokenizer:
                 text = span.text
             texts.append(text)
             start, end = end, end + len(text)
-            if isinstance(span, Text) and span.learnt:
+            if span.learnt:
                 learnt.append((start, end))
         return _Marked("".join(texts), learnt)
-
-    def _tokenized(self, marked: _Marked, encoded) -> Tokenized:
-        """A token is learnt if one of its characters is."""
-        ids = self._ids[encoded.ids]
-        learnt = np.zeros(len(ids), bool)
-        for start, end in marked.learnt:
-            first = _token_at(encoded, range(start, end))
-            if first is not None:
-                last = _token_at(encoded, range(end - 1, start - 1, -1))
-                while last + 1 < len(ids) and encoded.token_to_chars(last + 1)[0] < end:
-                    last += 1  # a character may be in several tokens
-                learnt[first: last + 1] = True
-        segments, before, is_text = [], 0, ids >= 0
-        for at in [] if is_text.all() else np.flatnonzero(~is_text).tolist():
-            segments += [(TEXT, at - before)] * (at > before) + [(-int(ids[at]), 0)]
-            before = at + 1
-        segments += [(TEXT, len(ids) - before)] * (len(ids) > before)
-        return ids[is_text], learnt[is_text], segments
 
 
 def _token_at(encoded, characters: Iterable[int]) -> int | None:

@@ -143,13 +143,13 @@ def test_the_kept_result_is_of_this_script(report):
     path = "benchmarks/gpu_cpu_fallback.json"
     kept = json.loads((ROOT / path).read_text())
     assert kept["command"] == f"python scripts/bench_gpu.py --json {path}"
-    assert kept["command"] in (ROOT / "docs" / "gpu.md").read_text()
+    assert kept["command"] in (ROOT / "docs" / "results.md").read_text()
     assert kept.keys() == report.keys()
     assert kept["shapes"] == report["shapes"]
     for mix, found in kept["mixes"].items():
         for what in ("none_over_balanced", "balanced_over_mean"):
             digits = 2 if what.startswith("none") else 3
-            assert f"{found[what]:.{digits}f}" in (ROOT / "docs" / "gpu.md").read_text(), mix
+            assert f"{found[what]:.{digits}f}" in (ROOT / "docs" / "results.md").read_text(), mix
 
 
 def test_a_cpu_is_told_on_the_first_line_and_wrong_arguments_at_once(capsys, monkeypatch):

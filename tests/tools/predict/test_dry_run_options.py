@@ -24,7 +24,7 @@ from orchmllm.tools.predict.examples import of_file, of_mix, of_recipe
 from orchmllm.tools.predict.hardware import Hardware, cluster
 from orchmllm.tools.predict.transfers import moves_of
 from tests.lib.corpora import write_llava
-from tests.lib.drawn import shortened, with_processor
+from tests.lib.drawn import shortened, write_recipe
 from tests.lib.recipes import read
 
 BASE = read("mllm10b")
@@ -182,12 +182,10 @@ def test_variants_of_a_gpu_are_told_apart(name, kind):
 @pytest.fixture
 def own(tmp_path, capsys):
     """The command on a small recipe -> (exit code, stdout, stderr)."""
-    path = tmp_path / "r.yaml"
-    path.write_text(f"data: {{path: nowhere}}\nmodel: {{config: {with_processor()}}}\n"
-                    "train: {batch_size: 2}\n", encoding="utf-8")
+    path = write_recipe(tmp_path, "path: nowhere", "train: {batch_size: 2}\n")
 
     def run(*args: str) -> tuple[int, str, str]:
-        code = main([str(path), "--ranks", "2", *args])
+        code = main([path, "--ranks", "2", *args])
         return code, *capsys.readouterr()
 
     return run
@@ -264,15 +262,12 @@ def test_images_that_are_made_are_behind_the_text_that_they_are_made_from(tmp_pa
 
 
 def test_the_recipes_own_lengths_once_they_are_indexed(tmp_path, capsys):
-    data = write_llava(tmp_path / "llava")
-    path = tmp_path / "r.yaml"
-    path.write_text(f"data: {{path: {data}, index_dir: {tmp_path / 'i'}}}\n"
-                    f"model: {{config: {with_processor()}}}\ntrain: {{batch_size: 2}}\n",
-                    encoding="utf-8")
-    assert main([str(path), "--ranks", "2"]) == 0
+    path = write_recipe(tmp_path, f"path: {write_llava(tmp_path / 'llava')}",
+                        "train: {batch_size: 2}\n")
+    assert main([path, "--ranks", "2"]) == 0
     assert "orchmllm data index" in " ".join(capsys.readouterr().out.split())
-    assert data_command(["index", str(path), "--workers", "1"]) == 0
-    assert main([str(path), "--ranks", "2"]) == 0
+    assert data_command(["index", path, "--workers", "1"]) == 0
+    assert main([path, "--ranks", "2"]) == 0
     said = capsys.readouterr().out
     assert "the recipe's own" in said and "an epoch of" in said
     examples, fewer = (of_recipe(load_recipe(path, x)) for x in ((), ["data.num_validation=1"]))

@@ -15,23 +15,20 @@ from orchmllm.plan.step import build_plan
 from orchmllm.tools.predict.dry_run import exchange_report
 from orchmllm.tools.predict.dry_run_command import main
 from orchmllm.tools.predict.workload import sample_layout
-from tests.lib.drawn import with_processor
+from tests.lib.drawn import write_recipe
 from tests.lib.recipes import read, small_spec
-
-TINY = f"""
-data: {{path: nowhere}}
-model: {{config: {with_processor()}}}
-train: {{batch_size: 2}}
-"""
 
 
 @pytest.fixture
-def dry_run(tmp_path, capfd):
+def path(tmp_path) -> str:
+    return write_recipe(tmp_path, "path: nowhere", "train: {batch_size: 2}\n")
+
+
+@pytest.fixture
+def dry_run(path, capfd):
     """What a dry run in this process prints."""
-    def run(text: str, *args: str) -> str:
-        path = tmp_path / "own.yaml"
-        path.write_text(text, encoding="utf-8")
-        code = main([str(path), *args])
+    def run(*args: str) -> str:
+        code = main([path, *args])
         stdout, stderr = capfd.readouterr()
         assert code == 0 and stderr == "", stderr  # no warnings
         assert "nan" not in stdout
@@ -43,7 +40,7 @@ def dry_run(tmp_path, capfd):
 
 def test_a_recipe_without_a_number_of_ranks(dry_run):
     """One node, and said so; a verdict with the GB that are left; no figures of the paper."""
-    text = dry_run(TINY)
+    text = dry_run()
     assert text.startswith("8 ranks (one node")
     assert re.search(r"It fits: the fullest rank needs \d+\.\d GB; tensors may take 74\.0 GB", text)
     assert re.search(r"fsdp.memory_gb is not set\)\. \d+\.\d GB are left", text)
@@ -52,21 +49,19 @@ def test_a_recipe_without_a_number_of_ranks(dry_run):
 
 
 def test_one_example_draws_steps_without_audio(dry_run):
-    text = dry_run(TINY, "--ranks", "1", "train.batch_size=1")
+    text = dry_run("--ranks", "1", "train.batch_size=1")
     assert text.startswith("1 rank (--ranks)\n1 example a rank")
     assert re.search(r"^  audio +1\.000 +1\.000 +1\.000$", text, re.MULTILINE)
 
 
 def test_the_global_batch_decides_what_a_rank_holds(dry_run):
-    text = dry_run(TINY, "--ranks", "2", "train.global_batch_size=34",
+    text = dry_run("--ranks", "2", "train.global_batch_size=34",
                    "train.accumulation_steps=3")
     assert "6 examples a rank and microbatch" in text  # 34 / (2 * 3), rounded up
 
 
-def test_it_does_not_fit_by_so_much(tmp_path, capfd):
-    path = tmp_path / "own.yaml"
-    path.write_text(TINY, encoding="utf-8")
-    assert main([str(path), "fsdp.memory_gb=0.0005"]) == 2
+def test_it_does_not_fit_by_so_much(path, capfd):
+    assert main([path, "fsdp.memory_gb=0.0005"]) == 2
     said = capfd.readouterr()
     assert said.out == "" and said.err.count("\n") == 1
     assert re.match(r"error: the recipe does not fit: .* needs 0\.\d+ GB a rank at least, 0\.\d+ "

@@ -27,7 +27,7 @@ from orchmllm.tools.predict.examples import dataset_of, of_recipe
 from orchmllm.tools.predict.hardware import Hardware
 from orchmllm.tools.predict.plan_job import main
 from orchmllm.tools.predict.text import dry_run_text
-from tests.lib.drawn import drawn_model
+from tests.lib.drawn import drawn_model, write_recipe
 from tests.lib.formats import write_jsonl
 from tests.lib.synthetic import recipe
 
@@ -136,11 +136,9 @@ def test_a_dry_run_of_capped_mini_batches_says_so(folder, capsys):
     assert f"{found['batch_size']:.1f} examples a rank" in said
     other = dry_run(asked, RANKS, Hardware(), steps=1)  # the paper's lengths, not in mini-batches
     assert "data.batching=capped" in " ".join(other["not_modelled"])
-    path = folder / "r.yaml"
-    path.write_text(f"data: {{path: {folder / 'mixed.jsonl'}, batching: capped, "
-                    f"max_batch_tokens: 4000}}\nmodel: {{config: {asked.model.config}}}\n",
-                    encoding="utf-8")
-    assert main([str(path), "--ranks", "4"]) == 2  # it searches what has no effect
+    path = write_recipe(folder, f"path: {folder / 'mixed.jsonl'}, batching: capped, "
+                                "max_batch_tokens: 4000")
+    assert main([path, "--ranks", "4"]) == 2  # it searches what has no effect
     assert "data.batching is capped" in capsys.readouterr().err
 
 

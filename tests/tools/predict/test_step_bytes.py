@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import nn
 
 from orchmllm.config.fsdp import COPIED_ROWS
 from orchmllm.config.recipe import Recipe
@@ -17,6 +19,7 @@ from orchmllm.models import loss
 from orchmllm.models.counted_parts import Attention, pairs
 from orchmllm.models.counting_head import count_head
 from orchmllm.models.flops import phase_lengths
+from orchmllm.models.loss import LossHead
 from orchmllm.models.whole_flops import Lengths, moved_by
 from orchmllm.papers.mixes import MODELS
 from orchmllm.plan.assign import PHASES
@@ -25,11 +28,13 @@ from orchmllm.plan.step import plan_step
 from orchmllm.tools.predict import step_time
 from orchmllm.tools.predict.hardware import cluster
 from orchmllm.tools.predict.workload import batch_layout, sample_headers, sample_layout
+from scripts.check_bytes import CHUNK, TARGETS, Timed, timed_loss
 from scripts.count_kernels import count_block
 from scripts.gpu import attention, steps
 from scripts.gpu.drawn import COMPOSITIONS, layouts_of, predicted, sized, write_composition
 from scripts.gpu.parts import TOKENS
 from scripts.gpu.setup import ROOT
+from tests.lib.commands import python
 from tests.lib.drawn import model_of
 from tests.lib.recipes import small_spec
 from tests.lib.tokenizers import write_byte_tokenizer
@@ -128,3 +133,48 @@ def test_the_step_of_an_h200_is_predicted_within_a_tenth(monkeypatch, tmp_path):
     found = predicted(recipe, layouts_of(recipe, dataset)[steps.WARM_UP:-1], "NVIDIA H200")
     assert found["predicted_step_s"] == pytest.approx(0.431, rel=0.1)
     assert np.isclose(found["predicted_mfu"], 0.428, rtol=0.1)
+
+
+def sums(timed: Timed) -> Counter[str]:
+    found: Counter[str] = Counter()
+    for term, amount, *_ in timed.found:
+        found[term] += amount
+    return found
+
+
+def test_the_loss_moves_and_computes_what_the_dry_run_says():
+    found = sums(timed_loss(LossHead(16, 64)))
+    said = np.array(count_head(16, 64, CHUNK, "float32", learns=True)).sum(0) @ [1, TARGETS]
+    assert found == {"loss": pytest.approx(said, rel=1e-4), "products": 3 * 2 * 16 * 64 * TARGETS}
+
+
+class Norm(nn.LayerNorm):
+    pass
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = Norm(8)
+
+    def forward(self, x):
+        return self.norm(x) * 2.0
+
+
+def test_a_backward_pass_belongs_to_the_terms_of_the_forward_pass():
+    block, timed, x = Block(), Timed("residuals"), torch.ones(4, 8, requires_grad=True)
+    hooks, grad = [*timed.watch(block)], torch.ones(4, 8)
+    with timed:
+        block(x).backward(grad)
+    assert len(hooks) == 2 and sums(timed)["residuals"] == 4 * x.nbytes  # times 2 in both passes
+    assert sums(timed)["norms"] > 5 * x.nbytes and not sums(timed)["products"]
+
+
+@pytest.mark.slow
+def test_predicted_ratios_and_order_are_the_measured_ones(tmp_path):
+    found = tmp_path / "found.json"
+    done = python("scripts/check_prediction.py", "--ranks", "2", "--steps", "8", "--json", found)
+    assert done.returncode == 0, done.stdout + done.stderr
+    two = json.loads(found.read_text())["2"]
+    assert len(two["predicted_order"]) == len(two["measured_order"]) == 5 and not two["swapped"]
+    assert all(abs(r["predicted"] / r["measured"] - 1) < 0.1 for r in two["ratios"])
