@@ -12,7 +12,6 @@
 #include "step_shortening.hpp"
 #include "nodewise.hpp"
 #include "padded.hpp"
-#include "pipeline.hpp"
 #include "shares.hpp"
 #include "slots.hpp"
 #include "tables.hpp"
@@ -292,77 +291,6 @@ i64 lower_bound(const Array& weight, i64 num_ranks, const Array& held) {
   return orchmllm::lower_bound_load(w, num_ranks, held_loads(held, w, num_ranks));
 }
 
-using Times = py::array_t<double, py::array::c_style>;
-
-void check_permutation(View<i64> values, const char* message) {
-  std::vector<bool> seen(values.size);
-  for (const i64 v : values) {
-    if (v < 0 || v >= static_cast<i64>(values.size) || seen[v]) throw std::invalid_argument(message);
-    seen[v] = true;
-  }
-}
-
-// Checks the shapes of a schedule and of its times, runs `use(pipeline)` without the GIL.
-// ops (p, 2 * S * l / p), duration (2 * S, l), comm (S - 1,), order (l,) a permutation.
-template <class Use>
-void with_pipeline(const Array& ops, const Times& duration, const Times& comm, const Array& order,
-                   const Use& use) {
-  const bool sound = ops.ndim() == 2 && duration.ndim() == 2 && comm.ndim() == 1 &&
-                     duration.shape(0) >= 2 && duration.shape(0) % 2 == 0 &&
-                     duration.shape(1) >= 1 && ops.size() == duration.size() &&
-                     2 * (comm.size() + 1) == duration.shape(0);
-  if (!sound) throw std::invalid_argument("ops, duration and comm do not belong together");
-  const i64 slots = duration.shape(1), stages = duration.shape(0) / 2;
-  const View<i64> o = homes(order, static_cast<std::size_t>(slots), slots);
-  check_permutation(o, "order is no permutation");
-  check_permutation({ops.data(), static_cast<std::size_t>(ops.size())},
-                    "ops must name every operation once");
-  py::gil_scoped_release release;
-  orchmllm::Pipeline pipeline(ops.data(), ops.shape(0), ops.shape(1), stages, slots,
-                              duration.data(), comm.data());
-  use(pipeline);
-}
-
-// (total, start (2 * S, l), end (2 * S, l)) by microbatch.
-py::tuple pipeline_times(const Array& ops, const Times& duration, const Times& comm,
-                         const Array& order) {
-  const py::array::ShapeContainer shape(duration.shape(), duration.shape() + duration.ndim());
-  Times start(shape), end(shape);
-  double total = 0, *s = start.mutable_data(), *e = end.mutable_data();
-  const i64* o = order.data();
-  with_pipeline(ops, duration, comm, order,
-                [&](orchmllm::Pipeline& p) { total = p.times(o, s, e); });
-  return py::make_tuple(total, start, end);
-}
-
-// (order (l,), total time).
-py::tuple pipeline_search(const Array& ops, const Times& duration, const Times& comm,
-                          const Array& order, i64 max_evaluations, orchmllm::u64 seed) {
-  Array best(order.size());
-  std::copy(order.data(), order.data() + order.size(), best.mutable_data());
-  double total = 0;
-  i64* b = best.mutable_data();
-  with_pipeline(ops, duration, comm, order, [&](orchmllm::Pipeline& p) {
-    total = p.search(b, max_evaluations, seed);
-  });
-  return py::make_tuple(best, total);
-}
-
-// (l,) order; ops: 1F1B with one stage a device.
-Array inter_reorder(const Array& ops, const Times& duration, const Times& comm,
-                    const Times& size) {
-  if (size.ndim() != 1 || duration.ndim() != 2 || size.size() != duration.shape(1) ||
-      ops.ndim() != 2 || 2 * ops.shape(0) != duration.shape(0)) {
-    throw std::invalid_argument("size must be (l,) and every device must have one stage");
-  }
-  Array order(size.size());
-  i64* o = order.mutable_data();
-  std::iota(o, o + order.size(), i64{0});
-  with_pipeline(ops, duration, comm, order,
-                [&](orchmllm::Pipeline& p) { p.inter_reorder(size.data(), o); });
-  return order;
-}
-
 }  // namespace orchmllm::python
 
 PYBIND11_MODULE(_core, m) {
@@ -398,12 +326,6 @@ PYBIND11_MODULE(_core, m) {
         array("segments_of"), array("columns"), py::arg("rows"));
   m.def("nodewise", &nodewise, array("source"), array("batch"), array("volume"), num_ranks,
         ranks_per_node, py::arg("steps"));
-  const auto ops = array("ops"), duration = array("duration"), comm = array("comm"),
-             order = array("order");
-  m.def("pipeline_times", &pipeline_times, ops, duration, comm, order);
-  m.def("pipeline_search", &pipeline_search, ops, duration, comm, order,
-        py::arg("max_evaluations"), py::arg("seed"));
-  m.def("inter_reorder", &inter_reorder, ops, duration, comm, array("size"));
   m.def("lower_bound", &lower_bound, weight, num_ranks, held);
-  m.attr("TOLERANCES") = Times(std::size(orchmllm::kTolerances), orchmllm::kTolerances);
+  m.attr("TOLERANCES") = py::array_t<double>(std::size(orchmllm::kTolerances), orchmllm::kTolerances);
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -82,7 +83,7 @@ def convex(problem: Problem) -> UnitsPlan:
             best = made if best is None or made.iteration_ms < best.iteration_ms else best
     if best is None:
         raise ValueError(problem.why_not())
-    return type(best)(**{**vars(best), "relaxed_ms": relaxed})
+    return replace(best, relaxed_ms=relaxed)
 
 
 def _least_gpus(problem: Problem, name: str, dp: int, picked: tuple) -> float:

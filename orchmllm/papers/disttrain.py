@@ -15,7 +15,7 @@ from orchmllm.config.recipe import load_recipe
 from orchmllm.models.gpus import GPUS
 from orchmllm.papers.fact import MEASURED, Fact, Printed
 from orchmllm.papers.grouping import intra_reorder
-from orchmllm.papers.pipeline import inter_reorder, search_order, simulate
+from orchmllm.papers.pipeline import inter_reorder, simulate
 from orchmllm.papers.profiles import ModuleProfile, analytic, state_of, with_frozen
 from orchmllm.papers.shapes import Backbone, Tower
 from orchmllm.papers.units import UnitsPlan, plan_units
@@ -142,17 +142,16 @@ def reordering(batch: int, dp: int, p: int, seeds: int = 3) -> dict[str, float]:
                 mine = np.random.default_rng(g).permutation(np.flatnonzero(group == g))
                 stages = stage_times(times[:, mine], p)
                 chosen = order(*stages) if order else None
-                total = max(total, simulate(*stages, order=chosen).total_ms)
+                total = max(total, simulate(*stages, order=chosen))
             return total
 
         found = {"random": slowest(np.arange(batch) % dp),
                  "Algorithm 2 as printed": slowest(intra_reorder(size, dp)),
                  "descending, equal counts": slowest(equal),
-                 "+ Algorithm 3 repaired": slowest(equal, inter_reorder),
-                 "+ search": slowest(equal, search_order)}
+                 "+ Algorithm 3 repaired": slowest(equal, inter_reorder)}
         for name, slot in pooled.items():
             mean = np.stack([np.bincount(slot, weights=t) for t in times]) / dp
-            found[name] = simulate(*stage_times(mean, p)).total_ms
+            found[name] = simulate(*stage_times(mean, p))
         for name, value in found.items():
             out[name] = out.get(name, 0.0) + value / (3 * (p + slots - 1)) / seeds
     return out
@@ -179,7 +178,7 @@ def table_3(printed: Printed) -> Iterator[Fact]:
         size, home = np.round(1e6 * times.sum(axis=0)).astype(np.int64), np.zeros(1920, np.int64)
         stages = stage_times(times[:, :1920 // dp], 12)
         for what, call in (("intra", lambda s=size, h=home, d=dp: core().greedy(s, h, d)),
-                           ("inter", lambda s=stages: search_order(*s))):
+                           ("inter", lambda s=stages: inter_reorder(*s))):
             yield printed.row("Table 3", f"{what}-microbatch reordering", f"DP {dp}",
                               1e3 * seconds(call, 20), kind=MEASURED)
 

@@ -49,7 +49,7 @@ def split_layers(forward_ms: np.ndarray, backward_ms: np.ndarray,
         stages = [np.add.reduceat(np.asarray(x, float), at) for x in (forward_ms, backward_ms)]
         comm = 1e3 * moved[np.array(cuts, np.int64) - 1] / bytes_per_s
         total = simulate(*(np.repeat(x[:, None], num_microbatches, axis=1) for x in stages),
-                         comm_ms=comm).total_ms
+                         comm_ms=comm)
         return Split(cuts, tuple(np.diff([*at, count]).tolist()), sum(stages), total)
 
     if method in ("even", "parameters", "profile"):

@@ -44,20 +44,27 @@ class UnitPlan:
 
 @dataclass(frozen=True)
 class UnitsPlan:
-    """units in pipeline order. iteration_ms: by the formula above, which is an upper bound;
-    simulated_ms: of the pipeline simulator, with the layers as they divide. useful_flops: of an
-    iteration, without recomputation. relaxed_ms: of the convex relaxation, if it was solved."""
+    """units in pipeline order. iteration_ms: by the formula above, which is an upper bound.
+    stages_ms: forward and backward of a microbatch, of each stage with the layers as they divide.
+    useful_flops: of an iteration, without recomputation. relaxed_ms: of the convex relaxation, if
+    it was solved."""
 
     units: Mapping[str, UnitPlan]
     num_microbatches: int
     iteration_ms: float
-    simulated_ms: float
+    stages_ms: tuple[list[float], list[float]]
     useful_flops: float
     relaxed_ms: float | None = None
 
     @property
     def gpus(self) -> int:
         return sum(u.gpus for u in self.units.values())
+
+    @cached_property
+    def simulated_ms(self) -> float:
+        """Of an iteration, by the pipeline simulator."""
+        return simulate(*(np.repeat(np.array(x)[:, None], self.num_microbatches, axis=1)
+                          for x in self.stages_ms))
 
     def mfu(self, peak_flops: float) -> float:
         """Share of the used GPUs' peak."""
@@ -245,9 +252,8 @@ class Problem:
         useful = self.global_batch * sum(
             p.forward_flops * (1 + p.backward_units - (p.recompute and p.input_gradient))
             for p in self.profiles.values())
-        times = [np.repeat(np.array(x)[:, None], count, axis=1) for x in (forward, backward)]
         return UnitsPlan(units, count, warm + (count - 1) * max(
-            u.stage_ms for u in units.values()), simulate(*times).total_ms, useful)
+            u.stage_ms for u in units.values()), (forward, backward), useful)
 
     def why_not(self) -> str:
         """The module that misses most memory with all GPUs to itself, else that GPUs are few."""
