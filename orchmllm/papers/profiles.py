@@ -1,12 +1,9 @@
-"""What the planner knows of a module: its time, its memory, what it hands on. Analytic, from a
-configuration and a device; or measured (`orchmllm profile`) and interpolated in rows."""
+"""What the planner knows of a module: its time, its memory, what it hands on."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-
-import numpy as np
 
 from orchmllm.tools.predict.hardware import Hardware
 
@@ -77,18 +74,6 @@ def with_frozen(profiles: Mapping[str, ModuleProfile],
     return {name: replace(p, trains=name not in frozen,
                           input_gradient=name not in frozen or names.index(name) >= behind)
             for name, p in profiles.items()}
-
-
-def interpolated(rows: Sequence[float], ms: Sequence[float], at: float) -> Callable[[int], float]:
-    """forward_ms of a sample of `at` rows from measurements on one GPU, linear between them, in
-    proportion beyond the last; tp GPUs are assumed to divide it. Raises ValueError for fewer than
-    two sizes, or sizes that do not grow."""
-    x, y = np.asarray(rows, float), np.asarray(ms, float)
-    if len(x) < 2 or len(x) != len(y) or not (np.diff(x) > 0).all() or not (y > 0).all():
-        raise ValueError(f"needs two or more growing sizes with positive times, got rows {rows} "
-                         f"and ms {ms}")
-    alone = float(np.interp(at, x, y) if at <= x[-1] else y[-1] * at / x[-1])
-    return lambda tp: alone / tp
 
 
 def analytic_ms(flops: float, rows: float, layers: int, width: int, hardware: Hardware,
