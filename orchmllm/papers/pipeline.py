@@ -51,9 +51,8 @@ class Pipeline:
     def run(self, microbatches: list[int]) -> None:
         """Appends them to the order, and runs all operations that can run by then."""
         self.order += microbatches
-        waits = False
-        while not waits:
-            waits = not any([self._run(s) for s in range(self.num_stages)])
+        while any([self._run(stage) for stage in range(self.num_stages)]):
+            pass  # what a stage ran may be what another one waited for
 
     def _run(self, stage: int) -> bool:
         """What a stage can run now; whether there was something."""
@@ -102,7 +101,7 @@ def inter_reorder(forward_ms: np.ndarray, backward_ms: np.ndarray, *,
     num_last = slots - 1 if slots < 2 * p - 1 else p - 1
     last, left = left[:num_last][::-1], left[num_last:]
     made.run([first])
-    # What stage 0 fills with forwards: first, what follows the first microbatch behind it.
+    # The time that forwards of stage 0 fill: first that of the first microbatch behind it.
     interval = sum(made.duration[s][first] + made.duration[p + s][first] + 2 * made.comm[s - 1]
                    for s in range(1, p))
     while left:

@@ -126,7 +126,8 @@ def side_by_side(run: RunLog, other: RunLog) -> str:
         a, b = losses[:, -1]
         rows.append((f"loss of step {int(both[-1])}, the last of both", number(a), number(b),
                      number(a / b - 1, "%")))
-    lines = [f"{name:<40} {a:>12} {b:>12} {change:>12}" for name, a, b, change in rows]
+    wide = 1 + max(11, len(run.name), len(other.name))
+    lines = [f"{name:<40}{a:>{wide}}{b:>{wide}}{change:>12}" for name, a, b, change in rows]
     settings = [f"  {key}: {show(a)} and {show(b)}"
                 for key, (a, b) in different_settings(run, other).items()]
     return "\n".join(lines + ["", "Settings, versions and host that differ:"] * bool(settings)
