@@ -23,7 +23,7 @@ COMMANDS = {
                  "search the batch size and sharding for a number of GPUs"),
     "compare": ("orchmllm.tools.compare", "train with balancing off and on, and compare"),
     "doctor": ("orchmllm.tools.doctor.command", "check this machine, or all machines of a job"),
-    "report": ("orchmllm.tools.report.command", "show a run, or two, as one HTML page"),
+    "report": ("orchmllm.tools.report.command", "show a run as one HTML page, or compare two"),
     "generate": ("orchmllm.tools.generate.command",
                  "ask a trained model about images and clips"),
     "export": ("orchmllm.tools.export.command", "write a checkpoint as Hugging Face folders"),
