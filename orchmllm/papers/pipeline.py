@@ -29,7 +29,8 @@ def operations(num_stages: int, num_microbatches: int) -> list[list[tuple[int, i
 
 class Pipeline:
     """An iteration, run as far as its order is known. ends[row][slot]: when an operation ends.
-    Raises ValueError for times that do not fit."""
+    forward_ms, backward_ms: (stages, microbatches); comm_ms: a number or (stages - 1,). Raises
+    ValueError for times that do not fit."""
 
     def __init__(self, forward_ms: np.ndarray, backward_ms: np.ndarray,
                  comm_ms: float | np.ndarray) -> None:
