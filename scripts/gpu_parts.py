@@ -23,7 +23,7 @@ from orchmllm.plan.assign import PHASES
 from orchmllm.plan.layout import ENCODERS
 from orchmllm.plan.step import StepPlan
 from orchmllm.sharding.memory import Loads, MemoryModel
-from orchmllm.tools.predict.whole_runner import Clock
+from scripts.whole_runner import Clock
 
 
 @dataclass(frozen=True)
