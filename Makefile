@@ -113,8 +113,7 @@ sanitize: setup-test
 	    LD_PRELOAD="$$($${CXX:-c++} -print-file-name=libasan.so) \
 	    $$($${CXX:-c++} -print-file-name=libstdc++.so)" \
 	    $(CURDIR)/$(RUN) -m pytest -q -p no:cacheprovider --timeout 900 \
-	    tests/plan/test_balance*.py tests/plan/test_nodewise.py tests/plan/test_plan_schemes.py \
-	    tests/papers/test_pipeline.py
+	    tests/plan/test_balance*.py tests/plan/test_nodewise.py tests/plan/test_plan_schemes.py
 
 setup: $(READY)
 	@$(RUN) setup.py -q build_ext --inplace

@@ -29,6 +29,8 @@ struct View {
   const T* end() const { return data + size; }
 };
 
+inline std::size_t at(i64 index) { return static_cast<std::size_t>(index); }
+
 inline i64 total(View<i64> values) {
   return std::accumulate(values.begin(), values.end(), i64{0});
 }

@@ -20,7 +20,7 @@ inline std::vector<Share> shares_of(View<i64> place, View<i64> batch, View<i64> 
   std::vector<Share> shares;
   i64 before = -1;
   for (const i32 item : order_ascending({pair.data(), pair.size()})) {
-    const auto i = static_cast<std::size_t>(item);
+    const std::size_t i = at(item);
     if (pair[i] == before) {
       shares.back().volume += volume[i];
     } else {
@@ -48,25 +48,24 @@ inline std::vector<Share> largest_shares(View<i64> place, View<i64> batch, View<
 inline std::vector<i64> ranks_inside(View<i64> source, View<i64> batch, View<i64> volume,
                                      i64 num_ranks, i64 ranks_per_node,
                                      const std::vector<i64>& node_of) {
-  const auto index = [](i64 i) { return static_cast<std::size_t>(i); };
   const i64 num_nodes = (num_ranks + ranks_per_node - 1) / ranks_per_node;
-  std::vector<i64> rank_of(index(num_ranks), -1);
-  std::vector<char> taken(index(num_ranks));
+  std::vector<i64> rank_of(at(num_ranks), -1);
+  std::vector<char> taken(at(num_ranks));
   for (const Share& s : largest_shares(source, batch, volume)) {
-    if (s.place / ranks_per_node == node_of[index(s.batch)] && rank_of[index(s.batch)] < 0 &&
-        !taken[index(s.place)]) {
-      rank_of[index(s.batch)] = s.place;
-      taken[index(s.place)] = 1;
+    if (s.place / ranks_per_node == node_of[at(s.batch)] && rank_of[at(s.batch)] < 0 &&
+        !taken[at(s.place)]) {
+      rank_of[at(s.batch)] = s.place;
+      taken[at(s.place)] = 1;
     }
   }
-  std::vector<i64> first(index(num_nodes));
-  for (i64 k = 0; k < num_nodes; ++k) first[index(k)] = k * ranks_per_node;
+  std::vector<i64> first(at(num_nodes));
+  for (i64 k = 0; k < num_nodes; ++k) first[at(k)] = k * ranks_per_node;
   for (i64 b = 0; b < num_ranks; ++b) {
-    if (rank_of[index(b)] >= 0) continue;
-    i64& rank = first[index(node_of[index(b)])];
-    while (taken[index(rank)]) ++rank;
-    taken[index(rank)] = 1;
-    rank_of[index(b)] = rank;
+    if (rank_of[at(b)] >= 0) continue;
+    i64& rank = first[at(node_of[at(b)])];
+    while (taken[at(rank)]) ++rank;
+    taken[at(rank)] = 1;
+    rank_of[at(b)] = rank;
   }
   return rank_of;
 }
@@ -75,23 +74,22 @@ inline std::vector<i64> ranks_inside(View<i64> source, View<i64> batch, View<i64
 // holds most of them while it has free ranks, and inside the node to the rank that does.
 inline std::vector<i64> near_home(View<i64> source, View<i64> batch, View<i64> volume,
                                   i64 num_ranks, i64 ranks_per_node) {
-  const auto index = [](i64 i) { return static_cast<std::size_t>(i); };
   const i64 num_nodes = (num_ranks + ranks_per_node - 1) / ranks_per_node;
-  std::vector<i64> node(source.size), free(index(num_nodes)), node_of(index(num_ranks), -1);
+  std::vector<i64> node(source.size), free(at(num_nodes)), node_of(at(num_ranks), -1);
   for (std::size_t i = 0; i < source.size; ++i) node[i] = source[i] / ranks_per_node;
-  for (i64 r = 0; r < num_ranks; ++r) ++free[index(r / ranks_per_node)];
+  for (i64 r = 0; r < num_ranks; ++r) ++free[at(r / ranks_per_node)];
   for (const Share& s : largest_shares({node.data(), node.size()}, batch, volume)) {
-    if (node_of[index(s.batch)] < 0 && free[index(s.place)] > 0) {
-      node_of[index(s.batch)] = s.place;
-      --free[index(s.place)];
+    if (node_of[at(s.batch)] < 0 && free[at(s.place)] > 0) {
+      node_of[at(s.batch)] = s.place;
+      --free[at(s.place)];
     }
   }
   i64 next = 0;
   for (i64& k : node_of) {
     if (k >= 0) continue;
-    while (free[index(next)] == 0) ++next;
+    while (free[at(next)] == 0) ++next;
     k = next;
-    --free[index(next)];
+    --free[at(next)];
   }
   return ranks_inside(source, batch, volume, num_ranks, ranks_per_node, node_of);
 }
@@ -103,12 +101,11 @@ inline std::vector<i64> near_home(View<i64> source, View<i64> batch, View<i64> v
 inline std::vector<i64> nearer_home(const std::vector<i64>& plan, View<i64> weight, View<i64> home,
                                     const std::vector<i32>& ascending, i64 num_ranks,
                                     i64 ranks_per_node) {
-  const auto index = [](i64 i) { return static_cast<std::size_t>(i); };
-  const std::size_t num_nodes = index((num_ranks - 1) / ranks_per_node + 1);
+  const std::size_t num_nodes = at((num_ranks - 1) / ranks_per_node + 1);
   std::vector<std::vector<std::size_t>> own(num_nodes), held(num_nodes);
   for (auto i = ascending.rbegin(); i != ascending.rend(); ++i) {
-    own[index(home[index(*i)] / ranks_per_node)].push_back(index(*i));
-    held[index(plan[index(*i)] / ranks_per_node)].push_back(index(*i));
+    own[at(home[at(*i)] / ranks_per_node)].push_back(at(*i));
+    held[at(plan[at(*i)] / ranks_per_node)].push_back(at(*i));
   }
   std::vector<i64> rank_of(plan.size(), -1);
   std::vector<char> taken(plan.size());
@@ -126,9 +123,9 @@ inline std::vector<i64> nearer_home(const std::vector<i64>& plan, View<i64> weig
   }
   auto place = ascending.begin();
   for (const i32 item : ascending) {
-    if (rank_of[index(item)] >= 0) continue;
-    while (taken[index(*place)]) ++place;
-    rank_of[index(item)] = plan[index(*place++)];
+    if (rank_of[at(item)] >= 0) continue;
+    while (taken[at(*place)]) ++place;
+    rank_of[at(item)] = plan[at(*place++)];
   }
   return rank_of;
 }

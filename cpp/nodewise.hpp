@@ -18,7 +18,7 @@ struct Transfers {
 
 class NodewiseSearch {
  public:
-  explicit NodewiseSearch(const Transfers& t) : t_(t), d_(size(t.num_ranks)) {
+  explicit NodewiseSearch(const Transfers& t) : t_(t), d_(at(t.num_ranks)) {
     index(t.source, t.batch, by_source_, source_start_);
     index(t.batch, t.source, by_batch_, batch_start_);
   }
@@ -27,10 +27,10 @@ class NodewiseSearch {
     std::vector<i64> rank_of =
         near_home(t_.source, t_.batch, t_.volume, t_.num_ranks, t_.ranks_per_node);
     node_of_.resize(d_);
-    members_.assign(size((t_.num_ranks + t_.ranks_per_node - 1) / t_.ranks_per_node), {});
+    members_.assign(at((t_.num_ranks + t_.ranks_per_node - 1) / t_.ranks_per_node), {});
     for (std::size_t b = 0; b < d_; ++b) {
       node_of_[b] = node(rank_of[b]);
-      members_[size(node_of_[b])].push_back(static_cast<i64>(b));
+      members_[at(node_of_[b])].push_back(static_cast<i64>(b));
     }
     measure();
     std::vector<i64> best_nodes = node_of_;
@@ -55,7 +55,6 @@ class NodewiseSearch {
     i64 other, volume;
   };
 
-  static std::size_t size(i64 value) { return static_cast<std::size_t>(value); }
   i64 node(i64 rank) const { return rank / t_.ranks_per_node; }
 
   // Entries (other, summed volume) of each key, sorted by other.
@@ -66,7 +65,7 @@ class NodewiseSearch {
     for (const Share& s : shares_of(other, key, t_.volume)) {
       if (s.volume == 0) continue;
       entries.push_back({s.place, s.volume});
-      ++start[size(s.batch) + 1];
+      ++start[at(s.batch) + 1];
     }
     std::partial_sum(start.begin(), start.end(), start.begin());
   }
@@ -74,8 +73,8 @@ class NodewiseSearch {
   // Calls visit(rank, volume) for what the ranks of node k hold of batch b.
   template <class Visit>
   void held(i64 b, i64 k, const Visit& visit) const {
-    const auto begin = by_batch_.begin() + static_cast<std::ptrdiff_t>(batch_start_[size(b)]);
-    const auto end = by_batch_.begin() + static_cast<std::ptrdiff_t>(batch_start_[size(b) + 1]);
+    const auto begin = by_batch_.begin() + static_cast<std::ptrdiff_t>(batch_start_[at(b)]);
+    const auto end = by_batch_.begin() + static_cast<std::ptrdiff_t>(batch_start_[at(b) + 1]);
     auto e = std::lower_bound(begin, end, k * t_.ranks_per_node,
                               [](const Entry& entry, i64 rank) { return entry.other < rank; });
     for (; e != end && e->other < (k + 1) * t_.ranks_per_node; ++e) visit(e->other, e->volume);
@@ -87,14 +86,14 @@ class NodewiseSearch {
     for (std::size_t b = 0; b < d_; ++b) {
       for (std::size_t e = batch_start_[b]; e < batch_start_[b + 1]; ++e) {
         if (node(by_batch_[e].other) == node_of_[b]) continue;
-        traffic_[size(by_batch_[e].other)] += by_batch_[e].volume;
+        traffic_[at(by_batch_[e].other)] += by_batch_[e].volume;
       }
     }
   }
 
   // Adds the traffic of batch b leaving node k (sign 1) or coming to it (-1) to `change`.
   void shift(i64 b, i64 k, i64 sign, std::vector<std::pair<std::size_t, i64>>& change) const {
-    held(b, k, [&](i64 rank, i64 volume) { change.emplace_back(size(rank), sign * volume); });
+    held(b, k, [&](i64 rank, i64 volume) { change.emplace_back(at(rank), sign * volume); });
   }
 
   double excess(i64 traffic) const {  // doubles hold these integers and their squares' order exactly
@@ -105,10 +104,10 @@ class NodewiseSearch {
   // Change of the potential if a and b swap nodes. Uses and clears `delta_`.
   double price(i64 a, i64 b) {
     change_.clear();
-    shift(a, node_of_[size(a)], 1, change_);
-    shift(b, node_of_[size(b)], 1, change_);
-    shift(a, node_of_[size(b)], -1, change_);
-    shift(b, node_of_[size(a)], -1, change_);
+    shift(a, node_of_[at(a)], 1, change_);
+    shift(b, node_of_[at(b)], 1, change_);
+    shift(a, node_of_[at(b)], -1, change_);
+    shift(b, node_of_[at(a)], -1, change_);
     for (const auto& [k, amount] : change_) delta_[k] += amount;
     double price = 0;
     for (const auto& [k, _] : change_) {
@@ -121,14 +120,14 @@ class NodewiseSearch {
 
   void swap(i64 a, i64 b) {
     change_.clear();
-    i64 &p = node_of_[size(a)], &q = node_of_[size(b)];
+    i64 &p = node_of_[at(a)], &q = node_of_[at(b)];
     shift(a, p, 1, change_);
     shift(b, q, 1, change_);
     shift(a, q, -1, change_);
     shift(b, p, -1, change_);
     for (const auto& [k, amount] : change_) traffic_[k] += amount;
-    std::replace(members_[size(p)].begin(), members_[size(p)].end(), a, b);
-    std::replace(members_[size(q)].begin(), members_[size(q)].end(), b, a);
+    std::replace(members_[at(p)].begin(), members_[at(p)].end(), a, b);
+    std::replace(members_[at(q)].begin(), members_[at(q)].end(), b, a);
     std::swap(p, q);
   }
 
@@ -136,7 +135,7 @@ class NodewiseSearch {
   void kick() {
     for (int k = 0; k < 4; ++k) {
       const i64 a = draw(), b = draw();
-      if (node_of_[size(a)] != node_of_[size(b)]) swap(a, b);
+      if (node_of_[at(a)] != node_of_[at(b)]) swap(a, b);
     }
   }
   i64 draw() {
@@ -148,23 +147,23 @@ class NodewiseSearch {
   bool relieve(i64 step, std::vector<i64>& rests) {
     delta_.resize(traffic_.size());
     const std::size_t busiest =
-        size(std::max_element(traffic_.begin(), traffic_.end()) - traffic_.begin());
+        at(std::max_element(traffic_.begin(), traffic_.end()) - traffic_.begin());
     double best_price = std::numeric_limits<double>::infinity();
     i64 best_a = -1, best_b = -1;
     const auto offer = [&](i64 a, i64 b) {
-      if (rests[size(a)] >= step || rests[size(b)] >= step) return;
+      if (rests[at(a)] >= step || rests[at(b)] >= step) return;
       const double p = price(a, b);
       if (p < best_price) best_price = p, best_a = a, best_b = b;
     };
     const i64 home = node(static_cast<i64>(busiest));
     for (std::size_t e = source_start_[busiest]; e < source_start_[busiest + 1]; ++e) {
       const i64 b = by_source_[e].other;
-      if (node_of_[size(b)] == home) continue;
-      for (const i64 a : members_[size(home)]) offer(a, b);
+      if (node_of_[at(b)] == home) continue;
+      for (const i64 a : members_[at(home)]) offer(a, b);
     }
     if (best_a < 0) return false;
     swap(best_a, best_b);
-    rests[size(best_a)] = rests[size(best_b)] = step + std::min(3 + step % 7, t_.num_ranks / 4);
+    rests[at(best_a)] = rests[at(best_b)] = step + std::min(3 + step % 7, t_.num_ranks / 4);
     return true;
   }
 

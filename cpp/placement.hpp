@@ -5,8 +5,6 @@
 
 namespace orchmllm {
 
-inline std::size_t at(i64 index) { return static_cast<std::size_t>(index); }
-
 struct Item {
   i64 weight;
   i32 id;

@@ -41,7 +41,7 @@ from orchmllm.tools.init.demo import LLM, TOWER
 from orchmllm.trainer import Trainer
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))
-from scripts.bench_data import write_tokenizer  # noqa: E402
+from scripts.bench_index import write_tokenizer  # noqa: E402
 from tests.lib.ranks import run_ranks  # noqa: E402
 
 LIGHT, HEAVY = (96, 72), (1280, 720)  # pixels of a frame

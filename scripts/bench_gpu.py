@@ -7,7 +7,7 @@ phase by phase on one GPU, as sampled and balanced.
 On a GPU the defaults are 11 PFLOP, half a minute at 35% of an H100's peak.
 
 Real: lengths (orchmllm/tools/predict/workload.py), plans, the composition's own code at full width,
-forward and backward (orchmllm/tools/predict/whole_runner.py): what is around the blocks, and one
+forward and backward (scripts/whole_runner.py): what is around the blocks, and one
 block, which counts for all. A step is the sum over phases of the slowest rank. Not there: other
 ranks, and so FSDP's and the exchanges' traffic. MFU: useful FLOPs (orchmllm/models/whole_flops.py),
 nothing recomputed, over rank batches of at least 8192 packed positions.
@@ -49,7 +49,6 @@ from orchmllm.models.whole_flops import part_counts, phase_work, plan_spec  # no
 from orchmllm.papers.mixes import MODELS  # noqa: E402
 from orchmllm.plan.assign import PHASES, PhasePolicy  # noqa: E402
 from orchmllm.plan.step import StepPlan, plan_step  # noqa: E402
-from orchmllm.tools.predict.whole_runner import Clock, WholeRunner  # noqa: E402
 from orchmllm.tools.predict.workload import MIXES, batch_layout, sample_headers  # noqa: E402
 from scripts.gpu.drawn import write_composition  # noqa: E402
 from scripts.gpu_parts import (  # noqa: E402
@@ -60,6 +59,7 @@ from scripts.gpu_parts import (  # noqa: E402
     fit,
     rank_work,
 )
+from scripts.whole_runner import Clock, WholeRunner  # noqa: E402
 from tests.lib.tokenizers import write_byte_tokenizer  # noqa: E402
 
 MIN_POSITIONS = 8192  # of a rank's packed batch, below which it does not count for MFU

@@ -3,10 +3,10 @@ was killed at half makes of the rest.
 
     python scripts/bench_index.py [--rows 1000000] [--workers 2]
 
-Rows are one round of text: scripts/bench_data.py has long ones with images and clips. `orchmllm
-data index` runs as a command of its own. A build is killed, with all its processes, when half of
-the rows are written, and started again. All three indexes have to be equal, byte by byte. CPU is
-that of all processes of a build, which a busy machine changes less than its seconds.
+Rows are one round of text. `orchmllm data index` runs as a command of its own. A build is killed,
+with all its processes, when half of the rows are written, and started again. All three indexes have
+to be equal, byte by byte. CPU is that of all processes of a build, which a busy machine changes
+less than its seconds.
 """
 
 from __future__ import annotations
@@ -22,16 +22,35 @@ import tempfile
 import time
 from pathlib import Path
 
-from bench_data import WORDS, cpu_seconds, write_tokenizer
+from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
 from orchmllm.tools.compose.drawn import shapes, write_drawn
 from orchmllm.tools.data.build_index import FILES, JOURNAL
 from orchmllm.tools.init.demo import LLM, MAX_SIDE, TOWER
 
+WORDS = ("what is the colour of this small round thing on a table near two people who walk along "
+         "the river while it rains and somebody plays").split()
 RECIPE = """
 data: {{path: {folder}/data.jsonl}}
 model: {{config: {folder}/model}}
 """
+
+
+def cpu_seconds() -> float:
+    """Of this process and its ended children: what a busy machine does not change."""
+    times = os.times()
+    return times.user + times.system + times.children_user + times.children_system
+
+
+def write_tokenizer(path: Path) -> None:
+    """A byte-level tokenizer.json with the tokens of ChatML."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.train_from_iterator([" ".join(WORDS)], trainers.BpeTrainer(
+        vocab_size=500, show_progress=False,
+        special_tokens=["<|endoftext|>", "<|im_start|>", "<|im_end|>"],
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet())))
+    tokenizer.save(str(path))
 
 
 def command(folder: Path, index: Path, workers: int) -> list[str]:

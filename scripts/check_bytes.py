@@ -43,7 +43,7 @@ from orchmllm.models.loss import LossHead  # noqa: E402
 from orchmllm.models.whole_flops import moved_by_head  # noqa: E402
 from orchmllm.sharding.optimizer import clip_gradients  # noqa: E402
 from orchmllm.tools.predict.step_time import UPDATE_PASSES  # noqa: E402
-from orchmllm.tools.predict.whole_runner import Alike, WholeRunner  # noqa: E402
+from scripts.whole_runner import Alike, WholeRunner  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[1]
 RECIPES = "mllm_1gpu,pretrained_7b,internvl3_8b,qwen3_vl_8b"

@@ -24,7 +24,7 @@ from orchmllm.plan.layout import ENCODERS
 from orchmllm.plan.step import StepPlan
 from orchmllm.sharding.loads import Loads
 from orchmllm.sharding.memory import MemoryModel
-from orchmllm.tools.predict.whole_runner import Clock
+from scripts.whole_runner import Clock
 
 
 @dataclass(frozen=True)

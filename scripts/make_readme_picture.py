@@ -21,12 +21,11 @@ from orchmllm.models.whole_flops import plan_spec
 from orchmllm.papers.mixes import MODELS
 from orchmllm.plan.assign import PHASES
 from orchmllm.plan.step import plan_step
-from orchmllm.tools.data.composition import COLOURS
 from orchmllm.tools.predict.workload import sample_layout
 
 MODEL = MODELS["10b"]
 NAMES = {"vision": "images", "audio": "audio clips", "llm": "LLM"}
-SHADES = {"vision": COLOURS["vision"], "audio": COLOURS["audio"], "llm": COLOURS["text"]}
+SHADES = {"vision": "#dd8452", "audio": "#55a868", "llm": "#4c72b0"}
 WAITING = "#d9d9d9"
 
 

@@ -22,10 +22,8 @@ COMMANDS = {
     "plan job": ("orchmllm.tools.predict.plan_job",
                  "search the batch size and sharding for a number of GPUs"),
     "compare": ("orchmllm.tools.compare", "train with balancing off and on, and compare"),
-    "profile": ("orchmllm.tools.predict.profile_command",
-                "measure a recipe's phases on the device at hand"),
     "doctor": ("orchmllm.tools.doctor.command", "check this machine, or all machines of a job"),
-    "report": ("orchmllm.tools.report.command", "show a run, or two, as one HTML page"),
+    "report": ("orchmllm.tools.report.command", "show a run as one HTML page, or compare two"),
     "generate": ("orchmllm.tools.generate.command",
                  "ask a trained model about images and clips"),
     "export": ("orchmllm.tools.export.command", "write a checkpoint as Hugging Face folders"),
@@ -34,7 +32,6 @@ COMMANDS = {
                         "try a scheme of the papers on a recipe's lengths"),
     "papers ablations": ("orchmllm.papers.ablations",
                          "compare the paper's balancing schemes, predicted"),
-    "papers plan": ("orchmllm.papers.plan", "place units, split layers or choose recomputation"),
 }
 
 

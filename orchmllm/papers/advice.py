@@ -11,17 +11,10 @@ from math import ceil
 
 import numpy as np
 
-from orchmllm.models.flops import Lengths, phase_lengths
-from orchmllm.models.whole_flops import part_counts, phase_work
-from orchmllm.papers.profiles import ModuleProfile, analytic
+from orchmllm.papers.profiles import ModuleProfile
 from orchmllm.papers.units import UnitsPlan, plan_units
-from orchmllm.plan.layout import ENCODERS, BatchLayout
-from orchmllm.sharding.memory import MemoryModel
-from orchmllm.sharding.units import units
 from orchmllm.tools.predict.collectives import gather_bandwidth
 from orchmllm.tools.predict.hardware import Hardware
-
-EFFICIENCY = 0.6  # share of the peak that layers are assumed to reach
 
 
 @dataclass(frozen=True)
@@ -100,28 +93,3 @@ def ratio(found: list[Row]) -> float:
     if np.isinf(best["units"]) and np.isinf(best["colocated"]):
         return float("nan")
     return best["units"] / best["colocated"]
-
-
-def recipe_profiles(memory: MemoryModel, layout: BatchLayout, hardware: Hardware,
-                    scale: float = 1.0) -> dict[str, ModuleProfile]:
-    """Profiles of a recipe's model in pipeline order, at the mean lengths of a layout. memory: of
-    the model, in bfloat16; kept is what the checkpointing choice `selective` keeps. scale: times as
-    many images and clips in a sample, the LLM's sequence left as it is. Raises ValueError for
-    adapters, beside which most weights do not learn."""
-    out, model = {}, memory.model
-    if model.lora.rank:
-        raise ValueError("model.lora.rank: units with adapters are not modelled: set it to 0")
-    for phase in (*ENCODERS, "llm"):
-        found = phase_lengths(layout, phase)
-        if not len(found.positions):
-            continue
-        mean = Lengths(*(x.mean(keepdims=True) for x in (
-            found.rows, found.positions, found.tokens)))
-        count = len(found.positions) / layout.num_examples * (1 if phase == "llm" else scale)
-        out[phase] = analytic(
-            phase, memory.num_layers(phase), part_counts(model)[phase].width,
-            rows=float(mean.positions[0]) * count,
-            flops=float(phase_work(phase, model, mean).forward.sum()) * count,
-            parameters=sum(u.copies * u.size for u in units(model) if u.phase == phase),
-            kept=memory.kept(phase, "selective"), hardware=hardware, efficiency=EFFICIENCY)
-    return out

@@ -1,91 +1,117 @@
 """When a pipeline's iteration ends, and in which order its microbatches should run.
 
-Simulated are schedules of torch.distributed.pipelining with uneven stages, uneven microbatches and
-a delay between devices that overlaps with computing. DistTrain calls the order inside a pipeline
-inter-microbatch (section 6.2) and the division over data-parallel groups intra-microbatch (6.1).
+Simulated is the schedule 1F1B of torch.distributed.pipelining with a stage a device, uneven stages,
+uneven microbatches and a delay between devices that overlaps with computing. DistTrain calls the
+order inside a pipeline inter-microbatch (section 6.2) and the division over data-parallel groups
+intra-microbatch (6.1).
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 
-from orchmllm.papers.schedule import operations
-from orchmllm.plan.balance import core
+
+def operations(num_stages: int, num_microbatches: int) -> list[list[tuple[int, int]]]:
+    """For each stage (row, slot) of what it runs, in its order. Row s is the forward pass of stage
+    s, row num_stages + s its backward pass; slot k is the k-th microbatch of the chosen order."""
+    out = []
+    for s in range(num_stages):
+        # torch's 1F1B runs min(l, p - s) forwards, then a backward and a forward in turn.
+        ahead = min(num_microbatches, num_stages - 1 - s)
+        mine = [(s, k) for k in range(ahead)]
+        for k in range(num_microbatches):
+            if k + ahead < num_microbatches:
+                mine.append((s, k + ahead))
+            mine.append((num_stages + s, k))
+        out.append(mine)
+    return out
 
 
-@dataclass(frozen=True)
-class Timeline:
-    """One iteration of l microbatches on p devices with S stages, in milliseconds.
+class Pipeline:
+    """An iteration, run as far as its order is known. ends[row][slot]: when an operation ends.
+    forward_ms, backward_ms: (stages, microbatches); comm_ms: a number or (stages - 1,). Raises
+    ValueError for times that do not fit."""
 
-    start, end (2, S, l): of each forward and backward, by microbatch."""
+    def __init__(self, forward_ms: np.ndarray, backward_ms: np.ndarray,
+                 comm_ms: float | np.ndarray) -> None:
+        forward, backward = (np.asarray(x, float) for x in (forward_ms, backward_ms))
+        if forward.ndim != 2 or forward.shape != backward.shape or 0 in forward.shape:
+            raise ValueError(f"forward_ms {forward.shape} and backward_ms {backward.shape} must "
+                             "have one shape (stages, microbatches)")
+        self.num_stages, self.num_slots = forward.shape
+        self.duration = [*forward.tolist(), *backward.tolist()]
+        self.comm = np.broadcast_to(comm_ms, (self.num_stages - 1,)).tolist()
+        if not np.isfinite(forward + backward).all() or min(map(min, self.duration)) < 0:
+            raise ValueError("forward_ms and backward_ms must be finite and >= 0")
+        self.order: list[int] = []
+        self.ends: list[list[float]] = [[] for _ in self.duration]
+        self._left = [iter(mine) for mine in operations(*forward.shape)]
+        self._next = [next(mine) for mine in self._left]
+        self._free = [0.0] * self.num_stages
 
-    start: np.ndarray
-    end: np.ndarray
-    total_ms: float
+    def run(self, microbatches: list[int]) -> None:
+        """Appends them to the order, and runs all operations that can run by then."""
+        self.order += microbatches
+        while any([self._run(stage) for stage in range(self.num_stages)]):
+            pass  # what a stage ran may be what another one waited for
+
+    def _run(self, stage: int) -> bool:
+        """What a stage can run now; whether there was something."""
+        ran, p = False, self.num_stages
+        while self._next[stage]:
+            row, slot = self._next[stage]
+            if slot == len(self.order):
+                break
+            ready = 0.0
+            if row:
+                # The row before it: of the stage before, of the next one on the way back.
+                needs = row - 1 if row < p else row + 1 if row < 2 * p - 1 else p - 1
+                if len(self.ends[needs]) == slot:
+                    break
+                ready = self.ends[needs][slot]
+                if needs % p != stage:
+                    ready += self.comm[min(needs % p, stage)]
+            end = max(self._free[stage], ready) + self.duration[row][self.order[slot]]
+            self.ends[row].append(end)
+            self._free[stage], self._next[stage] = end, next(self._left[stage], None)
+            ran = True
+        return ran
 
 
-def simulate(forward_ms: np.ndarray, backward_ms: np.ndarray, *, schedule: str = "1f1b",
-             num_chunks: int = 1, comm_ms: float | np.ndarray = 0.0,
-             order: np.ndarray | None = None) -> Timeline:
-    """The timeline of an iteration. forward_ms, backward_ms: (S, l), S = devices * num_chunks; a
-    frozen stage has a backward row of what it still computes, or 0. comm_ms: between neighbouring
-    stages on different devices, a number or (S - 1,). order: (l,) microbatch of each slot.
-
-    Raises ValueError for shapes or values that do not fit and for what `operations` refuses."""
-    ops, duration, comm = _tables(forward_ms, backward_ms, schedule, num_chunks, comm_ms)
-    stages, slots = duration.shape[0] // 2, duration.shape[1]
-    order = np.arange(slots) if order is None else np.ascontiguousarray(order, np.int64)
-    total, start, end = core().pipeline_times(ops, duration, comm, order)
-    return Timeline(*(x.reshape(2, stages, slots) for x in (start, end)), total)
+def simulate(forward_ms: np.ndarray, backward_ms: np.ndarray, *,
+             comm_ms: float | np.ndarray = 0.0, order: np.ndarray | None = None) -> float:
+    """Milliseconds of an iteration. forward_ms, backward_ms: (stages, microbatches); a frozen stage
+    has a backward row of what it still computes, or 0. comm_ms: between neighbouring stages, a
+    number or (stages - 1,). order: (microbatches,) microbatch of each slot. Raises ValueError for
+    shapes or values that do not fit."""
+    made = Pipeline(forward_ms, backward_ms, comm_ms)
+    made.run(list(range(made.num_slots) if order is None else order))
+    return max(row[-1] for row in made.ends)
 
 
-def inter_reorder(forward_ms: np.ndarray, backward_ms: np.ndarray, *, num_chunks: int = 1,
+def inter_reorder(forward_ms: np.ndarray, backward_ms: np.ndarray, *,
                   comm_ms: float | np.ndarray = 0.0) -> np.ndarray:
-    """(l,) order of the microbatches by DistTrain's Algorithm 3. Arguments as in simulate.
+    """(microbatches,) order of the microbatches by DistTrain's Algorithm 3. Arguments as in
+    simulate.
 
     The printed loop runs to l - p and needs l + p - 2 microbatches, which there are for p = 2
-    only; it is repaired to end at l - 2p + 2. Chunks of a device count as one stage."""
-    merged = [np.asarray(x, float).reshape(num_chunks, -1, np.shape(x)[-1]).sum(axis=0)
-              for x in (forward_ms, backward_ms)]
-    p = len(merged[0])
-    comm = np.broadcast_to(np.asarray(comm_ms, float), (p * num_chunks - 1,))[:p - 1]
-    ops, duration, comm = _tables(*merged, "1f1b", 1, comm)
-    return core().inter_reorder(ops, duration, comm, np.ascontiguousarray(merged[0].sum(axis=0)))
-
-
-def search_order(forward_ms: np.ndarray, backward_ms: np.ndarray, *, schedule: str = "1f1b",
-                 num_chunks: int = 1, comm_ms: float | np.ndarray = 0.0,
-                 max_evaluations: int = 300, seed: int = 0) -> np.ndarray:
-    """(l,) order found from the better of two starts (the smallest first, then descending; and
-    Algorithm 3's) by random moves, kept when the iteration does not grow. Arguments as in
-    simulate; the same arguments give the same order."""
-    ops, duration, comm = _tables(forward_ms, backward_ms, schedule, num_chunks, comm_ms)
-    largest_first = np.argsort(-duration.sum(axis=0), kind="stable")
-    starts = [np.roll(largest_first, 1),
-              inter_reorder(forward_ms, backward_ms, num_chunks=num_chunks, comm_ms=comm_ms)]
-    totals = [core().pipeline_search(ops, duration, comm, o, 1, seed)[1] for o in starts]
-    best = starts[int(np.argmin(totals))]
-    return core().pipeline_search(ops, duration, comm, best, max(1, max_evaluations - 2), seed)[0]
-
-
-def _tables(forward_ms: np.ndarray, backward_ms: np.ndarray, schedule: str, num_chunks: int,
-            comm_ms: float | np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """(operations, (2 * S, l) times, (S - 1,) delays), checked."""
-    forward, backward = (np.asarray(x, float) for x in (forward_ms, backward_ms))
-    if forward.ndim != 2 or forward.shape != backward.shape or 0 in forward.shape:
-        raise ValueError(f"forward_ms {forward.shape} and backward_ms {backward.shape} must have "
-                         "one shape (stages, microbatches)")
-    stages, slots = forward.shape
-    if num_chunks < 1 or stages % num_chunks:
-        raise ValueError(f"{stages} stages do not divide into num_chunks = {num_chunks} a device")
-    comm = np.asarray(comm_ms, float)
-    if comm.ndim > 1 or comm.size not in (1, stages - 1):
-        raise ValueError(f"comm_ms has shape {comm.shape}: give a number or {stages - 1} values")
-    duration = np.concatenate([forward, backward])
-    for name, values in (("forward_ms and backward_ms", duration), ("comm_ms", comm)):
-        if not (np.isfinite(values).all() and (values >= 0).all()):
-            raise ValueError(f"{name} must be finite and >= 0")
-    return (operations(schedule, stages // num_chunks, slots, num_chunks), duration,
-            np.ascontiguousarray(np.broadcast_to(comm, (stages - 1,))))
+    only; it is repaired to end at l - 2p + 2."""
+    made = Pipeline(forward_ms, backward_ms, comm_ms)
+    p, slots = made.num_stages, made.num_slots
+    first, *left = np.argsort(np.sum(forward_ms, axis=0), kind="stable").tolist()
+    num_last = slots - 1 if slots < 2 * p - 1 else p - 1
+    last, left = left[:num_last][::-1], left[num_last:]
+    made.run([first])
+    # The time that forwards of stage 0 fill: first that of the first microbatch behind it.
+    interval = sum(made.duration[s][first] + made.duration[p + s][first] + 2 * made.comm[s - 1]
+                   for s in range(1, p))
+    while left:
+        known = len(made.order)
+        if p > 1 and known >= p:  # from its last certain backward to the next one's start
+            interval = made.ends[p + 1][known - p + 1] + made.comm[0] - made.ends[p][known - p]
+        share = interval / max(p - known, 1)
+        best = min(left, key=lambda m: abs(made.duration[0][m] - share))
+        interval -= made.duration[0][best]
+        left.remove(best)
+        made.run([best])
+    return np.array([*made.order, *last])

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import os
 
-from orchmllm.cli.options import in_one_line
+from orchmllm.cli.options import command_parser, in_one_line
 from orchmllm.config.recipe import Recipe, load_recipe
 from orchmllm.papers.schemes import SCHEMES, run, scheme_table
 from orchmllm.plan.layout import BatchLayout
 from orchmllm.sharding.fits import with_real_batch
 from orchmllm.tools.predict.examples import dataset_of, of_indexes, of_mix
-from orchmllm.tools.predict.options import lengths_parser
+from orchmllm.tools.predict.workload import MIXES
 
 
 def lengths(recipe: Recipe, count: int, mix: str | None) -> BatchLayout:
@@ -33,9 +33,12 @@ def lengths(recipe: Recipe, count: int, mix: str | None) -> BatchLayout:
 @in_one_line
 def main(argv: list[str]) -> int:
     schemes = "\n".join(f"  {n:<18} {s.paper}" for n, s in SCHEMES.items())
-    args = lengths_parser("papers simulate", f"{__doc__}\n\n{schemes}", (
-        ("--ranks", 64, "data-parallel ranks"), ("--steps", 5, "global batches that are drawn")),
-        ("all", *SCHEMES)).parse_recipe(argv)
+    parser = command_parser("papers simulate", f"{__doc__}\n\n{schemes}", (
+        ("--ranks", 64, "data-parallel ranks"), ("--steps", 5, "global batches that are drawn")))
+    parser.add_argument("what", choices=("all", *SCHEMES), metavar="WHAT", help="all, or a scheme")
+    parser.add_recipe("YAML file; data, model and train are used", before="WHAT ")
+    parser.add_argument("--mix", choices=MIXES, help="drawn lengths instead of the recipe's data")
+    args = parser.parse_recipe(argv)
     recipe = with_real_batch(load_recipe(args.recipe, args.overrides), args.ranks)
     batch = recipe.train.batch_size
     pool = lengths(recipe, args.ranks * batch * args.steps, args.mix)

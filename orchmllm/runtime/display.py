@@ -1,6 +1,5 @@
 """What a user sees of a run: one line that changes on a terminal, plain lines elsewhere,
-trackers if asked, and a summary at the end. One rank shows; costs are measured by
-scripts/bench_logging.py.
+trackers if asked, and a summary at the end. One rank shows.
 """
 
 from __future__ import annotations

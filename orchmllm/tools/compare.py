@@ -9,8 +9,7 @@ launch.nproc_per_node ranks run on the CPU with one thread each. Where several r
 wall time does not show what a rank waits for, so the CPU time of each rank's thread in each phase
 is compared beside it.
 
-Writes comparison.json, and comparison.html, the report of both runs, into run.dir. Exit code 1 if
-the losses differ.
+Writes comparison.json into run.dir. Exit code 1 if the losses differ.
 """
 
 from __future__ import annotations
@@ -27,12 +26,11 @@ from pathlib import Path
 from orchmllm import launch
 from orchmllm.cli.options import in_one_line, recipe_parser
 from orchmllm.config.job import check_world, resolve
-from orchmllm.config.recipe import Recipe, load_recipe, to_yaml
+from orchmllm.config.recipe import Recipe, load_recipe
 from orchmllm.data.loading.ray_workers import own_cluster
 from orchmllm.models.described import vocabulary
 from orchmllm.runtime.build import look_at_data
 from orchmllm.runtime.local_ranks import run_local
-from orchmllm.runtime.metrics import metrics_log
 from orchmllm.train import run_rank
 
 NUM_RANKS = 4  # where the recipe does not say how many
@@ -129,18 +127,6 @@ def main(argv: list[str]) -> int:
     return run_all(recipe, argv)
 
 
-def log_of(rows: list[dict], recipe: Recipe, folder: Path) -> Path:
-    """Writes rows, without their wall_s, as the log of a run in `folder`, in place of what is
-    there, with its recipe."""
-    (folder / "metrics.jsonl").unlink(missing_ok=True)
-    log = metrics_log(folder)
-    (folder / "recipe.yaml").write_text(to_yaml(recipe), encoding="utf-8")
-    for row in rows:
-        log.write({key: value for key, value in row.items() if key != "wall_s"})
-    log.close()
-    return folder
-
-
 def run_all(recipe: Recipe, argv: list[str]) -> int:
     """Launches the ranks, then reports. Raises ValueError for a number of ranks that cannot be."""
     run_dir, started = recipe.run.folder, time.perf_counter()
@@ -156,21 +142,14 @@ def run_all(recipe: Recipe, argv: list[str]) -> int:
             return code
         rows = json.loads(out.read_text(encoding="utf-8"))
     from orchmllm.tools.report import comparison as report
-    from orchmllm.tools.report.log import read_run
-    from orchmllm.tools.report.page import page
 
     result = report.summarize(rows)
     result["training_s"] = time.perf_counter() - started
     result["vocab_size"] = vocabulary(recipe.model)[0]
     result["loss_difference"] = largest_difference(result["loss_off"], result["loss_on"])
     (run_dir / "comparison.json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-    (run_dir / "comparison.html").write_text(page(
-        *(read_run(log_of(rows[name], variant(recipe, name == "on"), run_dir / name))
-          for name in ("on", "off")),
-        title=f"Balancing on and off: {run_dir.resolve().name}"),
-        encoding="utf-8")
     print(report.comparison_table(result, recipe))
-    print(f"\nwritten: {run_dir / 'comparison.json'} and {run_dir / 'comparison.html'}")
+    print(f"\nwritten: {run_dir / 'comparison.json'}")
     worst = result["loss_difference"]
     if not worst <= MAX_LOSS_DIFFERENCE:  # nan fails too
         print(f"error: losses with and without balancing differ by {worst:.1e} relative, more than "

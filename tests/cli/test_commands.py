@@ -44,9 +44,10 @@ def test_without_a_command_or_with_a_wrong_one_the_commands_are_listed(capsys):
     assert wrong.returncode == 2 and wrong.stderr.startswith(
         "error: 'trian' is no command of orchmllm; did you mean train?\n")
     asked = [said_by(argv, capsys) for argv in (
-        ["--help"], [], ["papers"], ["papers", "--help"], ["papers", "plam"])]
+        ["--help"], [], ["papers"], ["papers", "--help"], ["papers", "simulat"])]
     assert [code for code, _ in asked] == [0, 2, 2, 0, 2]
-    assert "'papers plam' is no command of orchmllm; did you mean papers plan?" in asked[-1][1]
+    assert "'papers simulat' is no command of orchmllm; did you mean papers simulate?" in (
+        asked[-1][1])
     for text in (wrong.stderr, *(text for _, text in asked)):
         assert all(f"  {name} " in text for name in COMMANDS)
 

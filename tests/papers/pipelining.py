@@ -51,23 +51,17 @@ class Stage(nn.Module):
         return torch.cat([tag, y], dim=1)
 
 
-def build(world, schedule: str, l: int, v: int, seconds, log: list):  # noqa: E741
-    """(schedule, modules) of this rank. seconds: (2, S, l) nested lists."""
-    from torch.distributed import pipelining
+def build(world, l: int, seconds, log: list):  # noqa: E741
+    """(schedule, module) of this rank. seconds: (2, S, l) nested lists."""
+    from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
-    classes = {"gpipe": pipelining.ScheduleGPipe, "1f1b": pipelining.Schedule1F1B,
-               "interleaved": pipelining.ScheduleInterleaved1F1B}
-    stages = world.world_size * v
-    modules, parts = [], []
-    for s in range(world.rank, stages, world.world_size):
-        modules.append(Stage(s, (seconds[0][s], seconds[1][s]), log))
-        x = torch.zeros(1, 1 if s == 0 else WIDTH + 1, requires_grad=s > 0)
-        parts.append(pipelining.PipelineStage(
-            modules[-1], s, stages, torch.device("cpu"), input_args=(x,),
-            output_args=(torch.zeros(1, WIDTH + 1, requires_grad=True),)))
-    made = classes[schedule](parts if schedule == "interleaved" else parts[0], l,
-                             loss_fn=lambda y, _: y[:, 1:].square().sum(), scale_grads=False)
-    return made, modules
+    s = world.rank
+    module = Stage(s, (seconds[0][s], seconds[1][s]), log)
+    x = torch.zeros(1, 1 if s == 0 else WIDTH + 1, requires_grad=s > 0)
+    part = PipelineStage(module, s, world.world_size, torch.device("cpu"), input_args=(x,),
+                         output_args=(torch.zeros(1, WIDTH + 1, requires_grad=True),))
+    return Schedule1F1B(part, l, loss_fn=lambda y, _: y[:, 1:].square().sum(),
+                        scale_grads=False), module
 
 
 def step(world, made, order: list[int]) -> None:
@@ -76,34 +70,33 @@ def step(world, made, order: list[int]) -> None:
     made.step(*([index] if first else []), target=index if last else None)
 
 
-def record(world, runs: list[tuple[str, int, int]]) -> list[dict]:
-    """Per run: the operations as they ran, in order, and the gradients of two orders."""
+def record(world, slots: list[int]) -> list[dict]:
+    """Per number of microbatches: the operations as they ran, in order, and the gradients of two
+    orders."""
     out = []
-    for schedule, l, v in runs:  # noqa: E741
-        seconds, log = [[[0.0] * l] * (4 * v)] * 2, []
-        gradients = []
+    for l in slots:  # noqa: E741
+        seconds, log, gradients = [[[0.0] * l] * 4] * 2, [], []
         for order in (list(range(l)), list(range(l))[::-1]):
-            made, modules = build(world, schedule, l, v, seconds, log)
+            made, module = build(world, l, seconds, log)
             step(world, made, order)
-            gradients.append(torch.cat([m.weight.grad.ravel() for m in modules]).tolist())
+            gradients.append(module.weight.grad.ravel().tolist())
         out.append({"ops": log[:len(log) // 2], "gradients": gradients})
     return out
 
 
-def timed(world, runs: list[tuple[str, int, int, list, list]]) -> list[dict]:
-    """Per run (schedule, l, v, seconds, order): wall seconds of a step and its gradients."""
+def timed(world, runs: list[tuple[int, list, list]]) -> list[dict]:
+    """Per run (l, seconds, order): wall seconds of a step and its gradients."""
     import torch.distributed as dist
 
     out = []
-    for schedule, l, v, seconds, order in runs:  # noqa: E741
-        made, modules = build(world, schedule, l, v, seconds, [])
+    for l, seconds, order in runs:  # noqa: E741
+        made, module = build(world, l, seconds, [])
         step(world, made, order)  # the first one makes the connections
-        for m in modules:
-            m.weight.grad = None
+        module.weight.grad = None
         dist.barrier()
         started = time.perf_counter()
         step(world, made, order)
         dist.barrier()
         out.append({"seconds": time.perf_counter() - started,
-                    "gradients": torch.cat([m.weight.grad.ravel() for m in modules]).tolist()})
+                    "gradients": module.weight.grad.ravel().tolist()})
     return out

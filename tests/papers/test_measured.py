@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from orchmllm.papers.pipeline import inter_reorder, search_order, simulate
+from orchmllm.papers.pipeline import inter_reorder, simulate
 from tests.lib.ranks import run_ranks
 from tests.lib.schedules import times
 from tests.papers.pipelining import timed
@@ -14,20 +14,17 @@ from tests.papers.pipelining import timed
 @pytest.mark.slow
 @pytest.mark.dist
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("schedule, v", [("1f1b", 1), ("gpipe", 1), ("interleaved", 2)])
-def test_measured_is_simulated(schedule, v):
+def test_measured_is_simulated():
     slots = 16
-    forward, backward = (30.0 * x for x in times(4 * v, slots, seed=1))  # ms
-    options = {"schedule": schedule, "num_chunks": v}
-    orders = {"sampled": np.arange(slots), "Algorithm 3": inter_reorder(
-        forward, backward, num_chunks=v), "search": search_order(forward, backward, **options)}
+    forward, backward = (30.0 * x for x in times(4, slots, seed=1))  # ms
+    orders = {"sampled": np.arange(slots), "Algorithm 3": inter_reorder(forward, backward)}
     seconds = [(forward / 1e3).tolist(), (backward / 1e3).tolist()]
-    runs = [(schedule, slots, v, seconds, order.tolist()) for order in orders.values()]
+    runs = [(slots, seconds, order.tolist()) for order in orders.values()]
     ranks = run_ranks(timed, 4, runs, timeout_s=300)
     for k, (name, order) in enumerate(orders.items()):
         measured = 1e3 * max(r[k]["seconds"] for r in ranks)
-        expected = simulate(forward, backward, order=order, **options).total_ms
-        print(f"{schedule} {name}: measured {measured:.0f} ms, simulated {expected:.0f} ms, ratio "
+        expected = simulate(forward, backward, order=order)
+        print(f"{name}: measured {measured:.0f} ms, simulated {expected:.0f} ms, ratio "
               f"{measured / expected:.3f}")
         assert 0.95 <= measured / expected <= 1.35
         for rank in ranks:  # the order changes no gradient

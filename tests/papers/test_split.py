@@ -1,14 +1,13 @@
-"""split_layers and choose_recompute against brute force."""
+"""split_layers against brute force."""
 
 from __future__ import annotations
 
-from itertools import combinations, product
+from itertools import combinations
 
 import numpy as np
 import pytest
 
 from orchmllm.papers.pipeline import simulate
-from orchmllm.papers.recompute import LayerKind, choose_recompute
 from orchmllm.papers.split import split_layers
 
 
@@ -22,8 +21,7 @@ def test_exact_and_search_equal_brute_force(seed):
         stage = np.add.reduceat(forward, [0, *cuts])
         times = np.repeat(stage[:, None], 5, axis=1)
         longest = min(longest, 3 * stage.max())
-        fastest = min(fastest, simulate(times, 2 * times, comm_ms=moved[np.array(cuts) - 1] / 1e6
-                                        ).total_ms)
+        fastest = min(fastest, simulate(times, 2 * times, comm_ms=moved[np.array(cuts) - 1] / 1e6))
     common = {"num_stages": 3, "num_microbatches": 5, "bytes_per_s": 1e9}
     exact = split_layers(forward, 2 * forward, moved, method="exact", **common)
     assert exact.stage_ms.max() == pytest.approx(longest)
@@ -61,27 +59,3 @@ def test_exact_of_a_large_model_evens_out():
 def test_bad_split(call, message):
     with pytest.raises(ValueError, match=message):
         split_layers([1, 1, 1], [1, 1, 1], **{"num_stages": 2, "num_microbatches": 2} | call)
-
-
-@pytest.mark.parametrize("seed", range(8))
-def test_recompute_equals_brute_force(seed):
-    rng = np.random.default_rng(seed)
-    kinds = [LayerKind(name, int(rng.integers(0, 7)), float(rng.integers(0 if seed else 1, 9)),
-                       float(rng.integers(0, 6))) for name in "abc"[:1 + seed % 3]]
-    free = float(rng.integers(2, 60))
-    best = max(sum(n * k.recompute_ms for n, k in zip(counts, kinds, strict=True))
-               for counts in product(*(range(k.count + 1) for k in kinds))
-               if sum(n * k.kept_bytes for n, k in zip(counts, kinds, strict=True)) <= free)
-    chosen = choose_recompute(kinds, free_bytes=free)
-    assert list(chosen) == [k.name for k in kinds]
-    assert sum(chosen[k.name] * k.recompute_ms for k in kinds) == best
-    assert sum(chosen[k.name] * k.kept_bytes for k in kinds) <= free
-
-
-def test_recompute_follows_the_budget():
-    kinds = [LayerKind("llm", 80, 1.5e9, 14.7), LayerKind("vision", 45, 0.9e9, 5.4),
-             LayerKind("audio", 48, 0.4e9, 2.2)]
-    saved = [sum(n * k.recompute_ms for n, k in zip(choose_recompute(
-        kinds, free_bytes=free).values(), kinds, strict=True)) for free in (0, 2e10, 6e10, 1e13)]
-    assert saved[0] == 0 and saved == sorted(saved)
-    assert saved[-1] == sum(k.count * k.recompute_ms for k in kinds)

@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from orchmllm.papers.profiles import interpolated, with_frozen
+from orchmllm.papers.profiles import with_frozen
 from orchmllm.papers.units import plan_units
 from tests.papers.modules import brute_force, iteration, plan_bytes, random_modules
 
@@ -99,10 +99,3 @@ def test_bad_input(change, message):
     with pytest.raises(ValueError, match=message):
         plan_units(random_modules(0), **{
             "num_gpus": 8, "global_batch": 4, "gpu_bytes": 50} | change)
-
-
-def test_interpolated():
-    assert [interpolated([1, 3], [10, 20], rows)(tp) for tp, rows in ((1, 2), (2, 3), (1, 6))] == [
-        15, 10, 40]
-    with pytest.raises(ValueError, match="growing sizes"):
-        interpolated([3, 1], [1, 2], 1)

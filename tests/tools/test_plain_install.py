@@ -7,21 +7,17 @@ import importlib.util
 import pytest
 
 from orchmllm.data.formats import find
-from orchmllm.tools.data import composition
-from orchmllm.tools.data.command import main as data
 from orchmllm.train import main as train
 from tests.lib.drawn import with_processor
 
-OPTIONAL = ("datasets", "pyarrow", "matplotlib")
+OPTIONAL = ("datasets", "pyarrow")
 
 
 @pytest.fixture
 def plain(monkeypatch):
     """No package of an extra can be found."""
     there = importlib.util.find_spec
-    for module in (find, composition):
-        monkeypatch.setattr(module, "find_spec", lambda name: None if name in OPTIONAL
-                            else there(name))
+    monkeypatch.setattr(find, "find_spec", lambda name: None if name in OPTIONAL else there(name))
 
 
 @pytest.mark.parametrize("name, missing", [("a.parquet", "pyarrow"), ("a.arrow", "pyarrow")])
@@ -34,8 +30,3 @@ def test_data_that_need_an_extra_are_refused_before_ranks_start(plain, tmp_path,
     said = capsys.readouterr().err
     assert f"{name}: reading it needs {missing}: pip install '.[parquet]'" in said
     assert not (tmp_path / "run").exists()
-
-
-def test_a_picture_that_was_asked_for_is_refused_without_matplotlib(plain, tmp_path, capsys):
-    assert data(["stats", "--model", str(with_processor()), "--out", f"{tmp_path}/a.png"]) == 2
-    assert "matplotlib is not installed: pip install '.[tools]'" in capsys.readouterr().err

@@ -1,30 +1,15 @@
-"""Slow, obvious twins of cpp/pipeline.hpp and of the schedules: lists, run until stuck."""
+"""Slow, obvious twins of orchmllm/papers/pipeline.py: lists, run until stuck."""
 
 from __future__ import annotations
 
 
-def device_lists(schedule: str, p: int, l: int, v: int) -> list[list[tuple[str, int, int]]]:  # noqa: E741
+def device_lists(p: int, l: int) -> list[list[tuple[str, int, int]]]:  # noqa: E741
     """Per device its operations (F or B, stage, slot), as torch's documentation tells them."""
     out = []
     for rank in range(p):
-        done = {}
-
-        def next_of(kind: str, stage: int, done=done) -> tuple[str, int, int]:
-            slot = done.get((kind, stage), 0)
-            done[kind, stage] = slot + 1
-            return kind, stage, slot
-
-        if schedule == "interleaved":
-            group = l // max(1, l // p)
-            warm = min((v - 1) * group + 2 * (p - 1 - rank), v * l)
-            forward = [next_of("F", (k // group % v) * p + rank) for k in range(v * l)]
-            backward = [next_of("B", (v - 1 - k // group % v) * p + rank) for k in range(v * l)]
-        else:
-            warm = l if schedule == "gpipe" else min(l, p - 1 - rank)
-            forward = [next_of("F", rank) for _ in range(l)]
-            backward = [next_of("B", rank) for _ in range(l)]
-        ops = forward[:warm]
-        forward = forward[warm:]
+        forward, backward = ([(kind, rank, slot) for slot in range(l)] for kind in "FB")
+        ahead = min(l, p - 1 - rank)
+        ops, forward = forward[:ahead], forward[ahead:]
         while backward:
             ops += forward[:1] + backward[:1]
             forward, backward = forward[1:], backward[1:]
@@ -74,7 +59,7 @@ def inter_reorder(forward, backward, comm) -> list[int]:
     rear_count = n - 1 if n < 2 * p - 1 else p - 1
     first, rear, left = left[0], left[1:1 + rear_count], left[1 + rear_count:]
     order = [first]
-    lists = device_lists("1f1b", p, n, 1)
+    lists = device_lists(p, n)
 
     def take(volume: float) -> float:
         best = min(left, key=lambda m: (abs(forward[0][m] - volume), left.index(m)))

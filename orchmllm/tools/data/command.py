@@ -3,7 +3,7 @@
     orchmllm data index RECIPE     lengths of every row, for fast starts
     orchmllm data lint RECIPE      rows and media that cannot be used, and why;
                                    where 2,000 rows of each source go
-    orchmllm data stats RECIPE     lengths, what balancing gives, a plot of them
+    orchmllm data stats RECIPE     lengths, and what balancing gives
     orchmllm data stats DATA --model FOLDER    the same of a data file or folder
     orchmllm data preview RECIPE   examples as training sees them
 
@@ -29,7 +29,6 @@ from orchmllm.data.index import LengthIndex
 from orchmllm.data.lengths import LengthReader
 from orchmllm.data.survey import survey
 from orchmllm.tools.data.build_index import build_index
-from orchmllm.tools.data.composition import CANNOT_DRAW, can_draw
 from orchmllm.tools.data.stats import drawn, of_data, show
 from orchmllm.tools.predict.examples import dataset_of
 
@@ -40,13 +39,11 @@ OPTIONS = (
     ("--ranks", 0, "stats: ranks to predict for; 0: launch.nproc_per_node, or 8"),
     ("--model", str, "stats without a recipe: folder of the model, which has to be given"),
     ("--batch-size", 30, "stats without a recipe: examples a rank"),
-    ("--out", Path("composition.png"), "stats: where the plot goes"),
     ("--row", 1, "preview: the first row, counted over all sources"),
     ("--count", 3, "preview: rows to show"))
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
-    """Raises ValueError for a picture that was asked for and cannot be drawn."""
     parser = command_parser("data", __doc__, OPTIONS)
     parser.add_argument("command", choices=("index", "lint", "stats", "preview"), metavar="WHAT",
                         help="index, lint, stats or preview")
@@ -67,8 +64,6 @@ def parse(argv: list[str]) -> argparse.Namespace:
     if not is_recipe(args.recipe) and not args.model:
         parser.error("--model is missing: name the folder of a model, for which the data are "
                      "measured (`orchmllm init DATA` writes a small one)")
-    if args.out != parser.get_default("out") and not can_draw():
-        raise ValueError(f"--out: {CANNOT_DRAW}")
     return args
 
 

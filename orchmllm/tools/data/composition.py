@@ -1,12 +1,10 @@
-"""What a recipe's data looks like to training: lengths per modality and source, what balancing
-would give, and the composition-incoherence plot of OrchMLLM's Figure 3. Reads indexes only."""
+"""What a recipe's data looks like to training: lengths per modality and source, and what balancing
+would give. Reads indexes only."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from importlib.util import find_spec
-from pathlib import Path
 
 import numpy as np
 
@@ -22,8 +20,6 @@ from orchmllm.tools.predict.examples import drawn_by_a_run
 
 NUM_BATCHES = 20  # global batches that the prediction averages over
 MAX_SAMPLED = 200_000  # examples that a prediction plans at most: minutes on a large world
-CANNOT_DRAW = "matplotlib is not installed: pip install '.[tools]' in the clone"
-COLOURS = {"text": "#4c72b0", "vision": "#dd8452", "audio": "#55a868", "made": "#8172b2"}
 
 
 @dataclass(frozen=True)
@@ -40,10 +36,6 @@ class Lengths:
     def total(self) -> np.ndarray:
         """(n,) LLM positions of each example."""
         return sum(self.tokens.values())
-
-    def shares(self, modality: str) -> np.ndarray:
-        """(n,) part of each example's LLM positions that a modality takes."""
-        return self.tokens[modality] / np.maximum(self.total, 1)
 
 
 def read_lengths(names: Sequence[str], indexes: Sequence[LengthIndex]) -> Lengths:
@@ -105,46 +97,3 @@ def predict(batches: Iterable[BatchLayout], recipe: Recipe) -> dict[str, tuple[f
     sampled, planned = sum(side.max(axis=2).sum(axis=1) for side in sides.values())
     return {**{phase: (imbalance(a), imbalance(b)) for phase, (a, b) in sides.items()},
             "step": (1.0, planned / max(sampled, 1))}
-
-
-def can_draw() -> bool:
-    """Whether `plot` can draw here: a plain install lacks what it needs."""
-    return find_spec("matplotlib") is not None
-
-
-def plot(lengths: Lengths, path: Path, title: str) -> None:
-    """Left: how the share of each modality varies from example to example (Figure 3 of the paper);
-    right: tokens per example of each modality."""
-    from matplotlib.figure import Figure
-    from matplotlib.ticker import ScalarFormatter
-
-    figure = Figure(figsize=(11, 4.2), layout="constrained")
-    left, right = figure.subplots(1, 2)
-    positive = np.concatenate([v[v > 0] for v in lengths.tokens.values()])
-    edges = np.linspace(0, 1, 41), np.geomspace(positive.min(initial=1 << 30) * 0.9,
-                                                positive.max(initial=1) * 1.1, 41)
-    percent = 100 / max(len(lengths.source), 1)
-    for modality, colour in COLOURS.items():
-        shares, values = lengths.shares(modality), lengths.tokens[modality]
-        values = values[values > 0]
-        if not len(values):
-            continue
-        names = (f"{modality}: {shares.mean():.2f} ± {shares.std():.2f}",
-                 f"{modality}: median {np.median(values):.0f}, max {values.max()}")
-        for axes, data, bins, name in zip((left, right), (shares, values), edges, names,
-                                          strict=True):
-            weights = np.full(len(data), percent)
-            axes.hist(data, bins, weights=weights, color=colour, alpha=0.18)
-            axes.hist(data, bins, weights=weights, color=colour, histtype="step", linewidth=1.6,
-                      label=name)
-    left.set(xlabel="share of an example's LLM tokens", title="Modality composition")
-    right.set(xlabel="tokens per example (where it has the modality)", title="Lengths")
-    right.set_xscale("log", base=2)
-    right.xaxis.set_major_formatter(ScalarFormatter())
-    for axes in (left, right):
-        axes.set_ylabel("% of examples")
-        axes.spines[["top", "right"]].set_visible(False)
-        axes.legend(frameon=False, title="mean ± std" if axes is left else None)
-    figure.suptitle(title)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=130)

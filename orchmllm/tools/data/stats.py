@@ -18,12 +18,9 @@ from orchmllm.sharding.fits import with_real_batch
 from orchmllm.sharding.longest import Room, heaviest, table
 from orchmllm.sharding.memory import MemoryModel
 from orchmllm.tools.data.composition import (
-    CANNOT_DRAW,
     NUM_BATCHES,
-    can_draw,
     global_batches,
     lengths_table,
-    plot,
     predict,
     read_lengths,
 )
@@ -40,7 +37,7 @@ def of_data(path: str, model: str, batch_size: int) -> Recipe:
 
 def show(recipe: Recipe, args: argparse.Namespace, sources: Sequence[DataSource],
          indexes: Sequence[LengthIndex]) -> None:
-    """Prints lengths and what balancing gives; writes the plot."""
+    """Prints lengths and what balancing gives."""
     lengths = read_lengths([s.name for s in sources], indexes)
     print("\nLLM tokens per example that has the modality (share: of all tokens of the source)")
     print(lengths_table(lengths))
@@ -62,11 +59,6 @@ def show(recipe: Recipe, args: argparse.Namespace, sources: Sequence[DataSource]
     _, _, caps = with_count(real, [step], plan_spec(job), memory, room.budget)
     print("", *wrap(caps, 79, subsequent_indent="  "), *table(found, room, own.place),
           *room.misfits(own.rows(), own.place), sep="\n")
-    if not can_draw():
-        print(f"no plot: {CANNOT_DRAW}")
-        return
-    plot(lengths, args.out, f"{', '.join(lengths.names)}: {len(lengths.source)} examples")
-    print(f"plot: {args.out}")
 
 
 def drawn(recipe: Recipe, args: argparse.Namespace) -> int:

@@ -75,24 +75,17 @@ class Hardware:
 
 
 def cluster(gpu: str = "h100-sxm", *, gbit: float = 400, per_node: int = 8,
-            efficiency: float = 0.0, measured: Path | None = None) -> Hardware:
+            measured: Path | None = None) -> Hardware:
     """The hardware of the dry run's options. gbit: of the network, per GPU and direction.
-    efficiency: share of the peak that products reach, by which that of attention changes in
-    proportion; 0: the assumed shares. measured: a file that `scripts/bench_gpu.py --out` wrote.
-    Raises ValueError, naming the option, for what cannot be."""
+    measured: a file that `scripts/bench_gpu.py --out` wrote. Raises ValueError, naming the option,
+    for what cannot be."""
     for right, option in ((0 < gbit < float("inf"), f"--network {gbit:g}: must be above 0"),
-                          (per_node >= 1, f"--gpus-per-node {per_node}: must be at least 1"),
-                          (0 <= efficiency <= 1, f"--efficiency {efficiency:g}: must be a share of "
-                           "the peak, from 0 (as assumed) to 1")):
+                          (per_node >= 1, f"--gpus-per-node {per_node}: must be at least 1")):
         if not right:
             raise ValueError(option)
     if gpu.lower() not in GPUS:
         raise ValueError(f"--gpu {gpu}: choose one of {', '.join(GPUS)}")
     hardware = Hardware(gpu.lower(), GPUS[gpu.lower()], per_node, gbit * 1e9 / 8)
-    if efficiency:
-        faster = efficiency / hardware.product_efficiency
-        hardware = replace(hardware, product_efficiency=efficiency,
-                           attention_efficiency=faster * hardware.attention_efficiency)
     return _with_measured(hardware, measured) if measured else hardware
 
 

@@ -3,25 +3,12 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
 from pathlib import Path
 
-from orchmllm.cli.options import Parser, add_options, command_parser
+from orchmllm.cli.options import add_options
 from orchmllm.models.gpus import GPUS
 from orchmllm.tools.predict.hardware import Hardware, cluster
 from orchmllm.tools.predict.workload import MIXES
-
-
-def lengths_parser(name: str, text: str, options: Sequence[tuple],
-                   what: Sequence[str] = ()) -> Parser:
-    """A parser of `orchmllm NAME [WHAT] RECIPE [--mix MIX] [section.key=value ...]`. options: see
-    add_options."""
-    made = command_parser(name, text, options)
-    if what:
-        made.add_argument("what", choices=what, metavar="WHAT", help=", ".join(what))
-    made.add_recipe("YAML file; data, model and train are used", before="WHAT " if what else "")
-    made.add_argument("--mix", choices=MIXES, help="drawn lengths instead of the recipe's data")
-    return made
 
 
 def cluster_options(parser: argparse.ArgumentParser) -> None:
@@ -29,10 +16,7 @@ def cluster_options(parser: argparse.ArgumentParser) -> None:
     add_options(parser, (
         ("--gpu", "h100-sxm", f"of the data sheets: {', '.join(GPUS)}"),
         ("--network", 400.0, "Gbit/s of each GPU between nodes"),
-        ("--gpus-per-node", 8, "of the cluster")))
-    add_options(parser.add_mutually_exclusive_group(), (
-        ("--efficiency", 0.0, "share of the peak that products reach; attention's changes in "
-         "proportion; 0: 0.77"),
+        ("--gpus-per-node", 8, "of the cluster"),
         ("--measured", Path, "shares measured by scripts/bench_gpu.py --out FILE")))
     lengths = parser.add_mutually_exclusive_group()
     lengths.add_argument("--mix", choices=MIXES, default="",
@@ -45,4 +29,4 @@ def cluster_options(parser: argparse.ArgumentParser) -> None:
 def cluster_of(args: argparse.Namespace) -> Hardware:
     """The hardware of the options. Raises ValueError."""
     return cluster(args.gpu, gbit=args.network, per_node=args.gpus_per_node,
-                   efficiency=args.efficiency, measured=args.measured)
+                   measured=args.measured)

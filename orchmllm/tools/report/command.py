@@ -3,7 +3,7 @@ step's time went, imbalance, gain, bytes, the slowest ranks and their examples. 
 the run goes on.
 
     orchmllm report runs/mine
-    orchmllm report runs/mine --compare runs/plain --out comparison.html
+    orchmllm report runs/mine --compare runs/plain    # also prints what differs
     orchmllm report runs/mine --score    # predictions beside measurements
 """
 
@@ -21,11 +21,11 @@ def main(argv: list[str]) -> int:
     """Exit code. Raises ValueError for a page that cannot be written."""
     from orchmllm.tools.report.log import read_run
     from orchmllm.tools.report.page import page
-    from orchmllm.tools.report.verdict import compared, verdict
+    from orchmllm.tools.report.verdict import compared, side_by_side, verdict
 
     parser = command_parser("report", __doc__, (
-        ("--compare", Path, "run.dir of another run"),
-        ("--score", False, "also print what the cost model, the dry run and `plan job` predict for "
+        ("--compare", Path, "run.dir of another run: its figures and settings beside these"),
+        ("--score", False, "also print what the cost model and the dry run predict for "
          "the run beside what it measured; the options below say for which GPUs"),
         ("--out", Path, "default: RUN_DIR/report.html")))
     parser.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="run.dir of a run")
@@ -34,12 +34,12 @@ def main(argv: list[str]) -> int:
     out = args.out or args.run_dir / "report.html"
     run = read_run(args.run_dir)
     other = read_run(args.compare) if args.compare else None
-    text = page(run, other)
+    text = page(run)
     try:
         out.write_text(text, encoding="utf-8")
     except OSError as e:
         raise ValueError(f"{out}: {e.strerror}; choose another file with --out") from e
-    print(compared(run, other) if other else verdict(run))
+    print(f"{compared(run, other)}\n\n{side_by_side(run, other)}\n" if other else verdict(run))
     print(f"written: {out} ({run.num_steps} steps, {out.stat().st_size / 1e3:.0f} kB, "
           f"{time.perf_counter() - started:.1f} s)")
     if args.score:

@@ -10,7 +10,6 @@ from html import escape
 
 import numpy as np
 
-from orchmllm.config.parse import show
 from orchmllm.data.ledger import FATES, Ledger
 from orchmllm.plan.assign import EVERY_PHASE
 from orchmllm.plan.gain import Gain, spread
@@ -21,12 +20,9 @@ from orchmllm.tools.report.log import RunLog
 from orchmllm.tools.report.svg import Series, chart, figure, number
 from orchmllm.tools.report.verdict import (
     PARTS,
-    compared,
     costs,
-    different_settings,
     figures,
     moved_bytes,
-    shared_losses,
     step_parts,
     verdict,
 )
@@ -54,7 +50,7 @@ svg .grid{stroke:var(--line)}svg .mark{stroke:var(--wait);stroke-width:2;opacity
 polyline{fill:none;stroke-width:1.6;stroke-linejoin:round}
 .legend{font-size:12px;color:var(--muted);min-height:18px}.legend span{margin-right:10px;
 white-space:nowrap}.legend b{color:var(--ink)}.legend i{display:inline-block;width:10px;height:10px;
-border-radius:2px;margin-right:4px}.legend i.other{height:3px;margin-bottom:3px}
+border-radius:2px;margin-right:4px}
 .scroll{overflow-x:auto}table{border-collapse:collapse;font-size:13px}
 td,th{padding:4px 12px 4px 0;text-align:left;border-bottom:1px solid var(--line);
 vertical-align:top}
@@ -63,35 +59,21 @@ td.n,th.n{text-align:right;font-variant-numeric:tabular-nums}
 """
 
 
-def page(run: RunLog, other: RunLog | None = None, title: str = "") -> str:
-    """The whole HTML. other: a run to compare with, dashed in the charts. title: else the run's
-    name."""
-    runs = [run] if other is None else [run, other]
-    title = title or run.name
-    body = [f"<h1>{escape(title)}</h1>"]
-    if other is not None:
-        body.append(f"<p><b>{escape(compared(run, other))}</b></p>")
-    body += [f"<p>{escape(verdict(run))}</p>",
-             f"<p class=muted>{escape(_state(run))}</p>"]
-    if other is not None:
-        body.append(f"<p>Dashed, and in the second column, {escape(other.name)}: "
-                    f"{escape(verdict(other))}</p>"
-                    f"<p class=muted>{escape(_state(other))}</p>")
-    body += [_tiles(run), "<div class=charts style='margin-top:16px'>", *_charts(runs), "</div>",
-             "<h2>Gain of balancing</h2>", *_gain(runs)]
-    if other is not None:
-        body += ["<h2>Comparison</h2>", _comparison(run, other), "<h2>Settings, versions and host "
-                 "that differ</h2>", _table(("", run.name, other.name), [
-                     (key, show(a), show(b))
-                     for key, (a, b) in different_settings(run, other).items()], numbers=0)]
-    body += ["<h2>Answers to held-out examples</h2>", answers(run.folder, run.samples)]
-    body += ["<h2>Slowest ranks, and what they had to do</h2>", *_slowest(run),
-             "<h2>Where the rows of the data go</h2>", _ledgers(run),
-             "<h2>Media that could not be used, by source</h2>", _quarantine(run),
-             "<h2>Restarts</h2>",
-             _table(("went on at step", "steps done again"), run.restarts, numbers=2),
-             "<h2>Settings that changed on the way, marked on the loss</h2>",
-             _table(("from step", "was -> is"), run.changes, numbers=0)]
+def page(run: RunLog) -> str:
+    """The whole HTML."""
+    title = run.name
+    body = [f"<h1>{escape(title)}</h1>", f"<p>{escape(verdict(run))}</p>",
+            f"<p class=muted>{escape(_state(run))}</p>",
+            _tiles(run), "<div class=charts style='margin-top:16px'>", *_charts(run), "</div>",
+            "<h2>Gain of balancing</h2>", *_gain(run),
+            "<h2>Answers to held-out examples</h2>", answers(run.folder, run.samples),
+            "<h2>Slowest ranks, and what they had to do</h2>", *_slowest(run),
+            "<h2>Where the rows of the data go</h2>", _ledgers(run),
+            "<h2>Media that could not be used, by source</h2>", _quarantine(run),
+            "<h2>Restarts</h2>",
+            _table(("went on at step", "steps done again"), run.restarts, numbers=2),
+            "<h2>Settings that changed on the way, marked on the loss</h2>",
+            _table(("from step", "was -> is"), run.changes, numbers=0)]
     return ("<!doctype html><html lang=en><head><meta charset=utf-8><meta name=viewport "
             f'content="width=device-width,initial-scale=1"><title>{escape(title)}</title>'
             f"<style>{CSS}</style></head><body>" + "\n".join(body) + "</body></html>\n")
@@ -110,67 +92,58 @@ def _tiles(run: RunLog) -> str:
         for name, (value, unit) in figures(run).items()) + "</div>"
 
 
-def _gain(runs: Sequence[RunLog]) -> list[str]:
+def _gain(run: RunLog) -> list[str]:
     """What was measured beside what was predicted of the same steps."""
     rows = []
-    for run in runs:
-        for name in Gain._fields:
-            gains = run[f"measured.gain.{name}"]
-            known = gains[np.isfinite(gains)]
-            if len(known):
-                rows.append((run.name, name, *(number(x, "%") for x in spread(known)), len(known)))
+    for name in Gain._fields:
+        gains = run[f"measured.gain.{name}"]
+        known = gains[np.isfinite(gains)]
+        if len(known):
+            rows.append((name, *(number(x, "%") for x in spread(known)), len(known)))
     if not rows:
         return ["<p class=none>Not measured: set balance.measure_every.</p>"]
-    return [_table(("run", "", "lower quartile", "median", "upper quartile", "comparisons"), rows,
+    return [_table(("", "lower quartile", "median", "upper quartile", "comparisons"), rows,
                    numbers=4),
             "<p class=muted>Each comparison is of the balanced steps between two that ran as "
             "sampled: the share of time that balancing saved in them.</p>"]
 
 
-def _charts(runs: Sequence[RunLog]) -> list[str]:
-    def lines(name: str, colour: str, values, **more) -> list[Series]:
-        return [Series(name if not i else f"{name}, {run.name}", colour, run["step"], values(run),
-                     other=i > 0, **more) for i, run in enumerate(runs)]
+def _charts(run: RunLog) -> list[str]:
+    def line(name: str, colour: str, values: np.ndarray) -> Series:
+        return Series(name, colour, run["step"], values)
 
-    validation = [Series("validation" if not i else f"validation, {run.name}", "sampled",
-                       run.validations[:, 0], run.validations[:, 1], other=i > 0, dots=True)
-                  for i, run in enumerate(runs) if len(run.validations)]
+    validation = [Series("validation", "sampled", *run.validations.T, dots=True)
+                  ] * bool(len(run.validations))
     out = [
-        chart("Loss", lines("training", "run", lambda r: r["loss"]) + validation, least=None,
+        chart("Loss", [line("training", "run", run["loss"]), *validation], least=None,
               note="" if validation else "Validation is not logged: set data.num_validation.",
-              marks=runs[0].changes),
-        *(chart(metric.chart, lines(metric.unit, "run", lambda r, name=name: r[name]))
+              marks=run.changes),
+        *(chart(metric.chart, [line(metric.unit, "run", run[name])])
           for name, metric in METRICS.items() if metric.chart),
-        _step_time(runs[0]),
+        _step_time(run),
     ]
     for phase in EVERY_PHASE:
-        if phase == GENERATOR and not any(
-                np.isfinite(run[f"{phase}.mean_cost_kflop"]).any() for run in runs):
-            continue  # these models have none
+        if phase == GENERATOR and not np.isfinite(run[f"{phase}.mean_cost_kflop"]).any():
+            continue  # this model has none
         columns = (("sampled", "imbalance_before"), ("processed", "imbalance_after"),
                    ("measured", "measured.imbalance"))
         out.append(chart(
-            f"Imbalance, {phase}", [
-                line for name, column in columns
-                for line in lines(name, name, lambda r, c=f"{phase}.{column}": r[c])], least=1.0,
+            f"Imbalance, {phase}", [line(name, name, run[f"{phase}.{column}"])
+                                    for name, column in columns], least=1.0,
             note="" if phase != "llm" else "Slowest rank / mean rank; 1: nobody waits. As sampled "
             "and as processed by the cost model, and as measured."))
-
-    def share(run: RunLog) -> np.ndarray:
-        before, after = map(np.cumsum, costs(run))
-        return 1 - after / np.maximum(before, 1e-12)
-
-    out += [
-        chart("Saved by balancing so far", lines("predicted", "processed", share), unit="%",
-              note="Of what the phases would take as sampled, by the cost model."),
-        chart("Bytes moved a step", [
-            *lines("all", "run", lambda r: moved_bytes(r)[0]),
-            *lines("between nodes", "wait", lambda r: moved_bytes(r)[1])], unit="B"),
-        chart("Waiting for data", lines(
-            "share of the step", "wait",
-            lambda r: r["data_wait_s"] / np.maximum(r["step_s"], 1e-12)), unit="%"),
+    before, after = map(np.cumsum, costs(run))
+    moved, between = moved_bytes(run)
+    waiting = run["data_wait_s"] / np.maximum(run["step_s"], 1e-12)
+    return [
+        *out,
+        chart("Saved by balancing so far", [
+            line("predicted", "processed", 1 - after / np.maximum(before, 1e-12))], unit="%",
+            note="Of what the phases would take as sampled, by the cost model."),
+        chart("Bytes moved a step", [line("all", "run", moved),
+                                     line("between nodes", "wait", between)], unit="B"),
+        chart("Waiting for data", [line("share of the step", "wait", waiting)], unit="%"),
     ]
-    return out
 
 
 def _step_time(run: RunLog) -> str:
@@ -183,20 +156,6 @@ def _step_time(run: RunLog) -> str:
                  note="Phases, exchange and update: the slowest rank's CPU time, on a GPU the "
                  "device's. Waiting for a core and for ranks: of rank 0, beyond the slowest rank's "
                  "work; on a GPU for the device as well. Logging comes on top of step_s.")
-
-
-def _comparison(run: RunLog, other: RunLog) -> str:
-    a, b = figures(run), figures(other)
-    rows = []
-    for (name, (x, unit)), (y, _) in zip(a.items(), b.values(), strict=True):
-        change = number(x / y - 1, "%") if unit != "%" and y and np.isfinite(x / y) else ""
-        rows.append((name, number(x, unit), number(y, unit), change))
-    both, losses, _ = shared_losses(run, other)
-    if len(both):
-        a, b = losses[:, -1]
-        rows.append((f"loss of step {int(both[-1])}, the last of both", number(a), number(b),
-                     number(a / b - 1, "%")))
-    return _table(("", run.name, other.name, "difference"), rows, numbers=3)
 
 
 def _slowest(run: RunLog) -> list[str]:

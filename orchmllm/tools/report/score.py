@@ -1,5 +1,4 @@
-"""What was predicted of a run beside what it measured: by the cost model, by the dry run, and by
-`plan job` for the run's own setting."""
+"""What was predicted of a run beside what it measured: by the cost model, and by the dry run."""
 
 from __future__ import annotations
 
@@ -11,7 +10,6 @@ from orchmllm.config.recipe import read_recipe
 from orchmllm.tools.predict.dry_run import dry_run
 from orchmllm.tools.predict.examples import examples_of
 from orchmllm.tools.predict.options import cluster_of
-from orchmllm.tools.predict.search import Search
 from orchmllm.tools.predict.text import gpu_text
 from orchmllm.tools.report.log import RunLog
 from orchmllm.tools.report.svg import number
@@ -34,9 +32,6 @@ def score(run: RunLog, args: argparse.Namespace) -> str:
     if np.isfinite(run["mfu"]).any():  # predictions of time are for GPUs
         rows += [("seconds a step, dry run", "step_s", "s", expected["step_s"]),
                  ("tokens/s, dry run", "tokens_per_s", "", ranks * expected["tokens_per_gpu"])]
-        if planned := Search(recipe, ranks, hardware, examples).given():
-            rows += [("seconds a step, plan job", "step_s", "s", planned.time.seconds),
-                     ("tokens/s, plan job", "tokens_per_s", "", planned.tokens_per_s)]
     lines = [f"{ranks} ranks; GPU assumed: {gpu_text(tried['hardware'])}",
              f"Lengths: {examples.what}", f"{'':30}{'measured':>10}{'predicted':>11}{'error':>14}"]
     for name, column, unit, predicted in rows:

@@ -17,14 +17,13 @@ MAX_POINTS = 300  # of a line; more become the mean of equally many steps, with 
 
 @dataclass(frozen=True)
 class Series:
-    """name: in the legend. colour: a CSS variable without its dashes. x, y: (n,); y may have nan.
-    other: of the run that is compared with, dashed."""
+    """name: in the legend. colour: a CSS variable without its dashes. x, y: (n,), of which y may
+    have nan."""
 
     name: str
     colour: str
     x: np.ndarray
     y: np.ndarray
-    other: bool = False
     dots: bool = False
 
 
@@ -99,22 +98,22 @@ def chart(title: str, lines: Sequence[Series], *, unit: str = "", least: float |
 
     parts = [_axes(low, high, first, last, unit, to_x, to_y)]
     for i, (line, (x, mean, least_y, most_y)) in enumerate(shown):
-        style = f"stroke:var(--{line.colour})" + (";stroke-dasharray:4 3" if line.other else "")
         if stacked:
             base = tops[i - 1] if i else np.zeros(len(x))
             parts.append(_area(to_x(x), to_y(base), to_y(tops[i]), line.colour, 0.85))
             continue
-        if len(line.x) > MAX_POINTS and not line.other:
+        if len(line.x) > MAX_POINTS:
             parts.append(_area(to_x(x), to_y(least_y), to_y(most_y), line.colour, 0.18))
         points = list(zip(to_x(x), to_y(mean), strict=True))
         if len(points) > 1:
-            parts.append(f'<polyline style="{style}" points="{_points(points)}"/>')
+            parts.append(f'<polyline style="stroke:var(--{line.colour})" '
+                         f'points="{_points(points)}"/>')
         if line.dots or len(points) == 1:
             parts += [f'<circle cx="{a:.1f}" cy="{b:.1f}" r="2.5" style="fill:var(--{line.colour})"'
                       '/>' for a, b in points]
     parts += [_mark(float(to_x(np.float64(x))), text) for x, text in marks if first <= x <= last]
     legend = " ".join(
-        f'<span><i style="background:var(--{line.colour})"{" class=other" * line.other}></i>'
+        f'<span><i style="background:var(--{line.colour})"></i>'
         f"{escape(line.name)} <b>{number(latest(line.y), unit)}</b></span>" for line, _ in shown)
     svg = (f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(title)}">'
            + "".join(parts) + "</svg>")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from orchmllm.config.parse import show
 from orchmllm.plan.assign import EVERY_PHASE
 from orchmllm.plan.gain import slowest_costs
 from orchmllm.runtime.log_schema import PHASE_METRICS
@@ -111,6 +112,26 @@ def shared_losses(run: RunLog, other: RunLog) -> tuple[np.ndarray, np.ndarray, f
     difference = np.abs(losses[0] - losses[1]) / np.maximum(np.abs(losses[1]), 1e-12)
     known = difference[np.isfinite(difference)]
     return both, losses, float(known.max()) if len(known) else np.nan
+
+
+def side_by_side(run: RunLog, other: RunLog) -> str:
+    """The figures of two runs, and the settings, versions and facts of the machine that differ."""
+    rows = [("", run.name, other.name, "difference")]
+    for (name, (x, unit)), (y, _) in zip(figures(run).items(), figures(other).values(),
+                                         strict=True):
+        change = number(x / y - 1, "%") if unit != "%" and y and np.isfinite(x / y) else ""
+        rows.append((name, number(x, unit), number(y, unit), change))
+    both, losses, _ = shared_losses(run, other)
+    if len(both):
+        a, b = losses[:, -1]
+        rows.append((f"loss of step {int(both[-1])}, the last of both", number(a), number(b),
+                     number(a / b - 1, "%")))
+    wide = 1 + max(11, len(run.name), len(other.name))
+    lines = [f"{name:<40}{a:>{wide}}{b:>{wide}}{change:>12}" for name, a, b, change in rows]
+    settings = [f"  {key}: {show(a)} and {show(b)}"
+                for key, (a, b) in different_settings(run, other).items()]
+    return "\n".join(lines + ["", "Settings, versions and host that differ:"] * bool(settings)
+                     + settings)
 
 
 def compared(run: RunLog, other: RunLog) -> str:

@@ -116,7 +116,6 @@ def test_smaller_nodes_send_more_to_each_other():
 @pytest.mark.parametrize("gpu, less, more", [
     ({"gbit": 50}, ["mfu"], ["traffic_s", "exchange_s"]),
     ({"per_node": 4}, ["mfu"], ["traffic_s"]),
-    ({"efficiency": 0.3}, ["mfu"], ["llm_s"]),
     ({"gpu": "h100-pcie"}, ["tokens_per_gpu"], ["llm_s", "update_s"]),
     ({"gpu": "b200"}, ["llm_s", "update_s"], ["tokens_per_gpu"]),
 ], ids=str)
@@ -225,8 +224,6 @@ def test_a_measured_file_is_whole_and_replaces_the_assumed_shares(tmp_path, own)
     path.write_text(json.dumps({"gpu": "h100-sxm", "phases": phases}))
     code, said, _ = own("--measured", str(path))
     assert code == 0 and "llm: 0.300 and 0.200" in said
-    with pytest.raises(SystemExit):  # one of them would be ignored
-        own("--measured", str(path), "--efficiency", "0.5")
 
 
 def test_lengths_of_a_statistics_file(tmp_path, own):

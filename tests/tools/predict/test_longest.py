@@ -251,10 +251,9 @@ def test_a_dry_run_tells_of_the_longest_line(folder, capsys):
     assert "cannot fit a rank (0.01 GB), even alone, all recomputed: " in capsys.readouterr().err
 
 
-def test_statistics_and_the_log_of_a_run_name_the_row(folder, capsys, monkeypatch):
+def test_statistics_and_the_log_of_a_run_name_the_row(folder, capsys):
     """Of all rows where they are indexed, of the first step where they are not; a step is told of
     where it waits longer than those before."""
-    monkeypatch.setattr("orchmllm.tools.data.stats.can_draw", lambda: False)
     loaded = load_recipe("own.yaml")
     job, spec = resolve(loaded, 2, 8), plan_spec(resolve(loaded, 2, 8))
 

@@ -1,9 +1,8 @@
-"""`orchmllm profile` of models of transformers: blocks that are measured for others stand for them.
-"""
+"""What times the phases of a model on one device: a block that is measured stands for others."""
 
 from __future__ import annotations
 
-import json
+import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -12,15 +11,13 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from orchmllm.cli import dispatch
 from orchmllm.config.recipe import load_recipe
 from orchmllm.data.text.processor import Processor
 from orchmllm.encoders.planned import PlannedEncoders
 from orchmllm.models.families import model_class, read_config
 from orchmllm.models.whole_model import WholeModel
 from orchmllm.plan.layout import ENCODERS
-from orchmllm.tools.predict.profile_command import main
-from orchmllm.tools.predict.whole_runner import WholeRunner
+from scripts.whole_runner import Clock, WholeRunner
 from tests.lib.whole_folders import write_model
 
 pytestmark = pytest.mark.whole
@@ -79,15 +76,20 @@ def test_what_is_measured_is_the_work_of_the_model(name, kinds, tmp_path):
         assert sum(runner.seconds(partial(measured, *given), 1)) == wanted > 0
 
 
-def test_measured_times_are_those_that_a_plan_reads(tmp_path, capsys):
-    path, out = str(write("qwen2_5_vl", tmp_path)), tmp_path / "times.json"
-    assert main([path, "--device", "cpu", "--rows", "16", "--repeat", "1", "--out", str(out)]) == 0
-    table = json.loads(out.read_text(encoding="utf-8"))
-    assert table.keys() == {"vision", "llm"}
-    for times in table.values():
-        assert times["rows"] == [16, 32, 64, 128] and min(times["ms"]) > 0
-    planned = [path, "--mix", "natural", "--profile", str(out), "--stages", "3"]
-    assert dispatch(["papers", "plan", "split", *planned]) == 0
-    (tmp_path / "chat_template.jinja").unlink()
-    assert main([path, "--device", "cpu"]) == 2
-    assert "it has no chat template: put the chat_template" in capsys.readouterr().err
+def test_a_gpu_is_kept_busy_until_what_is_timed_is_in_its_queue(monkeypatch):
+    """torch.cuda is a stand-in."""
+    did = []
+
+    class Event:
+        def __init__(self, enable_timing: bool) -> None:
+            self.record, self.synchronize = (partial(did.append, n) for n in ("record", "wait"))
+
+        def elapsed_time(self, end: object) -> float:
+            return 1.0
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: did.append(cycles))
+    assert Clock(torch.device("cuda", 0)).best(lambda: time.sleep(0.01), 2) == 1e-3
+    first, *fills = did[::4]
+    assert first == 0 and len(fills) == 2 and all(n >= 0.01 * 1.5e9 for n in fills)
+    assert [did[k:k + 3] for k in (1, 5, 9)] == [["record", "record", "wait"]] * 3

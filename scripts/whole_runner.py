@@ -10,7 +10,7 @@ weights of a block of each shape, and what one block keeps for its backward pass
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextvars import Context
 from dataclasses import dataclass
 from functools import partial
@@ -32,7 +32,7 @@ from orchmllm.data.text.processor import Processor
 from orchmllm.encoders.planned import PlannedEncoders
 from orchmllm.models.families import model_class, read_config
 from orchmllm.models.whole_model import WholeModel
-from orchmllm.plan.layout import ENCODERS, NO_EXAMPLES, VISION
+from orchmllm.plan.layout import NO_EXAMPLES, VISION
 from orchmllm.sharding.load_whole import experts_by
 
 POSITIONS_PER_S = 50  # of a clip in its encoder
@@ -176,15 +176,6 @@ class WholeRunner:
         alike = self.blocks.called_in(step)
         return best(step), sum(one.count * best(one.run) for one in alike)
 
-    def seconds_of_media(self, phase: str, tensors: Mapping[str, Tensor], count: int, repeat: int
-                         ) -> float:
-        """Of so many media like the one that has these tensors, (rows, ...) by argument."""
-        return sum(self.seconds(partial(self.encoders.features, phase, [tensors] * count), repeat))
-
-    def seconds_of_text(self, length: int, count: int, repeat: int) -> float:
-        """Of so many examples of text."""
-        return sum(self.seconds(partial(self.whole, self.text([length] * count)), repeat))
-
     def text(self, lengths: Sequence[int]) -> PackedExamples:
         """Examples of text, of which every other token is learnt."""
         config, examples = self.whole.hf.config, []
@@ -213,18 +204,3 @@ class WholeRunner:
         return lengths.attn_len, {
             name: value.to(self._device, self._dtype if value.is_floating_point() else None)
             for name, value in tensors.items()}
-
-
-def timed_phases(recipe: Recipe, length: int, device: torch.device, dtype: torch.dtype,
-                 chunk_rows: int) -> Iterator[tuple[str, int, Callable[[int, int], float]]]:
-    """Phase by phase of those that the model has (its name, positions of an item, seconds of the
-    forward and backward pass of all layers by the number of such items, the shortest of so many
-    runs). length: positions of an item, as near as the model allows it. Raises ValueError for a
-    folder without what its processor is made from."""
-    processor = Processor(recipe.model.folder)
-    runner = WholeRunner(recipe, device, dtype, chunk_rows)
-    stacks = runner.whole.blocks()
-    for phase in (phase for phase in ENCODERS if phase in stacks):
-        positions, tensors = runner.medium(processor, ENCODERS[phase], length)
-        yield phase, positions, partial(runner.seconds_of_media, phase, tensors)
-    yield "llm", length, partial(runner.seconds_of_text, length)
