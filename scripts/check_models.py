@@ -30,7 +30,7 @@ from torch import nn  # noqa: E402
 
 from orchmllm.batch import ProcessedExample  # noqa: E402
 from orchmllm.encoders.planned import PlannedEncoders  # noqa: E402
-from orchmllm.models.hf import WholeModel  # noqa: E402
+from orchmllm.models.whole_model import WholeModel  # noqa: E402
 from orchmllm.plan.layout import BatchLayout  # noqa: E402
 from orchmllm.proof.compare import compare  # noqa: E402
 from scripts.count_encoder_classes import put_table  # noqa: E402

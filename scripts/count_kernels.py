@@ -29,7 +29,7 @@ from orchmllm.batch import SequenceLengths  # noqa: E402
 from orchmllm.config.model import ModelConfig  # noqa: E402
 from orchmllm.config.recipe import load_recipe  # noqa: E402
 from orchmllm.counts.on_a_gpu import fused  # noqa: E402
-from orchmllm.models import hf, packing  # noqa: E402
+from orchmllm.models import packing, whole_model  # noqa: E402
 from orchmllm.models.families import model_class, read_config  # noqa: E402
 from orchmllm.models.loss import LossHead  # noqa: E402
 
@@ -78,8 +78,9 @@ def block_of(model: ModelConfig, rows: int, stock: bool = False
     text = config.get_text_config(decoder=True)
     text.num_hidden_layers = 1
     head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    with torch.device("meta"), patch.object(hf, "fuse", (lambda _: None) if stock else hf.fuse):
-        whole = hf.WholeModel(model_class(config)._from_config(config), torch.bfloat16)
+    fuse = (lambda _: None) if stock else whole_model.fuse
+    with torch.device("meta"), patch.object(whole_model, "fuse", fuse):
+        whole = whole_model.WholeModel(model_class(config)._from_config(config), torch.bfloat16)
         block = whole.to(torch.bfloat16).blocks()["llm"][0]
         x, *tables = (torch.empty(1, rows, size, dtype=torch.bfloat16)
                       for size in (text.hidden_size, head_dim, head_dim))

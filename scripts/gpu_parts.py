@@ -22,7 +22,8 @@ from orchmllm.models.whole_flops import part_counts, phase_work
 from orchmllm.plan.assign import PHASES
 from orchmllm.plan.layout import ENCODERS
 from orchmllm.plan.step import StepPlan
-from orchmllm.sharding.memory import Loads, MemoryModel
+from orchmllm.sharding.loads import Loads
+from orchmllm.sharding.memory import MemoryModel
 from scripts.whole_runner import Clock
 
 

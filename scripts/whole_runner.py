@@ -31,9 +31,9 @@ from orchmllm.data.media.shapes import Size
 from orchmllm.data.text.processor import Processor
 from orchmllm.encoders.planned import PlannedEncoders
 from orchmllm.models.families import model_class, read_config
-from orchmllm.models.hf import WholeModel
+from orchmllm.models.whole_model import WholeModel
 from orchmllm.plan.layout import NO_EXAMPLES, VISION
-from orchmllm.sharding.hf import experts_by
+from orchmllm.sharding.load_whole import experts_by
 
 POSITIONS_PER_S = 50  # of a clip in its encoder
 CYCLES_PER_S = 2e9  # of a GPU's clock, at most

@@ -6,7 +6,6 @@ import importlib.util
 import re
 from collections.abc import Iterator
 from dataclasses import MISSING, dataclass
-from typing import ClassVar
 
 from orchmllm.config.schema import Conflict, key, section
 
@@ -119,9 +118,6 @@ class RemoteConfig:
 class DataConfig:
     """What is read, and what happens when it cannot be."""
 
-    GONE: ClassVar[dict[str, str]] = {
-        "tokenizer": "a model has its own, in the folder that model.pretrained or model.config "
-                     "names: leave it out"}
     path: str = key("", "One source of examples; the same as `sources: [{path: ...}]`.",
                     aliases=("dataset", "data_path", "train_file"))
     sources: tuple[SourceConfig, ...] = key((), "Sources of examples, instead of data.path.",

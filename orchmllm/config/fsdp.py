@@ -6,7 +6,6 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar
 
 from orchmllm.config.schema import did_you_mean, key
 
@@ -58,8 +57,6 @@ def as_choice(counts: Mapping[str, int]) -> str:
 class FsdpConfig:
     """How the model is sharded and computed."""
 
-    GONE: ClassVar[dict[str, str]] = {
-        "meta_init": "no rank ever holds all weights, whatever it said: leave it out"}
     shard_size: int = key(0, "Ranks that a parameter is sharded over; the rest has copies (hybrid "
                           "sharding). 0: all.", at_least=0)
     reshard_after_forward: bool = key(True, "Free gathered parameters between forward and "

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
-from typing import ClassVar
 
 from orchmllm.config.schema import Conflict, key, section
 
@@ -14,20 +13,9 @@ from orchmllm.config.schema import Conflict, key, section
 class PartConfig:
     """A tower of the model, its LLM, or its generator."""
 
-    GONE: ClassVar[dict[str, str]] = {
-        **dict.fromkeys(
-            ("num_layers", "hidden_size", "intermediate_size", "num_heads", "patch_size",
-             "merge_size", "max_side", "num_mels", "stack", "vocab_size", "num_kv_heads",
-             "rope_theta", "rms_norm_eps"),
-            "the folder that model.pretrained or model.config names says it; `orchmllm init` and "
-            "`orchmllm compose` write such folders"),
-        "pretrained": "`orchmllm compose` writes a model of pretrained parts: name its folder in "
-                      "model.pretrained",
-        "mode": "`orchmllm compose` decides how a model computes clips (--audio-packed)",
-    }
-    frozen: bool = key(False, "This part does not learn. The embeddings and the head are parts "
-                       "of the LLM, and the generator's connector is part of it; the connectors "
-                       "of towers are not (model.connectors_frozen).")
+    frozen: bool = key(False, "This part does not learn. The LLM's embeddings and head belong to "
+                       "it, and the generator's connector to that; a tower's connector does "
+                       "not (model.connectors_frozen).")
 
 
 @dataclass(frozen=True)
@@ -64,8 +52,6 @@ class ModelConfig:
     """A multimodal model of transformers (docs/models.md). `orchmllm compose` writes one of towers
     and an LLM, `orchmllm init` a small one that starts from nothing."""
 
-    GONE: ClassVar[dict[str, str]] = {
-        "connectors": "they are in the folder that model.pretrained names: leave it out"}
     vision: PartConfig = section(PartConfig)
     audio: PartConfig = section(PartConfig)
     llm: PartConfig = section(PartConfig)

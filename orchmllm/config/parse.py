@@ -242,8 +242,6 @@ class _Schema:
         if name in everywhere:  # a dotted path as one key
             *outer, last = name.split(".")
             return f"write it nested: {': {'.join((*outer, last))}: ...{'}' * len(outer)}"
-        if name in (gone := getattr(self.sections[where], "GONE", {})):
-            return f"this key is gone: {gone[name]}"
         names = members(self.sections[where])
         alias = [leaf.path for leaf in self.leaves.values() if name in leaf.key.aliases]
         likely = ([p for p in alias if p.rpartition(".")[0] == where]

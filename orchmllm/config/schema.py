@@ -6,7 +6,6 @@ reads them. Defaults, types, ranges, choices, error messages and docs/recipe.md 
         lr: float = key(1e-3, "Peak learning rate.", above=0)
 
         def conflicts(self) -> Iterator[Conflict]: ...  # optional: rules between keys
-        GONE: ClassVar = {"rate": "set train.lr"}  # optional: keys of before, and what is instead
 
 Sections are dataclasses, keys are fields of type bool, int, float or str, or tuple[S, ...] for a
 list of sections S or of texts. pydantic checks types, bounds and choices: it reads the metadata of

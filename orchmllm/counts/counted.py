@@ -39,7 +39,7 @@ class Seen(NamedTuple):
 
 
 @dataclass
-class Work:
+class StageWork:
     """Of a stage. forward, backward: FLOP of products. pairs: by what attention saw, FLOP of a pair
     of positions in the forward pass; backward_pairs: the same of the backward pass.
     Bytes of the forward pass: saved, of all that autograd keeps; hidden, of what a module that was
@@ -83,7 +83,7 @@ class Counted(TorchDispatchMode):
         self._keepers: Counter[int] = Counter()  # by storage, what keeps it
         self._is_used = False
         self.moved = self._flop = 0
-        self.stages: dict[Hashable, Work] = {}
+        self.stages: dict[Hashable, StageWork] = {}
         self.reaches: list[int | None] = []
         self._inside, self._known = inside, reaches
         self._first: dict[Hashable, tuple[Hashable, bool]] = {}
@@ -124,7 +124,7 @@ class Counted(TorchDispatchMode):
     def _begin(self, stage: Hashable) -> None:
         self._order.append(stage)
         self._starts.append(torch._C._autograd._get_sequence_nr())
-        self.stages.setdefault(stage, Work())
+        self.stages.setdefault(stage, StageWork())
         self.moved = self._flop = 0
 
     def _save(self, tensor: Tensor) -> Callable[[], Tensor]:
@@ -138,7 +138,7 @@ class Counted(TorchDispatchMode):
             weakref.finalize(keeper, self._gone, work, storage, size)
         return keeper
 
-    def _gone(self, work: Work, storage: int, size: int) -> None:
+    def _gone(self, work: StageWork, storage: int, size: int) -> None:
         """What goes before the backward pass is not kept for it."""
         self._keepers[storage] -= 1
         if not self._keepers[storage] and not self._is_used:
@@ -204,7 +204,7 @@ class Counted(TorchDispatchMode):
             work.products += sum(t.nbytes for t in tree_leaves(out) if isinstance(t, Tensor))
         return out
 
-    def _attend(self, work: Work, args: tuple, out: Tensor) -> None:
+    def _attend(self, work: StageWork, args: tuple, out: Tensor) -> None:
         """That of positions to others than themselves, or outside of the modules that were named,
         is products: of all pairs."""
         query, key, value = args[:3]

@@ -32,7 +32,7 @@ from orchmllm.data.media.raw import AS_BYTES, NOTHING, with_bytes
 from orchmllm.data.media.shapes import Content, Size, blank, kind_of, sized
 from orchmllm.data.media.video import pictures
 from orchmllm.data.media.video_processor import items_of
-from orchmllm.data.segments import KINDS, VIDEOS, is_content
+from orchmllm.data.media_tensors import KINDS, VIDEOS, is_content
 from orchmllm.data.text.processor import Processor
 from orchmllm.data.text.spans import Tokens, before
 from orchmllm.plan.geometry import AudioGeometry
@@ -170,16 +170,7 @@ class ProcessedReader(LengthReader):
             s: item for s, item in zip(segments, chain.from_iterable(every), strict=False)
             if wanted is None or s in wanted}, sizes, on_error)
         media, names = self._media(every, segments, sizes, content)
-        spans = before(row.spans or self.processor.rendered(row.turns), len(media))
-        known = Tokens(row.token_ids, row.supervised, [], row.digest) if row.digest else None
-        tokens, arguments = self.processor.load(
-            spans, media, self.max_example_tokens, self._options(raw), known)
-        if tokens is not known:
-            if made:
-                tokens = self.processor.made.counted(tokens, [*made.values()])
-            found = layout_of(int(layout.example_id[0]), tokens)
-            if found.to_payload().tolist() != layout.to_payload().tolist():
-                raise RowError("the processor makes other lengths of it")
+        tokens, arguments = self._as_planned(row, media, [*made.values()], raw)
         arguments.pop(VIDEOS, None)  # without pixels
         slices = [self.processor.videos.pixels(frames, *layout.grid[s, 1:].tolist(),
                                                AS_BYTES if VIDEOS in raw else NOTHING)
@@ -193,6 +184,22 @@ class ProcessedReader(LengthReader):
             arguments, layout, arguments=names, parts={
                 s: self.processor.made.squares(content[s][0], layout.grid[s, 1:].tolist())
                 for s in made.keys() & content.keys()})
+
+    def _as_planned(self, row: MeasuredExample, media: list[Content], made: list[Size],
+                    raw: Collection[str]) -> tuple[Tokens, dict[str, Tensor]]:
+        """What the processor makes of a row and its media, see Processor.load. made: images that
+        the model makes. Raises RowError for other lengths than planned."""
+        spans = before(row.spans or self.processor.rendered(row.turns), len(media))
+        known = Tokens(row.token_ids, row.supervised, [], row.digest) if row.digest else None
+        tokens, arguments = self.processor.load(
+            spans, media, self.max_example_tokens, self._options(raw), known)
+        if tokens is not known:
+            if made:
+                tokens = self.processor.made.counted(tokens, made)
+            found = layout_of(int(row.layout.example_id[0]), tokens)
+            if found.to_payload().tolist() != row.layout.to_payload().tolist():
+                raise RowError("the processor makes other lengths of it")
+        return tokens, arguments
 
     @staticmethod
     def _media(every: list[list[list[Medium]]], segments: Sequence[int],

@@ -128,21 +128,32 @@ class EncoderHandle:
         device = next((v.device for v in inputs.values() if isinstance(v, Tensor)),
                       next(module.parameters()).device)
         self._inside = self._balanced = True
+        return self._encode(module, shares, device).join_zero(
+            args, kwargs, inputs, self._parameters)
+
+    def _encode(self, module: nn.Module, shares: Sequence[sharing.Share], device: torch.device
+                ) -> Answers:
+        """Moves and encodes media, agrees on what was made, moves the features back, and has the
+        model's calls answered by them."""
         proof = proofs.Proof([s for s in shares if s.encoder.name in self._unproved])
         if proof.shares:
             proof.encode(module, self.rank, device)
-            sharing.agree(self.gather, self._count, np.zeros(1, np.int64), proof.error)
+            self._agree(proof.error)
         features, error = sharing.encode_all(shares, module, self.rank, device, self.group)
         returned = sharing.return_features(self.gather, self._count, shares, features, error,
                                            self.group)
-        answers = self._answers[id(module)] = Answers(module, self._join)
+        answers = self._answers[id(module)] = Answers(module, self._join)  # _after closes them
         for share, encoded, (rows, sizes) in zip(shares, features, returned, strict=True):
             proof.compare(share, rows, sizes)
             answers.add(share.encoder, share.local, encoded, rows, sizes)
         if proof.shares:
-            sharing.agree(self.gather, self._count, np.zeros(1, np.int64), proof.error)
+            self._agree(proof.error)
             self._unproved -= {s.encoder.name for s in proof.shares}
-        return answers.join_zero(args, kwargs, inputs, self._parameters)
+        return answers
+
+    def _agree(self, error: Exception | None) -> None:
+        """Raises RemoteError on all ranks if one has an error."""
+        sharing.agree(self.gather, self._count, np.zeros(1, np.int64), error)
 
     def _describe(
         self, module: nn.Module, inputs: Mapping[str, Any]
@@ -169,7 +180,7 @@ class EncoderHandle:
         error = answers.close()
         if not self._checked:
             self._checked = True
-            sharing.agree(self.gather, self._count, np.zeros(1, np.int64), raised or error)
+            self._agree(raised or error)
         elif raised is None:
             self._error = error
 

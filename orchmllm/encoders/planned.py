@@ -156,35 +156,33 @@ class PlannedEncoders:
     def _packed(
         self, phase: str, examples: Sequence[ProcessedExample], media: Media, micro: Microbatch,
     ) -> EncodedItems:
+        """n media are encoded here, m segments of media are taken by the LLM here. Three orders
+        meet: that of the plan's slots (n,), that in which the encoder gets the media (n,), and that
+        in which the model's calls return features (m,)."""
         encoder, plan, layout = self._encoders[phase], micro.rank_plan, micro.plan.layout
-        # Images that are not cut come last, see _Numbered.
-        of_slot = np.argsort([isinstance(encoder.layout, _Numbered) and piece.forms[0].shape[0] == 1
-                              for piece in media.pieces], kind="stable")
-        media = replace(media, pieces=[media.pieces[slot] for slot in of_slot],
-                        starts=media.starts[of_slot])
-        mine = plan.media[phase]
-        segments = layout.segment_start[mine[:, 0]] + mine[:, 1]
-        num_tokens, exchange = layout.num_tokens[segments], plan.feature[phase]
-        if len(mine):
-            first = np.cumsum(num_tokens) - num_tokens
-            place = np.argsort(ranges(first[of_slot], num_tokens[of_slot]))  # of each slot's rows
-            exchange = replace(exchange, send_index=place[exchange.send_index])
-            num_tokens = num_tokens[of_slot]
+        mine = plan.media[phase]  # (n, 2)
+        num_tokens = layout.num_tokens[layout.segment_start[mine[:, 0]] + mine[:, 1]]  # (n,)
+        exchange = plan.feature[phase]
+        slot_at = _uncut_last(encoder.layout, media.pieces)  # (n,), or of the one placeholder
+        media = replace(media, pieces=[media.pieces[slot] for slot in slot_at],
+                        starts=media.starts[slot_at])
+        if len(mine):  # what the plan sends as row r of its slots is row_at[r] of what is encoded
+            row_at = np.argsort(_rows_of(slot_at, num_tokens))
+            exchange = replace(exchange, send_index=row_at[exchange.send_index])
+            num_tokens = num_tokens[slot_at]
         here = dict(zip(plan.examples.tolist(), examples, strict=False))
-        names = [here[e].arguments[s] for e, s in plan.taken[phase].tolist()]
+        names = [here[e].arguments[s] for e, s in plan.taken[phase].tolist()]  # m of them
         taken = [layout.value for layout in encoder.calls.values()]
-        call_of = np.array([taken.index(name) for name in names], np.int64)
-        in_order = np.argsort(call_of, kind="stable")
-        start = np.cumsum(exchange.lengths) - exchange.lengths
-        order = ranges(start[in_order], exchange.lengths[in_order])
-        stays = np.array_equal(in_order, np.arange(len(in_order)))
+        call_of = np.array([taken.index(name) for name in names], np.int64)  # (m,)
+        by_call = np.argsort(call_of, kind="stable")
+        stays = np.array_equal(by_call, np.arange(len(by_call)))
         return EncodedItems(
             media, is_placeholder=not len(mine), items_per_segment=np.array(
                 [len(piece.meta) for piece in media.pieces[: len(mine)]], np.int64),
             num_tokens=num_tokens, exchange=exchange,
             num_segments=np.bincount(call_of, minlength=len(taken)).tolist(),
-            num_rows=exchange.lengths[in_order],
-            order=None if stays else torch.from_numpy(order))
+            num_rows=exchange.lengths[by_call],
+            order=None if stays else torch.from_numpy(_rows_of(by_call, exchange.lengths)))
 
     @contextmanager
     def answering(
@@ -289,6 +287,19 @@ class _Numbered(Tiles):
         uncut = int((meta[:, 2] == 1).sum())
         numbers = [1] * (len(meta) - uncut) + [max(2, uncut)] * (uncut > 0)
         return *super().build(meta, values, place), place(np.array(numbers), values[0].device)
+
+
+def _uncut_last(layout: Layout, pieces: Sequence[Piece]) -> np.ndarray:
+    """(n,) pieces in the order in which they are encoded, see _Numbered."""
+    return np.argsort([isinstance(layout, _Numbered) and piece.forms[0].shape[0] == 1
+                       for piece in pieces], kind="stable")
+
+
+def _rows_of(items: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+    """(R,) numbers of the rows of `items` (n,), one after the other, where item i has lengths[i] of
+    them."""
+    first = np.cumsum(lengths) - lengths
+    return ranges(first[items], lengths[items])
 
 
 def _numbered(layout: Layout, call: Callable) -> Layout:

@@ -47,7 +47,7 @@ def find_sources(model: ModelConfig) -> list[WeightSource]:
         if not any(map(model.learns, (*parts, "connector"))):
             raise ValueError(f"nothing would learn: a {config.model_type} has {', '.join(parts)} "
                              "and connectors, and all of them are frozen: set one to false")
-        from orchmllm.models.hf import meta_model  # with torch
+        from orchmllm.models.whole_model import meta_model  # with torch
 
         meta_model(model.folder)  # its parts have to be understood
         if not model.pretrained:

@@ -20,7 +20,7 @@ from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from orchmllm.batch import Step
 from orchmllm.loader.collator import Collator, targets_of
-from orchmllm.loader.links import Links
+from orchmllm.loader.process_groups import Links
 from orchmllm.plan.layout import TEXT, BatchLayout
 from orchmllm.plan.step import StepPlan
 

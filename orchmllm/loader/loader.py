@@ -19,8 +19,8 @@ from torch.utils.data import DataLoader, IterableDataset, Sampler
 from orchmllm.data.loading.pipeline import Pipeline
 from orchmllm.loader.collator import Collator
 from orchmllm.loader.groups import data_ranks
-from orchmllm.loader.links import connect
 from orchmllm.loader.loss import LossWatch, StepInfo
+from orchmllm.loader.process_groups import connect
 from orchmllm.loader.setup import Planning, check_arguments, check_state, log_step, plan_batch
 from orchmllm.loader.source import (
     PlannedSampler,
@@ -304,9 +304,8 @@ class BalancedDataLoader(DataLoader):
         check_state(state, self.state_dict(), self._own_key)
         self._planning.load(state)
         self._known = self._planning.known
-        size = self._source.batch_size
         if self._source.kind == "indices" and (
-                state["step"] or state.get("batch_size", size) == size):
+                state["step"] or state["batch_size"] == self._source.batch_size):
             self.global_batch_size = state["global_batch_size"]
             batches = self.num_ranks * drawn_batches(self.accumulation_steps)
             # torch's DataLoader refuses it from an ordinary assignment.

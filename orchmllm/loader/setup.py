@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from orchmllm.batch import PACKED, PADDED, Step
-from orchmllm.loader.gain import LoopGain, costs_of
+from orchmllm.loader.loop_gain import LoopGain, costs_of
 from orchmllm.loader.loss import StepInfo
 from orchmllm.loader.positions import Fit, FittedCost
 from orchmllm.loader.source import Source
@@ -95,8 +95,8 @@ class Planning:
         return {"geometry": self.geometry, "positions": self.fit.knots}
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Goes on with what a state has of `known`; states of before do not have it."""
-        self.geometry, self.fit = state.get("geometry", 0), Fit(state.get("positions", ()))
+        """Goes on with what a state has of `known`."""
+        self.geometry, self.fit = state["geometry"], Fit(state["positions"])
 
     @property
     def knows(self) -> bool:
@@ -215,8 +215,8 @@ def check_state(state: Mapping[str, Any], mine: Mapping[str, Any], own_key: str)
     if not state["step"] or (state["global_batch_size"] == mine["global_batch_size"] if indices
                              else state[own_key][0] is not None):
         return
-    for name in ("batch_size", "num_examples"):  # states of before do not have them
-        if state.get(name, mine[name]) != mine[name]:
+    for name in ("batch_size", "num_examples"):
+        if state[name] != mine[name]:
             raise ValueError(
                 f"loader state: {name} was {state[name]}, now it is {mine[name]}, so the "
                 f"{state['step']} steps that were done had other examples: go on with "

@@ -31,7 +31,7 @@ from orchmllm.loader.indices import (
     global_indices,
     sampled_indices,
 )
-from orchmllm.loader.links import Links
+from orchmllm.loader.process_groups import Links
 from orchmllm.loader.streams import (
     ExampleFeed,
     ForeignStream,

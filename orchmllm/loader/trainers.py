@@ -21,11 +21,11 @@ from orchmllm.encoders.hook import EncoderHandle, balance_encoders
 from orchmllm.encoders.infer import has_encoders
 from orchmllm.loader.costs import known_cost
 from orchmllm.loader.groups import check_group, data_ranks, refuse_parts, trainer_group
-from orchmllm.loader.known import PAIRS, check_trainer, loss_of_pairs, of_pairs
+from orchmllm.loader.known_trainers import PAIRS, check_trainer, loss_of_pairs, of_pairs
 from orchmllm.loader.lengths import known_lengths
 from orchmllm.loader.loader import BalancedDataLoader
 from orchmllm.loader.loss import StepInfo, nothing_of, scale
-from orchmllm.loader.trial import AGAIN, EXAMPLES, SCALED, SHIFTED, SUM, TARGETS, Trial
+from orchmllm.loader.loss_trial import AGAIN, EXAMPLES, SCALED, SHIFTED, SUM, TARGETS, Trial
 from orchmllm.loader.versions import require
 from orchmllm.loader.wrapped import plain
 

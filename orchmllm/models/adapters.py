@@ -21,7 +21,7 @@ from orchmllm.config.schema import did_you_mean
 if TYPE_CHECKING:
     import peft
 
-    from orchmllm.models.hf import WholeModel
+    from orchmllm.models.whole_model import WholeModel
 
 ADAPTER = "default"  # peft's name of an adapter that was given none
 WEIGHTS = (f"lora_A.{ADAPTER}.weight", f"lora_B.{ADAPTER}.weight")
@@ -31,7 +31,7 @@ EXPERTS = ("gate_proj", "up_proj", "down_proj")
 def check_adapters(model: ModelConfig) -> None:
     """Raises ValueError if model.lora cannot be used with the model of model.pretrained, or peft is
     not installed."""
-    from orchmllm.models.hf import meta_model
+    from orchmllm.models.whole_model import meta_model
 
     need_peft()
     whole = meta_model(model.folder)

@@ -13,13 +13,13 @@ import torch
 
 from orchmllm.batch import UNKNOWN, ProcessedExample, SequenceLengths
 from orchmllm.counts import masks
-from orchmllm.counts.counted import EXACT, Counted, Seen, Work, fitted
+from orchmllm.counts.counted import EXACT, Counted, Seen, StageWork, fitted
 from orchmllm.counts.on_a_gpu import fused
 from orchmllm.encoders.blank import FRAMES, BlankMedia
 from orchmllm.encoders.planned import PlannedEncoders
+from orchmllm.models.counted_parts import Attention, BlockCounts, PartCounts, pairs
 from orchmllm.models.flops import Lengths
-from orchmllm.models.hf import WholeModel, meta_model
-from orchmllm.models.whole_flops import Attention, BlockCounts, PartCounts, pairs
+from orchmllm.models.whole_model import WholeModel, meta_model
 from orchmllm.plan.layout import GENERATOR, NO_EXAMPLES
 
 TOKENS = (64, 128, 192, 320)  # of texts: whole chunks of linear attention
@@ -215,7 +215,7 @@ def _products(sizes: Sequence[int], runs: Sequence[Counted], stages: Iterable[Ha
     backward, and what blocks that have a backward pass compute again."""
     def of(run: Counted) -> Iterator[tuple[int, int, int]]:
         for stage in stages:
-            work = run.stages.get(stage, Work())
+            work = run.stages.get(stage, StageWork())
             again = isinstance(stage, int) and (work.backward or work.backward_pairs)
             yield work.forward, work.backward, work.forward if again else 0
 
@@ -226,7 +226,7 @@ def _products(sizes: Sequence[int], runs: Sequence[Counted], stages: Iterable[Ha
 
 def _saved(sizes: Sequence[int], runs: Sequence[Counted], stages: Iterable[Hashable]) -> float:
     """Bytes that stages keep for one of the sizes more."""
-    short, long = (sum(run.stages.get(stage, Work()).saved for stage in stages)
+    short, long = (sum(run.stages.get(stage, StageWork()).saved for stage in stages)
                    for run in runs[:2])
     return (long - short) / (sizes[1] - sizes[0])
 
@@ -235,7 +235,7 @@ def _moved(sizes: Sequence[int], runs: Sequence[Counted], stages: Iterable[Hasha
            ) -> np.ndarray:
     """(2, 3) bytes that stages move forward and backward: once, 0, and for one of the sizes more.
     """
-    works = [[run.stages.get(stage, Work()) for stage in stages] for run in runs[:2]]
+    works = [[run.stages.get(stage, StageWork()) for stage in stages] for run in runs[:2]]
     few, many = (np.array([[sum(work.forward_bytes for work in of)],
                            [sum(work.backward_bytes for work in of)]], float) for of in works)
     each = (many - few) / (sizes[1] - sizes[0])
@@ -256,7 +256,7 @@ def _blocks(sizes: Sequence[int], runs: Sequence[Counted], number: int) -> list[
     return out
 
 
-def _attended(work: Work) -> dict[Seen, np.ndarray]:
+def _attended(work: StageWork) -> dict[Seen, np.ndarray]:
     """(3,) FLOP of a pair: forward, backward, and again."""
     return {seen: np.array([flop, work.backward_pairs[seen], flop * bool(work.backward_pairs)])
             for seen, flop in work.pairs.items()}
@@ -267,7 +267,7 @@ def _pairs_of(seen: Seen) -> int:
     return most * (2 * n - most + 1) // 2 if seen.causal else n * n
 
 
-def _kind(is_tiled: bool, lengths: Lengths, work: Work, found: np.ndarray
+def _kind(is_tiled: bool, lengths: Lengths, work: StageWork, found: np.ndarray
           ) -> tuple[Attention, np.ndarray]:
     """Which pairs of positions attend to each other, and the FLOP of one. found: (n, 3) FLOP of
     items. Raises ValueError for other ones."""

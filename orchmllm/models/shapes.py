@@ -37,7 +37,7 @@ def placed(folder: str) -> list[Placed]:
 
 
 def _placed(folder: str) -> list[Placed]:
-    from orchmllm.models.hf import meta_model  # with torch
+    from orchmllm.models.whole_model import meta_model  # with torch
 
     whole = meta_model(folder)
     places = {id(p): ("block", k) for stack in whole.blocks().values()

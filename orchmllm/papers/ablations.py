@@ -28,7 +28,8 @@ from orchmllm.plan.assign import PHASES, PhasePolicy
 from orchmllm.plan.layout import ENCODERS, BatchLayout
 from orchmllm.plan.step import StepPlan, plan_step
 from orchmllm.sharding.fits import budget_of, decide, joined, with_real_batch
-from orchmllm.sharding.memory import Choice, MemoryModel, loads_of
+from orchmllm.sharding.loads import loads_of
+from orchmllm.sharding.memory import Choice, MemoryModel
 from orchmllm.tools.predict.dry_run import NONE
 from orchmllm.tools.predict.examples import Examples, examples_of
 from orchmllm.tools.predict.hardware import Hardware

@@ -1,9 +1,18 @@
 """Which rank processes which item in each phase: policies, home ranks, cost of moving.
 
+Objective: in each phase a low cost of the slowest rank, by the phase's policy
+(orchmllm.plan.balance), and among such plans few bytes that move.
+
 Home of an item is where moving it costs nothing. Encoder phase: the sampling rank. LLM phase: the
 rank that holds most of the example's features after encoding, so that features mostly stay where
 they are, and text-only examples (bytes per token, not a feature row per token) move first. With
 `load` dispatch nothing is held anywhere: the LLM phase is planned first and encoders follow it.
+
+Invariants:
+- Every item of a phase gets one rank, and with balance.group=shard one of its own group.
+- No rank holds more positions than max_rank_tokens or `room` allow, or CapError is raised.
+- With balancing off every item stays on the rank that sampled its example.
+- The result depends on the arguments alone, so that all ranks compute the same.
 
 Schemes: the paper's is `greedy` with nodewise (audio `padded`); its ablations are `none`, LLM only
 (encoders `none`), whole_examples, all `greedy`, all `padded`, and nodewise off. Ours is

@@ -1,8 +1,15 @@
 """Batch post-balancing: which rank processes which item (OrchMLLM section 5.1, Appendix A).
 
-`balance` is the one entry point. It checks its input, gives every option a meaning or an error and
-calls the C++ core; the table POLICIES says what there is, and tests/twins/ has the slow twins.
-Deterministic: exact integers, ties to the lowest index, no clock.
+Objective: that of the policy, as the table POLICIES says it: a low cost of the slowest rank, and
+with `least_move` and `quadratic` as little movement as a tolerance of that cost allows.
+
+Invariants:
+- Every item gets one rank. The result is exact in integers, with ties to the lowest index, and
+  takes no clock, so that it is the same on all ranks.
+- An option has its meaning or is refused; a cap is kept or CapError is raised.
+- The C++ core does what its slow twins in tests/twins/ do.
+
+`balance` is the one entry point: it checks its input and calls the core.
 """
 
 from __future__ import annotations

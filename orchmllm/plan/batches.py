@@ -1,8 +1,13 @@
 """`plan_batches`: the planner of a step for trainers of other projects, as lists of indices.
 
-An example, or a group of examples that stay together, is one item with two numbers: its cost, which
-is balanced, and its tokens, which max_tokens limits. The planner takes both where an item has its
-cost in an encoder, and its tokens in an LLM that costs nothing.
+Objective: that of orchmllm.plan.microbatches, for one phase. An example, or a group of examples
+that stay together, is one item with two numbers: its cost, which is balanced, and its tokens, which
+max_tokens limits. The planner takes both where an item has its cost in an encoder, and its tokens
+in an LLM that costs nothing.
+
+Invariants: every example is in the plan once, those of a group in one microbatch of one rank, and
+no rank has more than max_tokens in a microbatch, or ValueError says why. Costs in another unit give
+the same plan.
 """
 
 from __future__ import annotations

@@ -1,6 +1,12 @@
 """What one item costs, as planning takes it (OrchMLLM section 5.1): linear layers cost per
 position, attention per squared item length. orchmllm.models.flops derives the coefficients of a
 model.
+
+Objective: costs that are in proportion to the time of an item, so that ranks of equal cost take
+equally long.
+
+Invariants: costs are whole numbers and exact, and a longer item never costs less. `in_fine_unit`
+refuses a model by which every item would cost nothing.
 """
 
 from __future__ import annotations

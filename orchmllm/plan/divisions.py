@@ -1,5 +1,12 @@
 """Divisions of a step into microbatches that may be shorter than those that are alike, and what the
 caps of a rank make of them. orchmllm.plan.microbatches says how, and takes the best.
+
+Objective: a low bound of the step's time, which is the sum over microbatches and phases of
+max(mean rank, longest item).
+
+Invariants: every example is in one microbatch, and the first division is the one whose microbatches
+are alike. Where no example is shared, the plans of a division take no less than its bound, so that
+a division whose bound is too high needs no plan.
 """
 
 from __future__ import annotations

@@ -1,5 +1,10 @@
-"""Mini-batches formed before sampling, below caps (OmniBal 4.1): a pure function of lengths and a
-seed."""
+"""Mini-batches formed before sampling, below caps (OmniBal 4.1).
+
+Objective: few mini-batches, each as full as its caps allow.
+
+Invariants: an item is in one group, or in `dropped`. Only an item that is above a cap by itself
+makes a group that is above it. Groups are a pure function of lengths and a seed.
+"""
 
 from __future__ import annotations
 

@@ -1,9 +1,13 @@
 """What crosses the wire before any data does: the lengths of a global batch.
 
-`BatchLayout` holds the lengths of all examples of a global batch and is identical on all ranks
-after the gather (OrchMLLM section 6, "a structure to record some details").
+Objective: all that planning has to know of a batch, in few bytes, and none of its data.
 
 Flow: media header -> SegmentLengths -> BatchLayout of an example -> of a rank -> gathered -> plan.
+
+Invariants: `BatchLayout` holds the lengths of all examples of a global batch and is identical on
+all ranks after the gather (OrchMLLM section 6, "a structure to record some details"). Examples are
+in the order of (sampling rank, example), segments of an example in reading order. What arrives is
+what was sent.
 """
 
 from __future__ import annotations

@@ -1,9 +1,11 @@
 """Node-wise rearrangement: which rank processes which given batch (OrchMLLM section 5.2.2, Alg. 3).
 
-Balanced batches may be permuted over the ranks at no cost in balance. `assign_nodes` picks the
-permutation whose busiest rank sends least to other nodes. `search` (C++, default) is deterministic;
-`cbc` and `highs` solve the paper's integer program by CVXPY. A solver under a time limit may answer
-differently on two ranks: a run solves on one rank for all (orchmllm.comm.ilp).
+Objective: the permutation of finished batches whose busiest rank sends least to other nodes.
+`search` (C++, default) is deterministic; `cbc` and `highs` solve the paper's integer program by
+CVXPY. A solver under a time limit may answer differently on two ranks: a run solves on one rank for
+all (orchmllm.comm.ilp).
+
+Invariants: the result is a permutation, so that the balance stays what it was.
 
 The program, with the paper's slips corrected (the objective is inter-node, x has shape (d, nodes)):
 x[b, k] in {0, 1}, rows sum to 1, column k to the ranks of node k, and for every source rank i of

@@ -1,8 +1,13 @@
 """Permutations of a global batch's items over (rank, slot), and one rank's view of them.
 
-`Rearrangement` is Pi of OrchMLLM section 5.1 in gather convention, y = x[order]; composition
-(section 6, "Rearrangement composition") is `inverse` and `then`. `Exchange` is what one rank needs
-to carry it out: which rows it sends where, and where the rows it receives belong.
+Objective: one description of a move, from which all ranks take the same exchange. `Rearrangement`
+is Pi of OrchMLLM section 5.1 in gather convention, y = x[order]; composition (section 6,
+"Rearrangement composition") is `inverse` and `then`. `Exchange` is what one rank needs to carry it
+out: which rows it sends where, and where the rows it receives belong.
+
+Invariants: inside a target rank items are in ascending source order, whatever the policy. What one
+rank sends another is what that one expects. Two moves are composed only where the second begins as
+the first ends.
 """
 
 from __future__ import annotations

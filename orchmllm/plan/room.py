@@ -1,4 +1,10 @@
-"""What memory leaves a rank in a microbatch: limits of the positions of all its phases together."""
+"""What memory leaves a rank in a microbatch: limits of the positions of all its phases together.
+
+Objective: caps of the single phases under which no limit is passed, as wide as possible.
+
+Invariants: the caps are the same multiple of an even share in all phases, but no smaller than one
+item, and ranks that hold as much as all caps allow are below every limit.
+"""
 
 from __future__ import annotations
 

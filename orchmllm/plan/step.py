@@ -1,10 +1,18 @@
 """Plan of one step or microbatch: from the lengths of a global batch to what every rank does.
 
-`plan_step` balances each phase (OrchMLLM section 5.1) and composes the rearrangements so that
-encoded features travel once, from the encoder rank to the LLM rank (section 6). Everything here is
-a pure function of its arguments and so the same on all ranks; `StepPlan.digest` lets them check it.
+Objective: each phase is balanced (OrchMLLM section 5.1), and the rearrangements are composed so
+that encoded features travel once, from the encoder rank to the LLM rank (section 6).
 
 Flow: BatchLayout + PlanSpec -> rank of every item per phase -> StepPlan -> for_rank(r) -> RankPlan.
+
+Invariants:
+- A plan is a pure function of its arguments and so the same on all ranks; `StepPlan.digest` lets
+  them check it.
+- feature[m] = encode[m].inverse.then(llm.expand(counts[m])), and its inverse for images that are
+  made; without balancing they are identities of the same types.
+- A plan that balances is within the caps of a rank, or CapError is raised. With `fills` no rank is
+  without an example where there are enough of them.
+orchmllm.plan.microbatches.assert_invariants checks plans of whole steps.
 """
 
 from __future__ import annotations

@@ -17,9 +17,9 @@ from torch.overrides import TorchFunctionMode
 
 from orchmllm.batch import IGNORE_INDEX, Microbatch, PackedExamples, ProcessedExample
 from orchmllm.comm.pieces import Media
-from orchmllm.data.segments import is_content
+from orchmllm.data.media_tensors import is_content
 from orchmllm.encoders.planned import PlannedEncoders
-from orchmllm.models.hf import WholeModel
+from orchmllm.models.whole_model import WholeModel
 from orchmllm.plan.assign import PHASES, BalancePolicy, PlanSpec
 from orchmllm.plan.cost import CostModel
 from orchmllm.plan.layout import BatchLayout

@@ -22,7 +22,7 @@ from orchmllm.data.dataset import ConversationDataset
 from orchmllm.data.media.av_process import has_pyav
 from orchmllm.data.text.processor import Processor
 from orchmllm.models.families import model_class, read_config
-from orchmllm.models.hf import meta_model
+from orchmllm.models.whole_model import meta_model
 from orchmllm.proof.compare import compare
 from orchmllm.proof.examples import made_by
 from orchmllm.proof.small import small

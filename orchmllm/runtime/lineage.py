@@ -29,8 +29,7 @@ START_CURE = ("give a run folder, or a step_... folder in its checkpoints; expor
 
 
 class Saved(NamedTuple):
-    """A checkpoint folder. sequence: -1 if its manifest cannot be read; of a checkpoint from before
-    sequence numbers it is the step, and its run is ''."""
+    """A checkpoint folder. sequence: -1 if its manifest cannot be read, and then its run is ''."""
 
     path: Path
     run: str
@@ -63,9 +62,8 @@ def read_saved(path: Path) -> Saved:
     """What the manifest in folder `path` says of itself; its files are not looked at."""
     try:
         manifest = json.loads((path / "manifest.json").read_text(encoding="utf-8"))
-        return Saved(path, str(manifest.get("run", "")),
-                     int(manifest.get("sequence", manifest["step"])),
-                     tuple((str(run), int(last)) for run, last in manifest.get("ancestors", ())))
+        return Saved(path, str(manifest["run"]), int(manifest["sequence"]),
+                     tuple((str(run), int(last)) for run, last in manifest["ancestors"]))
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return Saved(path, "", -1, ())
 
@@ -103,7 +101,7 @@ def line_after(start: Saved, saved: Sequence[Saved], *, branch: bool = False) ->
     """The run that goes on from checkpoint `start` in the folder whose checkpoints are `saved`: the
     run that wrote it if that is the newest of the folder, else a branch. branch: in any case."""
     newest = saved and saved[0].path.resolve() == start.path.resolve()
-    if start.run and newest and not branch:
+    if newest and not branch:
         return Lineage(start.run, start.ancestors)
     return new_line((*start.ancestors, (start.run, start.sequence)))
 

@@ -48,7 +48,7 @@ def checks(recipe: Recipe, state_bytes: int) -> list[tuple[str, Callable[[], obj
 
 
 def _check_shares(model: ModelConfig) -> None:
-    from orchmllm.models.hf import meta_model  # with torch
+    from orchmllm.models.whole_model import meta_model  # with torch
 
     meta_model(model.folder).check_shares()
 

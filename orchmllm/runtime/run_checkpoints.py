@@ -21,7 +21,7 @@ from orchmllm.config.job import Job
 from orchmllm.data.dataset import ConversationDataset
 from orchmllm.runtime.attempts import read_attempts, recorded, settings_of
 from orchmllm.runtime.checkpoint import Checkpointer, CheckpointError
-from orchmllm.runtime.initial import fill, mismatch, other_kind, unreadable
+from orchmllm.runtime.init_from import fill, mismatch, other_kind
 from orchmllm.runtime.lineage import START_CURE, start_of
 from orchmllm.runtime.preflight import SPARE_BYTES
 from orchmllm.runtime.profile import exhausted_before
@@ -155,17 +155,9 @@ class RunCheckpoints(Checkpointer):
         if state.get("version") != VERSION:
             raise ValueError(f"the checkpoint's state has version {state.get('version')}, this "
                              f"code reads {VERSION}")
-        if problem := unreadable(state["model"]):
-            raise ValueError(f"checkpoint {path}: {problem}: set run.resume=never, or another "
-                             "run.dir")
-        before, changed = state.get("attempt", {"attempt": 0}), {}
-        if "settings" in before:
-            changed = check_resumable(before["settings"], self._attempt["settings"],
-                                      state["global_batch_size"])
-        else:
-            self._log(f"warning: {path} was saved by a version that recorded no attempts, so its "
-                      "recipe and data cannot be compared with those of this start: see to it that "
-                      "they are the same")
+        before = state["attempt"]
+        changed = check_resumable(before["settings"], self._attempt["settings"],
+                                  state["global_batch_size"])
         return {"attempt": max(self._attempt["attempt"], 1 + before["attempt"]), "resumed_from": {
             "checkpoint": str(path), "step": state["step"], "attempt": before["attempt"],
             "changed": changed}}
@@ -180,8 +172,8 @@ class RunCheckpoints(Checkpointer):
         state = json.loads(self._from_first(path.name, (path / "state.json").read_text))
         if problem := other_kind(path, state["model"], self._recipe.model):
             raise CheckpointError(problem)
-        before, now = state.get("attempt", {"attempt": 0}), self._attempt["settings"]
-        changed = differences(before.get("settings", now), now)
+        before = state["attempt"]
+        changed = differences(before["settings"], self._attempt["settings"])
         if "model.weights" in changed:
             raise CheckpointError(f"run.init_from: {path} has adapters of other weights than those "
                                   "in the folder of model.pretrained: name the folder of that run")

@@ -24,7 +24,7 @@ from orchmllm.data.loading.step_loader import StepLoader
 from orchmllm.data.loading.whole_examples import WholeFeed
 from orchmllm.data.questions import Questions
 from orchmllm.data.sampler import GlobalSampler
-from orchmllm.models.hf import WholeModel
+from orchmllm.models.whole_model import WholeModel
 from orchmllm.plan.assign import PlanSpec
 from orchmllm.runtime.build import build_orchestrator
 from orchmllm.runtime.metrics import SAMPLES, JsonLines

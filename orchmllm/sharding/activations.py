@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 from orchmllm.config.fsdp import CHOICES
-from orchmllm.models.whole_flops import BlockCounts
+from orchmllm.models.counted_parts import BlockCounts
 
 Counts = Mapping[str, "int | np.ndarray"]  # of CHOICES -> layers; arrays (n, 1) for n cases at once
 

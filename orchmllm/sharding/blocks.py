@@ -13,7 +13,7 @@ from torch.utils.checkpoint import (
 )
 
 from orchmllm.config.fsdp import phase_counts
-from orchmllm.models.hf import WholeModel
+from orchmllm.models.whole_model import WholeModel
 
 
 def keep_products(ctx, op, *args, **kwargs) -> CheckpointPolicy:

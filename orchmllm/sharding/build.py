@@ -15,20 +15,20 @@ from orchmllm.comm.exchange import RowGather, gather_texts, node_group
 from orchmllm.config.recipe import Recipe
 from orchmllm.encoders.planned import PlannedEncoders
 from orchmllm.hf.sources import WeightSource, fingerprint
-from orchmllm.models.hf import WholeModel
+from orchmllm.models.whole_model import WholeModel
 from orchmllm.plan.assign import PlanSpec, most_shares
-from orchmllm.sharding.hf import load_whole
+from orchmllm.sharding.load_whole import load_whole
 from orchmllm.sharding.optimizer import describe_learning
 
 
 def build_model(
     recipe: Recipe, device: torch.device, checkpointing: Mapping[str, str],
-    sources: Sequence[WeightSource], gather: RowGather, ranks_per_node: int,
-    group: dist.ProcessGroup | None, log: Callable[[str], None],
+    gather: RowGather, ranks_per_node: int, group: dist.ProcessGroup | None,
+    log: Callable[[str], None],
 ) -> WholeModel:
     """The model. Collective; gather: of all ranks. group: for what moves in a forward (default: the
-    default group). checkpointing: see orchmllm.sharding.blocks.recompute; sources: of its weights;
-    ranks_per_node: see orchmllm.sharding.gathers."""
+    default group). checkpointing: see orchmllm.sharding.blocks.recompute; ranks_per_node: see
+    orchmllm.sharding.gathers."""
     error = None
     try:
         model = load_whole(Path(recipe.model.folder), recipe.model, recipe.fsdp, device,

@@ -17,7 +17,8 @@ from orchmllm.plan.microbatches import plan_microbatches
 from orchmllm.plan.room import MOST, PARTS, Limit
 from orchmllm.plan.step import StepPlan
 from orchmllm.sharding.fits import MISSED, decide, joined, largest_fitting
-from orchmllm.sharding.memory import Choice, Loads, MemoryModel, loads_of
+from orchmllm.sharding.loads import Loads, loads_of
+from orchmllm.sharding.memory import Choice, MemoryModel
 
 
 def room_of(

@@ -15,7 +15,9 @@ from orchmllm.config.fsdp import CHECKPOINTING, CHOICES, as_choice
 from orchmllm.config.recipe import Recipe
 from orchmllm.plan.assign import EVERY_PHASE
 from orchmllm.sharding.activations import Counts, Stack
-from orchmllm.sharding.memory import Choice, Loads, MemoryModel
+from orchmllm.sharding.loads import Loads
+from orchmllm.sharding.memory import Choice, MemoryModel
+from orchmllm.sharding.recomputed import phase_flop, recomputed_flop
 
 ROUNDING = 1e-12  # of the budget: sums of the same numbers in another order
 
@@ -31,7 +33,7 @@ def choose_checkpointing(memory: MemoryModel, loads: Loads, budget_bytes: float,
     first = {p: memory.stack(p, {c: n[0] for c, n in cases[p].items()}) for p in cases}
     least = _rows(memory.moments(loads, first), 1)[0]
     for phase, counts in cases.items():
-        time = memory.again(phase, loads, counts).max(axis=1)
+        time = phase_flop(memory, phase, loads, counts).max(axis=1)
         kept = _undominated(time, memory.stack(phase, counts), loads.phases[phase].positions)
         cases[phase] = {c: n[kept] for c, n in counts.items()}
         times[phase] = time[kept]
@@ -59,7 +61,7 @@ def one_layer_more(memory: MemoryModel, loads: Loads, choice: Choice,
         for counts in _next(memory.counts(phase, choice[phase])) if phase not in (
                 fixed or {}) else ():
             more = {**choice, phase: as_choice(counts)}
-            found.append((memory.peak(loads, more), memory.extra_time(loads, more), more))
+            found.append((memory.peak(loads, more), recomputed_flop(memory, loads, more), more))
     least = min(found, key=lambda x: x[:2], default=(peak,))
     return least[2] if least[0] < peak else None
 

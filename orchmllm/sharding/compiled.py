@@ -18,7 +18,7 @@ from orchmllm.models import attention_op, towers
 from orchmllm.plan.layout import GENERATOR
 
 if TYPE_CHECKING:
-    from orchmllm.models.hf import WholeModel
+    from orchmllm.models.whole_model import WholeModel
 
 GRAPHS = 64  # of all blocks together: phases, with and without gradients, and a margin
 

@@ -13,7 +13,8 @@ from orchmllm.config.recipe import Recipe
 from orchmllm.models.flops import Lengths
 from orchmllm.plan.assign import EVERY_PHASE
 from orchmllm.sharding.choice import choose_checkpointing
-from orchmllm.sharding.memory import Loads, MemoryModel
+from orchmllm.sharding.loads import Loads
+from orchmllm.sharding.memory import MemoryModel
 
 # Of a GPU's memory: 74 of an H100's 85 GB. The rest is for CUDA's context, NCCL's buffers,
 # fragments, and what the prediction misses.

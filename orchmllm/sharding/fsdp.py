@@ -23,8 +23,8 @@ from torch.distributed.tensor import DTensor
 
 from orchmllm.config.recipe import FsdpConfig
 from orchmllm.config.train import OPTIMIZER_STATE
-from orchmllm.models.hf import WholeModel
-from orchmllm.sharding.gathers import Unit, shard_units
+from orchmllm.models.whole_model import WholeModel
+from orchmllm.sharding.gathers import ShardUnit, shard_units
 
 
 def compute_dtype(config: FsdpConfig) -> torch.dtype:
@@ -47,7 +47,7 @@ def make_mesh(shard_size: int, device_type: str) -> DeviceMesh:
     return mesh
 
 
-def shard_all(model: nn.Module, orders: tuple[list[Unit], list[Unit]], config: FsdpConfig,
+def shard_all(model: nn.Module, orders: tuple[list[ShardUnit], list[ShardUnit]], config: FsdpConfig,
               device: torch.device, ranks_per_node: int) -> None:
     """fully_shard on all units of a model, with gradients that are summed. orders: see
     shard_units."""

@@ -18,7 +18,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from orchmllm.config.recipe import FsdpConfig
 
 
-class Unit(NamedTuple):
+class ShardUnit(NamedTuple):
     """reshard: full, node or none, what is freed after the forward pass. backward: the backward
     pass reads the parameters."""
 
@@ -27,8 +27,8 @@ class Unit(NamedTuple):
     backward: bool = True
 
 
-def shard_units(orders: tuple[list[Unit], list[Unit]], config: FsdpConfig, ranks_per_node: int,
-                options: dict[str, Any]) -> None:
+def shard_units(orders: tuple[list[ShardUnit], list[ShardUnit]], config: FsdpConfig,
+                ranks_per_node: int, options: dict[str, Any]) -> None:
     """fully_shard on every unit, in place; collective over all ranks. orders: the units in the
     order of the forward pass and in that of the backward pass. ranks_per_node: consecutive
     ranks that a unit is sharded over between forward and backward where its choice is `node`; where
@@ -52,11 +52,11 @@ def shard_units(orders: tuple[list[Unit], list[Unit]], config: FsdpConfig, ranks
         _set_prefetch(forward, backward, config.prefetch)
 
 
-def of_encoder(module: nn.Module, reshard: str) -> Unit:
+def of_encoder(module: nn.Module, reshard: str) -> ShardUnit:
     """The unit of an encoder or of one of its blocks, which has no backward pass if nothing in it
     learns."""
     learns = any(p.requires_grad for p in module.parameters())
-    return Unit(module, reshard if learns else "full", learns)
+    return ShardUnit(module, reshard if learns else "full", learns)
 
 
 def _groups(unit: FSDPModule) -> list:
@@ -74,7 +74,7 @@ def _share_mesh(unit: FSDPModule, mesh: Any) -> None:
             owner.post_forward_mesh_info = mesh
 
 
-def _set_prefetch(forward: Sequence[Unit], backward: Sequence[Unit], ahead: int) -> None:
+def _set_prefetch(forward: Sequence[ShardUnit], backward: Sequence[ShardUnit], ahead: int) -> None:
     """Every unit gathers the next `ahead` units while it computes, across the phases' borders too:
     the first LLM layers arrive while the last audio block runs."""
     for order, choose in ((forward, FSDPModule.set_modules_to_forward_prefetch),

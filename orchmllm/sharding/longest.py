@@ -26,7 +26,8 @@ from orchmllm.plan.geometry import SegmentLengths, text_lengths
 from orchmllm.plan.layout import OF_MEDIA, TEXT, BatchLayout
 from orchmllm.plan.rearrange import sums_of
 from orchmllm.sharding.fits import budget_of, largest_fitting, scaled
-from orchmllm.sharding.memory import Choice, Loads, MemoryModel
+from orchmllm.sharding.loads import Loads
+from orchmllm.sharding.memory import Choice, MemoryModel
 
 if TYPE_CHECKING:
     from orchmllm.batch import Step  # with torch

@@ -12,8 +12,8 @@ fsdp.memory_gb has to leave room for them.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -22,80 +22,21 @@ from orchmllm.config.job import Job
 from orchmllm.config.model import ModelConfig
 from orchmllm.config.recipe import CheckpointConfig, FsdpConfig
 from orchmllm.config.train import OPTIMIZER_STATE
-from orchmllm.models.flops import Lengths, item_rank, planned_lengths
-from orchmllm.models.whole_flops import (
-    BlockCounts,
-    PartCounts,
-    feature_width,
-    part_counts,
-    phase_work,
-)
+from orchmllm.models.counted_parts import BlockCounts, PartCounts
+from orchmllm.models.whole_flops import feature_width, part_counts
 from orchmllm.plan.assign import EVERY_PHASE, PHASES
 from orchmllm.plan.layout import ENCODERS, GENERATOR, OF_MEDIA
-from orchmllm.plan.step import StepPlan
 from orchmllm.sharding import activations
 from orchmllm.sharding.activations import Counts, Stack
+from orchmllm.sharding.loads import Loads
 from orchmllm.sharding.units import Unit, by_role, shard_sizes, units
 
-# What an H100 computes in bfloat16 while it moves a byte: 77% of 989 TFLOP/s, 60% of 3.35 TB/s.
-FLOP_PER_BYTE = 380
 # Of the keys and values of shared examples: as they arrive and in their order; and in the backward
 # pass those, their gradients by piece, and in sending order.
 FORWARD_COPIES, BACKWARD_COPIES = 2, 4
-NOTHING = BlockCounts(*[0.0] * 6)  # of a part that a model has not
+NO_PART = PartCounts(  # of a part that a model has not: it computes and keeps nothing
+    *[np.zeros(3)] * 3, {}, np.zeros((2, 3)), [BlockCounts(*[0.0] * 6)], *[0.0] * 3, 0, 0)
 Choice = Mapping[str, str]  # phase -> one of CHOICES, or numbers of layers
-
-
-@dataclass(frozen=True)
-class Loads:
-    """What each of d ranks processes in one microbatch: phase -> Lengths of (d,) sums.
-    received: phase of media -> (d,) rows that arrive, features for the rank's LLM sequences or
-    states for its generator. pairs: phase
-    -> (d,) sums of the items' squared positions, which attention costs. gathered: (d,) positions of
-    shared examples, whose keys and values a rank gets in every layer."""
-
-    phases: Mapping[str, Lengths]
-    received: Mapping[str, np.ndarray]
-    pairs: Mapping[str, np.ndarray] = field(default_factory=dict)
-    gathered: np.ndarray | float = 0.0
-
-    def each(self, change: Callable[[str, np.ndarray], np.ndarray]) -> Loads:
-        """With change(phase, values) in place of the values of every phase; features arrive in the
-        LLM's."""
-        return Loads({p: Lengths(change(p, x.rows), change(p, x.positions), change(p, x.tokens))
-                      for p, x in self.phases.items()},
-                     {p: change("llm", x) for p, x in self.received.items()},
-                     {p: change(p, x) for p, x in self.pairs.items()},
-                     change("llm", np.asarray(self.gathered)))
-
-
-def loads_of(plan: StepPlan) -> Loads:
-    """The loads of a planned microbatch."""
-    d = plan.layout.num_ranks
-    received, nothing = {}, np.zeros(d)
-    phases = dict.fromkeys(EVERY_PHASE, Lengths(nothing, nothing, nothing))
-    pairs = dict.fromkeys(EVERY_PHASE, nothing)
-    for phase in plan.spec.phases:
-        rank = item_rank(plan, phase)
-        lengths = planned_lengths(plan, phase)
-        before = 0.0 if lengths.before is None else lengths.before.astype(float)
-        *sums, pairs[phase] = (np.bincount(rank, values, d) for values in (
-            lengths.rows, lengths.positions, lengths.tokens,
-            (before + lengths.positions)**2 - before**2))
-        phases[phase] = Lengths(*sums)
-        if phase in plan.feature:
-            owner = plan.feature[phase]
-            tokens = plan.moved_tokens(phase)[owner.order]
-            received[phase] = np.bincount(owner.target_rank, tokens, d)
-    return Loads(phases, received, pairs, gathered_positions(plan))
-
-
-def gathered_positions(plan: StepPlan) -> np.ndarray:
-    """(d,) positions of the examples that each rank shares."""
-    if plan.pieces is None:
-        return np.zeros(plan.layout.num_ranks)
-    positions = plan.layout.tokens_per_example * (np.bincount(plan.pieces.example) > 1)
-    return np.bincount(plan.texts.target_rank, positions[plan.texts.order], plan.layout.num_ranks)
 
 
 @dataclass(frozen=True)
@@ -124,7 +65,7 @@ class MemoryModel:
 
     @property
     def _counts(self) -> dict[str, PartCounts]:
-        return part_counts(self.model, self.fsdp.forward_dtype)
+        return dict.fromkeys(PHASES, NO_PART) | part_counts(self.model, self.fsdp.forward_dtype)
 
     @property
     def phases(self) -> tuple[str, ...]:
@@ -133,7 +74,7 @@ class MemoryModel:
 
     def num_layers(self, phase: str) -> int:
         """Of a phase; 1 where the model has not got it."""
-        return len(self._counts[phase].blocks) if phase in self._counts else 1
+        return len(self.blocks(phase))
 
     @property
     def element(self) -> int:
@@ -170,7 +111,7 @@ class MemoryModel:
 
     def stack(self, phase: str, counts: Counts) -> Stack:
         """Of the blocks of a phase."""
-        return activations.stack(self._blocks(phase), counts)
+        return activations.stack(self.blocks(phase), counts)
 
     def kept(self, phase: str, choice: str) -> float:
         """Bytes per position that all blocks of a phase keep."""
@@ -261,23 +202,18 @@ class MemoryModel:
         """Keys and values of the examples that ranks share, of one layer."""
         return np.asarray(loads.gathered) * self.position_bytes
 
-    def _blocks(self, phase: str) -> Sequence[BlockCounts]:
-        return self._counts[phase].blocks if phase in self._counts else [NOTHING]
+    def blocks(self, phase: str) -> Sequence[BlockCounts]:
+        """Of a phase; one that keeps nothing where the model has not got it."""
+        return self._counts[phase].blocks
 
     def _around(self, phase: str, loads: Loads) -> np.ndarray:
         """What is kept around the blocks."""
-        lengths = loads.phases[phase]
-        if phase not in self._counts:
-            return np.zeros(len(lengths.rows))
-        found = self._counts[phase]
+        lengths, found = loads.phases[phase], self._counts[phase]
         return found.kept_row * lengths.rows + found.kept_position * lengths.positions
 
     def _behind(self, phase: str, loads: Loads) -> np.ndarray:
         """What is kept behind the blocks, the LLM's head included."""
-        lengths = loads.phases[phase]
-        if phase not in self._counts:
-            return np.zeros(len(lengths.rows))
-        found = self._counts[phase]
+        lengths, found = loads.phases[phase], self._counts[phase]
         return found.kept_behind * lengths.positions + lengths.rows * (
             found.kept_row if phase == "llm" else 0.0)
 
@@ -374,31 +310,3 @@ class MemoryModel:
             (1.0 if u.stays else share[self.fsdp.reshard(u.phase)]) * u.copies * u.size
             for u in units(self.model) if u.phase in EVERY_PHASE[:EVERY_PHASE.index(phase) + 1]
             and (u.stays or u.read_in_backward))
-
-    def extra_time(self, loads: Loads, choice: Choice) -> float:
-        """FLOP that the slowest rank of each phase repeats: what `auto` keeps low."""
-        return sum(float(self.again(p, loads, self.counts(p, choice[p])).max())
-                   for p in self.phases)
-
-    def again(self, phase: str, loads: Loads, counts: Counts) -> np.ndarray:
-        """(d,) FLOP that a phase repeats, or (n, d) for n cases; bytes that are moved count, too.
-        """
-        lengths, layers = loads.phases[phase], self.num_layers(phase)
-        # As many items as the rank has, each as long as the one that a position is in on average.
-        share = np.maximum(loads.pairs[phase], 1.0) / np.maximum(lengths.positions, 1.0)**2
-        one = Lengths(lengths.rows * share, lengths.positions * share, lengths.tokens * share)
-        products, attention = phase_work(phase, self.model, one, "full").recompute / share / layers
-        return self.repeated(phase, counts, products, attention,
-                             FLOP_PER_BYTE * lengths.positions)
-
-    def moved(self, phase: str) -> float:
-        """Bytes per position that a layer's forward pass moves where it computes again."""
-        return np.mean([block.moved for block in self._blocks(phase)])
-
-    def repeated(self, phase: str, counts: Counts, products, attention, moving):
-        """What the layers of a phase compute again, in FLOP or seconds. products, attention: what
-        those of a layer's forward pass take; moving: what a byte per position takes."""
-        moved = moving * self.moved(phase)
-        share = np.mean([block.repeated for block in self._blocks(phase)])
-        return counts["full"] * (share * products + attention) + (
-            counts["full"] + counts["selective"]) * moved

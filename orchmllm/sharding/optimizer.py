@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from orchmllm.config.recipe import TRAIN_PARTS, TrainConfig
-from orchmllm.models.hf import WholeModel
+from orchmllm.models.whole_model import WholeModel
 
 
 def learning_parts(model: WholeModel) -> dict[str, list[nn.Parameter]]:

@@ -30,7 +30,8 @@ from orchmllm.sharding.fits import (
     smaller_state,
     with_real_batch,
 )
-from orchmllm.sharding.memory import Loads, MemoryModel, loads_of
+from orchmllm.sharding.loads import Loads, loads_of
+from orchmllm.sharding.memory import MemoryModel
 
 WARM_UP = 3  # steps; the optimizer's state is there from the second one on
 

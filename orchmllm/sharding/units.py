@@ -71,8 +71,8 @@ def shard_sizes(model: ModelConfig, shards: int) -> dict[str, tuple[int, int]]:
 
 @lru_cache(maxsize=8)
 def units(model: ModelConfig) -> list[Unit]:
-    """Those of orchmllm.sharding.hf.ordered, in the order of the forward pass. What the model has
-    not, audio or a head of its own, has no parameters."""
+    """Those of orchmllm.sharding.load_whole.ordered, in the order of the forward pass. What the
+    model has not, audio or a head of its own, has no parameters."""
     learnt, stacks = _adapters(model), {}
     places: dict[str, str] = {}
     for p in placed(model.folder):
@@ -110,7 +110,7 @@ def _adapters(model: ModelConfig) -> dict[str, Shape]:
     if not model.lora.rank:
         return {}
     from orchmllm.models import adapters  # with torch
-    from orchmllm.models.hf import meta_model
+    from orchmllm.models.whole_model import meta_model
 
     return dict(adapters.learnt(meta_model(model.folder), model))
 

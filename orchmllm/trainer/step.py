@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
@@ -12,16 +12,17 @@ import torch
 
 from orchmllm.batch import Step
 from orchmllm.comm.exchange import RowGather, exchange_group, gather_scalars, send_scalars
-from orchmllm.config.job import resolve
+from orchmllm.config.job import Job, resolve
 from orchmllm.config.recipe import Recipe
 from orchmllm.data.dataset import ConversationDataset
 from orchmllm.data.loading.ray_workers import join_pool
 from orchmllm.data.loading.whole_examples import feed_of
-from orchmllm.hf.sources import find_sources
+from orchmllm.hf.sources import WeightSource, find_sources
 from orchmllm.launch import World, device_of, gpu_of
 from orchmllm.models.flops import mfu, peak_flops
-from orchmllm.models.hf import describe_attention
 from orchmllm.models.whole_flops import plan_spec
+from orchmllm.models.whole_model import describe_attention
+from orchmllm.plan.assign import PlanSpec
 from orchmllm.proof.prove import prove_on_first_rank
 from orchmllm.runtime.build import build_dataset, build_orchestrator
 from orchmllm.runtime.display import RunDisplay
@@ -77,52 +78,77 @@ class StepTrainer:
         self.device = device_of(world)
         self._gather, self._send = (partial(f, device=self.device) for f in (
             gather_scalars, send_scalars))
-        sources = find_sources(recipe.model)  # its errors come before any collective
-        self.dataset = dataset if dataset is not None else build_dataset(
-            recipe, self._log, seen=bool(world.ledgers))
-        self.train_rows, self.validation_rows = self.dataset.split(recipe.data.num_validation)
         job = resolve(recipe, world.world_size, world.local_world_size)
+        sources = find_sources(recipe.model)  # its errors come before any collective
+        self._open_data(dataset)
         weights = agreed_fingerprint(sources, self._gather)
         spec = plan_spec(job)
-        on_cpu = RowGather(spec.ranks_per_node, recipe.launch.timeout_s)
+        self._on_cpu = RowGather(spec.ranks_per_node, recipe.launch.timeout_s)
         # Before the model is built: it says whether the run can go on where the recipe says.
         self.checkpointer = RunCheckpoints(
-            job, on_cpu, self.dataset, lambda: self.optimizer, lambda: state_tensors(
+            job, self._on_cpu, self.dataset, lambda: self.optimizer, lambda: state_tensors(
                 self.model, self.optimizer, fixed=not recipe.model.lora.rank), self._log, weights)
-        group = exchange_group(self.device, recipe.launch.timeout_s)
+        self._group = exchange_group(self.device, recipe.launch.timeout_s)
+        spec = self._fit(job, spec)
+        self._build(sources, spec)
+        spec = self._plan_by(spec)
+        self.timer = StepTimer(self.model.clock, self.device)
+        self.parts = learning_parts(self.model)
+        self.optimizer = make_optimizer(self.model, recipe.train)
+        self.reads_late = takes_flags(self.optimizer)  # so that a GPU has work while a step is read
+        self.progress = Progress(global_batch_size=job.global_batch_size)
+        self._watch_over(spec)
+
+    def _open_data(self, dataset: ConversationDataset | None) -> None:
+        """The data set that is given, or that of the recipe, and its rows that are trained on."""
+        self.dataset = dataset if dataset is not None else build_dataset(
+            self.recipe, self._log, seen=bool(self.world.ledgers))
+        self.train_rows, self.validation_rows = self.dataset.split(self.recipe.data.num_validation)
+
+    def _fit(self, job: Job, spec: PlanSpec) -> PlanSpec:
+        """Decides what is recomputed, by the memory of a rank -> the spec with its limits."""
+        world = self.world
         gpu, device_bytes = gpu_of(self.device)
         self._peak_flops = peak_flops(gpu)
         self.long = LongExamples(job, spec, self.dataset, device_bytes, self._log, world.rank == 0)
         self.memory = RunMemory(
-            recipe, self.dataset, self.train_rows, spec, world.world_size, device_bytes,
+            self.recipe, self.dataset, self.train_rows, spec, world.world_size, device_bytes,
             self.checkpointer.kept_batch, gather=self._gather, known=self.checkpointer.memory,
             log=self._log)
-        spec = self.memory.spec
+        return self.memory.spec
+
+    def _build(self, sources: Sequence[WeightSource], spec: PlanSpec) -> None:
+        """The sharded model, once a small one like it was proven. sources: of its weights."""
+        recipe = self.recipe
         self.attention = describe_attention(recipe.model, self.device.type, compute_dtype(
             recipe.fsdp))  # chosen before the first step; a kernel that fails is found here
         for source in sources:
             self._log(source.describe())
-        prove_on_first_rank(recipe, self.dataset, on_cpu, self._log)
-        self.model = build_model(recipe, self.device, self.memory.choice, sources, on_cpu,
-                                spec.ranks_per_node, group, self._log)
-        share_in_nodes(self.model, recipe, spec, world.world_size, self.device, self._log)
-        self._feed, spec = feed_of(self.model, self.dataset, spec, on_cpu, self._log)
+        prove_on_first_rank(recipe, self.dataset, self._on_cpu, self._log)
+        self.model = build_model(recipe, self.device, self.memory.choice, self._on_cpu,
+                                 spec.ranks_per_node, self._group, self._log)
+        share_in_nodes(self.model, recipe, spec, self.world.world_size, self.device, self._log)
+
+    def _plan_by(self, spec: PlanSpec) -> PlanSpec:
+        """What plans and loads steps, of training and of validation -> the spec that they have."""
+        recipe, world = self.recipe, self.world
+        self._feed, spec = feed_of(self.model, self.dataset, spec, self._on_cpu, self._log)
         self.orchestrator, self._validation = (
-            build_orchestrator(recipe, one, world.world_size, self.device, group)
+            build_orchestrator(recipe, one, world.world_size, self.device, self._group)
             for one in (spec, replace(spec, balance=replace(spec.balance, measure_every=0))))
         self.orchestrator.refuses = self.memory.refuses
         self._pool = join_pool(recipe.data, partial(build_dataset, recipe, seen=True), self.dataset,
                                world.rank, world.world_size, self._gather)
-        self.timer = StepTimer(self.model.clock, self.device)
-        train, self.parts = recipe.train, learning_parts(self.model)
-        self.optimizer = make_optimizer(self.model, train)
-        self.reads_late = takes_flags(self.optimizer)  # so that a GPU has work while a step is read
-        self.progress = Progress(global_batch_size=job.global_batch_size)
-        self.stop = StopSignal(watch and watch.folder_taken)
-        self.profiler = StepProfiler(recipe, world.rank, self._log, self.memory.exhausted)
-        self.incidents = Incidents(recipe, writes=world.rank == 0, log=self._log)
+        return spec
+
+    def _watch_over(self, spec: PlanSpec) -> None:
+        """What looks at steps: signals, the profiler, what goes wrong, answers while it trains."""
+        recipe = self.recipe
+        self.stop = StopSignal(self.watch and self.watch.folder_taken)
+        self.profiler = StepProfiler(recipe, self.world.rank, self._log, self.memory.exhausted)
+        self.incidents = Incidents(recipe, writes=self.world.rank == 0, log=self._log)
         self.samples = Samples(recipe, self.dataset, self.validation_rows, spec, self.device,
-                               group, self._log) if train.sample_every else None
+                               self._group, self._log) if recipe.train.sample_every else None
 
     def train_step(self, step: Step) -> dict:
         """One optimizer step (all ranks) -> its row of metrics."""

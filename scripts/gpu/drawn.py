@@ -24,7 +24,8 @@ from orchmllm.models.whole_flops import plan_spec
 from orchmllm.plan.assign import PHASES
 from orchmllm.plan.layout import BatchLayout
 from orchmllm.plan.step import StepPlan, plan_step
-from orchmllm.sharding.memory import MemoryModel, loads_of
+from orchmllm.sharding.loads import loads_of
+from orchmllm.sharding.memory import MemoryModel
 from orchmllm.tools.compose.drawn import shapes, write_drawn
 from orchmllm.tools.predict.hardware import cluster
 from orchmllm.tools.predict.step_time import timed, work_of

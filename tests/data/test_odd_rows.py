@@ -22,7 +22,7 @@ from orchmllm.data.formats.open import open_source
 from orchmllm.data.formats.rows import parse_json
 from orchmllm.data.media.medium import RowError
 from orchmllm.data.media.root import MediaRoot
-from orchmllm.data.segments import KINDS
+from orchmllm.data.media_tensors import KINDS
 from orchmllm.plan.layout import AUDIO, TEXT, VISION
 from orchmllm.tools.data.command import main
 from tests.lib import sources

@@ -16,7 +16,7 @@ import yaml
 from orchmllm.config.recipe import load_recipe
 from orchmllm.data.formats.row_formats import FORMATS
 from orchmllm.data.loading.rank_messages import packed
-from orchmllm.data.segments import KINDS
+from orchmllm.data.media_tensors import KINDS
 from orchmllm.tools.compose.write import TOKENS
 from orchmllm.tools.data.command import dataset_of
 from scripts.check_layouts import verdict

@@ -14,7 +14,7 @@ from tokenizers import Tokenizer, processors
 from transformers import TokenizersBackend
 
 from orchmllm.data.media.shapes import Size
-from orchmllm.data.segments import parts
+from orchmllm.data.media_tensors import parts
 from orchmllm.data.text.encoded import Encoded
 from orchmllm.data.text.processor import Processor
 from orchmllm.data.text.templates import ChatTemplate

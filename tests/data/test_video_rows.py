@@ -12,7 +12,7 @@ import pytest
 
 from orchmllm.config.recipe import load_recipe
 from orchmllm.data.dataset import ConversationDataset
-from orchmllm.data.segments import KINDS
+from orchmllm.data.media_tensors import KINDS
 from orchmllm.plan.layout import AUDIO, VISION
 from orchmllm.plan.step import plan_step
 from orchmllm.tools.data.command import dataset_of, main

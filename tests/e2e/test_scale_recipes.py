@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from orchmllm.models.families import read_config
-from orchmllm.models.hf import meta_model
+from orchmllm.models.whole_model import meta_model
 from orchmllm.tools.predict.whole import geometry, parameters
 from tests.lib.recipes import read
 

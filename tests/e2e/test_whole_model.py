@@ -9,7 +9,7 @@ import pytest
 
 from orchmllm.cli import dispatch
 from orchmllm.models import families
-from orchmllm.models.hf import meta_model
+from orchmllm.models.whole_model import meta_model
 from tests.lib.whole_folders import write_model, write_rows
 
 

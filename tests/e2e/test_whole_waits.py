@@ -22,16 +22,16 @@ from orchmllm.comm.pieces import Media
 from orchmllm.config.recipe import DataConfig, FsdpConfig, TrainConfig
 from orchmllm.data.stream import open_dataset
 from orchmllm.encoders import planned
-from orchmllm.models import hf, towers
+from orchmllm.models import towers, whole_model
 from orchmllm.models.families import model_class, read_config
-from orchmllm.models.hf import WholeModel
 from orchmllm.models.packing import attend
+from orchmllm.models.whole_model import WholeModel
 from orchmllm.plan.assign import PHASES
 from orchmllm.plan.layout import ENCODERS, TEXT, BatchLayout
 from orchmllm.plan.step import plan_step
 from orchmllm.sharding.blocks import recompute
 from orchmllm.sharding.fsdp import shard_all
-from orchmllm.sharding.hf import ordered
+from orchmllm.sharding.load_whole import ordered
 from orchmllm.sharding.optimizer import clip_gradients, learning_parts, make_optimizer
 from tests.lib import composed
 from tests.lib import whole_models as models
@@ -165,7 +165,7 @@ def fake_step(case: Case, folder: Path) -> tuple[list[str], dict[str, int], dict
 
 
 PLANTED = {  # and what of a step differs then
-    "token ids on the device": (lambda: patch.object(hf, "Mirrored", on_device), "waits"),
+    "token ids on the device": (lambda: patch.object(whole_model, "Mirrored", on_device), "waits"),
     "grids on the device": (lambda: patch.object(planned, "mirrored", on_device), "waits"),
     "a batch on the host": (
         lambda: patch.object(PackedExamples, "to", lambda batch, device: batch), "takes tensors"),

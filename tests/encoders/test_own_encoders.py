@@ -14,7 +14,7 @@ from orchmllm import CostModel, Encoder, Packed, balance_encoders
 from orchmllm.encoders.infer import infer_encoders
 from orchmllm.encoders.sharing import assign
 from orchmllm.encoders.table import GatheredItems
-from orchmllm.loader.trial import _undisturbed
+from orchmllm.loader.loss_trial import _undisturbed
 from tests.lib.encoder_models import FAMILIES, Item, batch
 from tests.lib.encoder_runs import (
     gradients,

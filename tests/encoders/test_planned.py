@@ -15,7 +15,7 @@ from orchmllm.comm.exchange import RowGather
 from orchmllm.config.recipe import DataConfig
 from orchmllm.data.stream import open_dataset
 from orchmllm.encoders.planned import PlannedEncoders
-from orchmllm.models.hf import WholeModel
+from orchmllm.models.whole_model import WholeModel
 from orchmllm.orchestrator import Orchestrator
 from orchmllm.plan.geometry import SegmentLengths, text_lengths
 from orchmllm.plan.layout import TEXT, VISION, BatchLayout

@@ -16,8 +16,8 @@ import torch
 
 from orchmllm.config.model import ModelConfig
 from orchmllm.models.families import model_class, read_config
-from orchmllm.models.hf import WholeModel
-from orchmllm.sharding.hf import freeze
+from orchmllm.models.whole_model import WholeModel
+from orchmllm.sharding.load_whole import freeze
 from orchmllm.tools.doctor.synthetic import MODEL
 from tests.lib.tokenizers import write_tokenizer
 

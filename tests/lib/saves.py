@@ -60,12 +60,3 @@ def live(root: Path) -> list[str]:
 def spoil(folder: Path) -> None:
     for path in folder.glob("*.safetensors"):
         flip(path)
-
-
-def forget_runs(root: Path) -> None:
-    """Manifests as they were before runs had names."""
-    for path in root.glob("step_*/manifest.json"):
-        manifest = json.loads(path.read_text())
-        for key in ("run", "sequence", "ancestors"):
-            manifest.pop(key, None)
-        path.write_text(json.dumps(manifest))

@@ -14,13 +14,13 @@ from orchmllm.config.model import ModelConfig
 from orchmllm.config.recipe import FsdpConfig
 from orchmllm.data.made import described as made
 from orchmllm.encoders.planned import PlannedEncoders
-from orchmllm.models.hf import WholeModel
+from orchmllm.models.whole_model import WholeModel
 from orchmllm.plan.assign import EVERY_PHASE
 from orchmllm.plan.layout import GENERATOR
 from orchmllm.plan.step import StepPlan
 from orchmllm.sharding.blocks import recompute
 from orchmllm.sharding.fsdp import compute_dtype, shard_all
-from orchmllm.sharding.hf import ordered
+from orchmllm.sharding.load_whole import ordered
 from tests.lib.drawn import build
 from tests.lib.synthetic import SyntheticDataset
 

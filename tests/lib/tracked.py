@@ -28,16 +28,17 @@ from orchmllm.data.made import Made
 from orchmllm.models import attention
 from orchmllm.models.families import model_class, read_config
 from orchmllm.models.flops import Lengths
-from orchmllm.models.hf import WholeModel
 from orchmllm.models.whole_flops import part_counts, plan_spec
+from orchmllm.models.whole_model import WholeModel
 from orchmllm.plan.assign import EVERY_PHASE
-from orchmllm.plan.geometry import AudioGeometry, SegmentLengths
+from orchmllm.plan.geometry import SegmentLengths
 from orchmllm.plan.layout import AUDIO, ENCODERS, MADE, VISION, BatchLayout
 from orchmllm.plan.step import StepPlan, plan_step
 from orchmllm.sharding.blocks import recompute
 from orchmllm.sharding.fsdp import shard_all
-from orchmllm.sharding.hf import ordered
-from orchmllm.sharding.memory import Loads, MemoryModel, loads_of
+from orchmllm.sharding.load_whole import ordered
+from orchmllm.sharding.loads import Loads, loads_of
+from orchmllm.sharding.memory import MemoryModel
 from orchmllm.tools.predict.dry_run import NONE
 from orchmllm.tools.predict.examples import of_mix
 from tests.lib.simulated import microbatch, on_meta
@@ -69,8 +70,7 @@ class Drawn(SyntheticDataset):
     def __init__(self, layout: BatchLayout, model: ModelConfig) -> None:
         config, counts = read_config(Path(model.folder)), part_counts(model)
         audio, made = (getattr(config, name, None) for name in ("audio_config", "generator_config"))
-        super().__init__(size=layout.num_examples, audio=AudioGeometry(
-            num_mels=audio.num_mel_bins if audio else 1, stack=1))
+        super().__init__(size=layout.num_examples, num_mels=audio.num_mel_bins if audio else 1)
         self._all, self._width = layout, counts["vision"].row_values
         self._tokens = {VISION: config.image_token_id, AUDIO: config.audio_token_id}
         if made:
@@ -102,7 +102,7 @@ class Drawn(SyntheticDataset):
         if layout.modality[k] == VISION:
             return {"pixel_values": torch.zeros(rows, self._width),
                     "image_grid_thw": torch.from_numpy(layout.grid[k: k + 1])}
-        return {"input_features": torch.zeros(1, self.audio.num_mels, rows),
+        return {"input_features": torch.zeros(1, self.num_mels, rows),
                 "feature_attention_mask": torch.ones(1, rows, dtype=torch.int32)}
 
     def blank(self, modality: int) -> dict[str, Tensor]:
@@ -112,7 +112,7 @@ class Drawn(SyntheticDataset):
         if modality == VISION:
             return {"pixel_values": torch.zeros(16, self._width),
                     "image_grid_thw": torch.tensor([[1, 4, 4]])}
-        return {"input_features": torch.zeros(1, self.audio.num_mels, 8),
+        return {"input_features": torch.zeros(1, self.num_mels, 8),
                 "feature_attention_mask": torch.ones(1, 8, dtype=torch.int32)}
 
 

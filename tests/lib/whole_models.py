@@ -16,10 +16,10 @@ from torch import Tensor, nn
 
 from orchmllm.batch import IGNORE_INDEX, Microbatch, PackedExamples, ProcessedExample
 from orchmllm.comm.pieces import Media
-from orchmllm.data.segments import KINDS, is_content
+from orchmllm.data.media_tensors import KINDS, is_content
 from orchmllm.models import structure
 from orchmllm.models.families import model_class, read_config
-from orchmllm.models.hf import WholeModel
+from orchmllm.models.whole_model import WholeModel
 from orchmllm.plan.assign import BalancePolicy, PlanSpec
 from orchmllm.plan.cost import CostModel
 from orchmllm.plan.geometry import SegmentLengths, text_lengths

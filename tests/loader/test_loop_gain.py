@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from orchmllm import BalancedDataLoader
-from orchmllm.loader import gain
+from orchmllm.loader import loop_gain
 from orchmllm.loader.setup import make_spec
 from tests.lib.dropin import Texts, collate, length_of
 from tests.lib.ranks import run_ranks
@@ -84,8 +84,8 @@ def test_the_gain_is_that_of_the_loops_clock(how):
 
 def test_a_step_of_another_policy_is_not_compared(monkeypatch):
     """Its costs are in another unit."""
-    monkeypatch.setattr(gain, "costs_of", lambda step: step.costs)
-    loop = gain.LoopGain()
+    monkeypatch.setattr(loop_gain, "costs_of", lambda step: step.costs)
+    loop = loop_gain.LoopGain()
     for index, (policy, costs, seconds, as_sampled) in enumerate([
             ("first", (100, 50), 9, False), ("second", (10, 8), 9, False),
             ("second", (10, 8), 12, True)]):

@@ -16,7 +16,7 @@ from orchmllm.models.attention import (
     attention_backend,
     packed_attention,
 )
-from orchmllm.models.hf import describe_attention
+from orchmllm.models.whole_model import describe_attention
 from tests.lib.synthetic import MODEL
 
 TRY_OUT = attention._try_out

@@ -11,7 +11,7 @@ from orchmllm.config.recipe import Recipe, TrainConfig
 from orchmllm.hf.sources import PretrainedError, find_sources
 from orchmllm.models.described import check_parts
 from orchmllm.models.families import model_class, read_config
-from orchmllm.models.hf import WholeModel
+from orchmllm.models.whole_model import WholeModel
 from tests.lib import whole_models as models
 from tests.lib.processors import CLIPS
 from tests.lib.recipes import frozen

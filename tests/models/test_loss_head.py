@@ -20,7 +20,8 @@ from orchmllm.config.job import resolve
 from orchmllm.config.recipe import FsdpConfig
 from orchmllm.models.flops import Lengths
 from orchmllm.models.loss import LossHead, answers_with_loss
-from orchmllm.sharding.memory import Loads, MemoryModel
+from orchmllm.sharding.loads import Loads
+from orchmllm.sharding.memory import MemoryModel
 from tests.lib.drawn import model_of
 from tests.lib.synthetic import recipe
 

@@ -15,8 +15,8 @@ from orchmllm.config.recipe import DataConfig
 from orchmllm.data.stream import open_dataset
 from orchmllm.models import packing, towers
 from orchmllm.models.families import refusals
-from orchmllm.models.hf import WholeModel
-from orchmllm.sharding.hf import freeze
+from orchmllm.models.whole_model import WholeModel
+from orchmllm.sharding.load_whole import freeze
 from tests.lib import whole_models as models
 from tests.lib.encoder_models import IMAGE
 from tests.lib.recipes import frozen

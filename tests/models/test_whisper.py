@@ -17,7 +17,7 @@ from orchmllm.config.model import ModelConfig
 from orchmllm.config.recipe import FsdpConfig
 from orchmllm.models.families import model_class, read_config
 from orchmllm.plan.assign import PHASES
-from orchmllm.sharding.hf import load_whole
+from orchmllm.sharding.load_whole import load_whole
 from tests.lib.composed import alone, stock_whisper, write_composed
 from tests.lib.ranks import run_ranks
 

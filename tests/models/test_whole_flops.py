@@ -16,22 +16,19 @@ from orchmllm.batch import ProcessedExample, SequenceLengths
 from orchmllm.config.job import resolve
 from orchmllm.config.model import ModelConfig
 from orchmllm.config.recipe import Recipe
+from orchmllm.models.counted_parts import Attention
 from orchmllm.models.families import model_class, read_config
 from orchmllm.models.flops import Lengths, phase_lengths
-from orchmllm.models.hf import WholeModel
-from orchmllm.models.whole_flops import (
-    Attention,
-    part_counts,
-    phase_work,
-    plan_spec,
-    step_flops,
-)
+from orchmllm.models.whole_flops import part_counts, phase_work, plan_spec, step_flops
+from orchmllm.models.whole_model import WholeModel
 from orchmllm.plan.assign import PHASES
 from orchmllm.plan.geometry import text_lengths
 from orchmllm.plan.layout import ENCODERS, TEXT, BatchLayout
 from orchmllm.sharding.blocks import recompute
-from orchmllm.sharding.hf import freeze
-from orchmllm.sharding.memory import Loads, MemoryModel
+from orchmllm.sharding.load_whole import freeze
+from orchmllm.sharding.loads import Loads
+from orchmllm.sharding.memory import MemoryModel
+from orchmllm.sharding.recomputed import phase_flop, recomputed
 from tests.lib import pairs
 from tests.lib import whole_models as models
 from tests.lib.composed import write_composed
@@ -191,10 +188,10 @@ def test_what_a_rank_repeats_is_that_of_its_items(tmp_path, monkeypatch):
     each = np.full(5, 4 * REACH)
     texts, total = Lengths(0 * each, each, each), each[:1] * len(each)
     loads = Loads({"llm": Lengths(0 * total, total, total)}, {}, {"llm": total * each[0]})
-    monkeypatch.setattr("orchmllm.sharding.memory.FLOP_PER_BYTE", 0)
-    again = memory.again("llm", loads, memory.counts("llm", "full"))
+    monkeypatch.setattr("orchmllm.sharding.recomputed.FLOP_PER_BYTE", 0)
+    again = phase_flop(memory, "llm", loads, memory.counts("llm", "full"))
     products, attention = phase_work("llm", memory.model, texts, "full").recompute.sum(axis=1)
-    repeated = memory._blocks("llm")[0].repeated  # of equal layers
+    repeated = memory.blocks("llm")[0].repeated  # of equal layers
     assert again == pytest.approx([repeated * products + attention], rel=1e-12)
 
 
@@ -217,13 +214,13 @@ def test_blocks_repeat_what_torch_repeats(name, tmp_path, monkeypatch):
     nothing = products()
     for part, stack in whole.blocks().items():
         weights = sum(m.weight.numel() for m in stack[0].modules() if isinstance(m, nn.Linear))
-        wanted = memory._blocks(part)[0].repeated * 2 * weights * seen[part][:-1].numel()
+        wanted = memory.blocks(part)[0].repeated * 2 * weights * seen[part][:-1].numel()
         assert products(**{part: "full:1"}) - nothing == pytest.approx(wanted, rel=1e-9), part
         lengths = phase_lengths(layout, part)
         if part in ENCODERS:
             lengths = as_computed(part, lengths, seen)
         work = phase_work(part, memory.model, lengths, "full").recompute[0].sum() / len(stack)
-        wanted = memory.repeated(part, memory.counts(part, "full"), work, 0, 0)
+        wanted = recomputed(memory, part, memory.counts(part, "full"), work, 0, 0)
         assert products(**{part: "full"}) - nothing == pytest.approx(wanted, rel=1e-9), part
 
 

@@ -9,7 +9,6 @@ import pytest
 from orchmllm.papers.mixes import MODELS
 from orchmllm.plan.assign import example_bytes
 from orchmllm.plan.balance import balance, core, load_cap
-from orchmllm.plan.geometry import VisionGeometry
 from orchmllm.tools.predict.workload import sample_headers, sample_layout
 from tests.lib.balancing import least_moved, loads
 from tests.lib.recipes import small_spec
@@ -123,8 +122,9 @@ def test_weights_near_the_end_of_int64(policy: str) -> None:
 def images_of_few_sizes(ranks: int, batch_size: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
     """(weight, home): FLOP costs of images of at most 448 pixels a side, most of four sizes."""
     drawn = sample_headers("natural", ranks * batch_size, seed)
-    patches = [VisionGeometry(merge_size=1).segment_lengths(*size).rows
-               for size in drawn.size[drawn.is_image].tolist()]
+    size = drawn.size[drawn.is_image]  # (n, 2) pixels; a patch has 14 of them
+    size = size * np.minimum(1.0, 448 / size.max(axis=1, keepdims=True))
+    patches = (size / 14 + 0.5).astype(np.int64).clip(1, 32).prod(axis=1)
     home = np.repeat(np.arange(ranks * batch_size), drawn.media_per_example) // batch_size
     return small_spec(MODELS["10b"]).costs["vision"](patches), home[drawn.is_image]
 

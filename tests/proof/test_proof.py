@@ -14,7 +14,7 @@ from torch import nn
 
 from orchmllm.data.text.processor import Processor
 from orchmllm.models.families import read_config
-from orchmllm.models.hf import meta_model
+from orchmllm.models.whole_model import meta_model
 from orchmllm.proof.compare import EXACT, compare
 from orchmllm.proof.examples import made_by
 from orchmllm.proof.prove import _verdict

@@ -21,7 +21,6 @@ from orchmllm.data.formats.scanned import BLOCK_BYTES, SAMPLED_BLOCKS, SAMPLED_F
 from orchmllm.runtime.attempts import read_attempts, recorded, settings_of
 from orchmllm.runtime.build import build_dataset
 from orchmllm.runtime.checkpoint import CheckpointError
-from orchmllm.runtime.files import identify
 from orchmllm.runtime.resumable import check_resumable
 from orchmllm.runtime.run_checkpoints import RunCheckpoints
 from orchmllm.runtime.run_state import Progress
@@ -321,20 +320,6 @@ def attempts(world, folder: Path) -> None:
         attempted(replace(again, run=replace(again.run, seed=5)), 4)  # whose folder has no attempts
     with pytest.raises(CheckpointError, match="no/such/folder.*manifest.json"):
         attempted(replace(run, run=replace(run.run, resume="no/such/folder")), 4)
-    without_its_attempt(copy)
-    assert attempted(again, 4)["said"] == [
-        f"warning: {copy} was saved by a version that recorded no attempts, so its recipe and data "
-        "cannot be compared with those of this start: see to it that they are the same"]
-
-
-def without_its_attempt(checkpoint: Path) -> None:
-    """As it was saved before attempts were recorded."""
-    state, manifest = (json.loads((checkpoint / name).read_text())
-                       for name in ("state.json", "manifest.json"))
-    del state["attempt"]
-    (checkpoint / "state.json").write_text(json.dumps(state))
-    manifest["files"]["state.json"] = identify(checkpoint / "state.json")
-    (checkpoint / "manifest.json").write_text(json.dumps(manifest))
 
 
 @pytest.mark.dist

@@ -5,18 +5,15 @@ from __future__ import annotations
 
 import json
 import shutil
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from orchmllm.config.recipe import Recipe
-from orchmllm.plan.assign import PHASES
 from orchmllm.runtime.attempts import read_attempts
 from orchmllm.runtime.checkpoint import CheckpointError
-from orchmllm.runtime.initial import other_kind, unreadable
-from orchmllm.tools.export.checkpoints import model_of as model_of_checkpoint
 from orchmllm.train import main as train_command
 from orchmllm.trainer import Trainer
 from tests.lib.drawn import model_of
@@ -152,14 +149,6 @@ def test_weights_are_equal_on_every_number_of_ranks_and_others_are_refused(tmp_p
         n: t.astype(np.float64) for n, t in end.items()})
 
 
-def test_a_model_of_the_parts_of_before_is_told_of():
-    saved = {**{part: {"num_layers": 2, "pretrained": "", "frozen": False} for part in PHASES},
-             "connectors": "", "pretrained": "", "config": ""}
-    told = "its model has parts that this project had before"
-    assert other_kind(Path("x"), saved, SHALLOW).startswith(f"run.init_from: x: {told}")
-    with pytest.raises(ValueError, match=f"^the checkpoint: {told}"):
-        model_of_checkpoint({"model": saved})
-    assert unreadable(asdict(SHALLOW)) == ""
 
 
 def test_a_start_that_is_not_there_is_told_before_ranks_start(tmp_path, demo_corpus, capsys):

@@ -13,7 +13,8 @@ from orchmllm.config.recipe import RecipeError, load_recipe
 from orchmllm.plan.assign import PHASES
 from orchmllm.plan.gain import Gain, GainMeter, describe, spread
 from orchmllm.plan.step import plan_step
-from orchmllm.sharding.memory import MemoryModel, loads_of
+from orchmllm.sharding.loads import loads_of
+from orchmllm.sharding.memory import MemoryModel
 from orchmllm.sharding.run_memory import RunMemory
 from tests.lib.gradients import Case, all_gradients, reference_gradients, worst_difference
 from tests.lib.ranks import run_ranks

@@ -19,11 +19,11 @@ from orchmllm.config.recipe import FsdpConfig
 from orchmllm.hf.sources import PretrainedError, find_sources
 from orchmllm.models import adapters
 from orchmllm.models.flops import Lengths
-from orchmllm.models.hf import WholeModel, meta_model
 from orchmllm.models.whole_flops import phase_work
+from orchmllm.models.whole_model import WholeModel, meta_model
 from orchmllm.plan.assign import PHASES
-from orchmllm.sharding.hf import freeze, load_whole, ordered
-from orchmllm.sharding.init import local_rows, seed_adapters
+from orchmllm.sharding.initial_values import local_rows, seed_adapters
+from orchmllm.sharding.load_whole import freeze, load_whole, ordered
 from orchmllm.sharding.units import units
 from tests.lib import whole_models as models
 from tests.lib.adapters import ENDS, as_tensors, by_peft, drawn, lora_model

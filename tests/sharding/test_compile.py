@@ -19,8 +19,8 @@ from orchmllm.batch import SequenceLengths
 from orchmllm.config.recipe import FsdpConfig
 from orchmllm.models import attention_op
 from orchmllm.models.attention import packed_attention
-from orchmllm.models.hf import WholeModel
 from orchmllm.models.phase_clock import PhaseClock
+from orchmllm.models.whole_model import WholeModel
 from orchmllm.plan.assign import PHASES
 from orchmllm.runtime.health import HangWatchdog
 from orchmllm.sharding import compiled

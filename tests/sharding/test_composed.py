@@ -15,7 +15,7 @@ from orchmllm.config.balance import PhaseConfig
 from orchmllm.config.model import ModelConfig
 from orchmllm.config.recipe import FsdpConfig
 from orchmllm.plan.assign import EVERY_PHASE
-from orchmllm.sharding.hf import load_whole
+from orchmllm.sharding.load_whole import load_whole
 from tests.lib import composed
 from tests.lib.ranks import run_ranks
 from tests.lib.whole_folders import write_counted

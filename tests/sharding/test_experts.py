@@ -15,7 +15,7 @@ from orchmllm.comm.agree import RemoteError
 from orchmllm.config.model import ModelConfig
 from orchmllm.config.recipe import FsdpConfig
 from orchmllm.sharding import build
-from orchmllm.sharding.hf import load_whole
+from orchmllm.sharding.load_whole import load_whole
 from orchmllm.tools.export.export import export
 from orchmllm.trainer import Trainer
 from tests.lib import whole_models as models

@@ -12,7 +12,7 @@ import torch
 from PIL import Image
 
 from orchmllm.data.stream import open_dataset
-from orchmllm.models.hf import WholeModel
+from orchmllm.models.whole_model import WholeModel
 from orchmllm.tools.data.build_index import build_index
 from tests.lib.ranks import run_ranks
 from tests.lib.videos import write_video

@@ -16,9 +16,9 @@ from safetensors.torch import load_file, save_file
 from orchmllm.config.model import ModelConfig
 from orchmllm.config.recipe import FsdpConfig
 from orchmllm.hf.sources import PretrainedError, find_sources
-from orchmllm.models.hf import WholeModel
+from orchmllm.models.whole_model import WholeModel
 from orchmllm.plan.assign import PHASES
-from orchmllm.sharding.hf import load_whole
+from orchmllm.sharding.load_whole import load_whole
 from orchmllm.trainer import Trainer
 from tests.lib import whole_models as models
 from tests.lib.composed import write_composed

@@ -26,7 +26,9 @@ from orchmllm.runtime import measured
 from orchmllm.runtime.metrics import read_rows
 from orchmllm.runtime.profile import exhausted_before
 from orchmllm.sharding.choice import choose_checkpointing
-from orchmllm.sharding.memory import MemoryModel, loads_of
+from orchmllm.sharding.loads import loads_of
+from orchmllm.sharding.memory import MemoryModel
+from orchmllm.sharding.recomputed import recomputed_flop
 from orchmllm.sharding.run_memory import RunMemory
 from orchmllm.trainer import Trainer
 from tests.lib import whole_models as models
@@ -82,12 +84,12 @@ def test_the_choice_is_that_of_enumeration_and_monotone():
     table = []
     for choices in product(*(every(n) for n in LAYERS.values())):
         choice = dict(zip(PHASES, choices, strict=True))
-        table.append((memory.extra_time(loads, choice), memory.peak(loads, choice)))
+        table.append((recomputed_flop(memory, loads, choice), memory.peak(loads, choice)))
     times, peaks = np.array(table).T
     before = np.inf
     for budget in np.linspace(peaks.min(), peaks.max(), 25):
         choice = choose_checkpointing(memory, loads, budget)
-        time = memory.extra_time(loads, choice)
+        time = recomputed_flop(memory, loads, choice)
         assert memory.peak(loads, choice) <= budget * (1 + 1e-12)
         assert time == pytest.approx(times[peaks <= budget * (1 + 1e-12)].min(), rel=1e-9)
         assert time <= before

@@ -27,7 +27,7 @@ from orchmllm.models.families import model_class, read_config
 from orchmllm.models.whole_flops import step_flops
 from orchmllm.plan.assign import PHASES
 from orchmllm.plan.layout import ENCODERS
-from orchmllm.sharding.hf import load_whole
+from orchmllm.sharding.load_whole import load_whole
 from orchmllm.tools.export.export import export
 from orchmllm.trainer import step as step_trainer
 from tests.lib import whole_models as models
@@ -232,20 +232,20 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from orchmllm.config.model import ModelConfig
 from orchmllm.config.recipe import FsdpConfig
 from orchmllm.plan.assign import PHASES
-from orchmllm.sharding import hf
+from orchmllm.sharding import load_whole
 
 def kilobytes(name):
     return int(re.search(name + r":\\s+(\\d+) kB", Path("/proc/self/status").read_text())[1])
 
-def sharded(*args, shard_all=hf.shard_all):
+def sharded(*args, shard_all=load_whole.shard_all):
     global before
     shard_all(*args)
     before = kilobytes("VmRSS")  # with the objects of a model without memory
     Path("/proc/self/clear_refs").write_text("5")  # the largest resident set counts from here
 
 distributed.init_process_group("fake", store=FakeStore(), rank={rank}, world_size=2560)
-hf.shard_all = sharded
-whole = hf.load_whole(Path("{folder}"), ModelConfig(config="{folder}"), FsdpConfig(),
+load_whole.shard_all = sharded
+whole = load_whole.load_whole(Path("{folder}"), ModelConfig(config="{folder}"), FsdpConfig(),
                       torch.device("cpu"), dict.fromkeys(PHASES, "none"))
 print(1024 * (kilobytes("VmHWM") - before), sum(p.to_local().nbytes for p in whole.parameters()),
       sum(p.numel() for p in whole.parameters()))

@@ -93,7 +93,7 @@ class WholeFeed:
     orchmllm.data.dataset.ConversationDataset. If it has them, kept, layouts and prepare_loads are
     used, too: to give a worker what planning read, and to read several examples at once. pool: of a
     Ray cluster, reads and decodes instead (orchmllm.data.loading.ray_workers). model: an
-    orchmllm.models.hf.WholeModel with encoders."""
+    orchmllm.models.whole_model.WholeModel with encoders."""
 
     num_dropped = 0
 

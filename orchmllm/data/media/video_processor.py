@@ -32,7 +32,7 @@ from orchmllm.data.media.raw import (
     with_bytes,
 )
 from orchmllm.data.media.shapes import Size
-from orchmllm.data.segments import VIDEOS
+from orchmllm.data.media_tensors import VIDEOS
 
 # Class of a processor, which several families share -> folder and name of the class that cuts its
 # videos. Attention of these encoders stays inside the frames that are merged in time, so each such

@@ -30,7 +30,7 @@ from orchmllm.data.media.medium import Medium, RowError
 from orchmllm.data.media.raw import AS_BYTES, NOTHING, Arithmetic, of_images, with_bytes
 from orchmllm.data.media.shapes import Content, Size, blank, kind_of, sized
 from orchmllm.data.media.video_processor import Videos, with_videos
-from orchmllm.data.segments import KINDS, TYPES, VIDEOS
+from orchmllm.data.media_tensors import KINDS, TYPES, VIDEOS
 from orchmllm.data.text import proof
 from orchmllm.data.text.calls import Calls
 from orchmllm.data.text.encoded import Encoded, Encoder, OneCall, Written, digest_of, keep_space

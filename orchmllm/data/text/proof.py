@@ -1,10 +1,11 @@
 """What is compared when the folder of a model of transformers is opened: conversations with media
-of all kinds, made by the parts of its processor and by its own call."""
+of all kinds, made by the parts of its processor and by its own call. processor: the
+orchmllm.data.text.processor.Processor of the folder."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,20 +17,17 @@ from orchmllm.data.formats.conversation import Turn
 from orchmllm.data.media.kinds import VIDEO
 from orchmllm.data.media.medium import Medium, RowError, Sampled
 from orchmllm.data.media.shapes import Content, Size, kind_of, sized
-from orchmllm.data.segments import VIDEOS
+from orchmllm.data.media_tensors import VIDEOS
 from orchmllm.data.text.encoded import OneCall
 from orchmllm.data.text.spans import Span, Text, Tokens
 from orchmllm.plan.layout import AUDIO, VISION
-
-if TYPE_CHECKING:
-    from orchmllm.data.text.processor import Processor
 
 # What is said in the conversations.
 _SAID = ("Who is it?", " Anna,\u4e16\u754c \n\n", "\tGr\u00fc\u00dfe 1234567\r\n",
          "it's\u00a0\U0001f469\u200d\U0001f680 <b>")
 
 
-def conversation(processor: Processor) -> tuple[list[Span], tuple[Size, ...]]:
+def conversation(processor: Any) -> tuple[list[Span], tuple[Size, ...]]:
     """A question with a medium of each kind that the model takes, and an answer; the sizes."""
     videos = processor.videos
     kinds = [kind for kind in processor.token_ids if kind != VIDEO or (
@@ -42,7 +40,7 @@ def conversation(processor: Processor) -> tuple[list[Span], tuple[Size, ...]]:
     return talk, tuple(size[kind] for kind in kinds)
 
 
-def prove(processor: Processor) -> tuple[str, ...] | None:
+def prove(processor: Any) -> tuple[str, ...] | None:
     """The tensors that a text has beside its ids, each of which follows from these alone; None
     where the parts of the processor do not make all tensors that its own call makes. Raises
     RowError where conversations become other ids than by this call, or other ids, or others that
@@ -83,7 +81,7 @@ def _filled(size: Size) -> Content:
         0, 256, (size.height, size.width, 3), np.uint8))
 
 
-def _compare_ids(processor: Processor, spans: Sequence[Span], sizes: tuple[Size, ...],
+def _compare_ids(processor: Any, spans: Sequence[Span], sizes: tuple[Size, ...],
                  found: Tokens) -> None:
     """Raises RowError where they are not those of tokenizer.json, but for some around them."""
     texts = iter(processor.calls.expanded(sizes).texts)
@@ -96,7 +94,7 @@ def _compare_ids(processor: Processor, spans: Sequence[Span], sizes: tuple[Size,
         raise RowError("the processor's tokenizer has other ids for it than tokenizer.json")
 
 
-def _with_every_id(processor: Processor, ids: np.ndarray) -> np.ndarray:
+def _with_every_id(processor: Any, ids: np.ndarray) -> np.ndarray:
     """The ids of a conversation, and all that there are after them but those that the processor
     counts, of which there are as many as its media have."""
     counted = [*processor.token_ids.values(), *processor.calls.placeholders.values()]

@@ -8,7 +8,7 @@ from itertools import chain
 import numpy as np
 
 from orchmllm.data.media.medium import RowError
-from orchmllm.data.segments import KINDS
+from orchmllm.data.media_tensors import KINDS
 from orchmllm.data.text.clips import Clips
 from orchmllm.data.text.spans import Expanded, Tokens
 from orchmllm.plan.geometry import SegmentLengths, text_lengths

@@ -139,7 +139,7 @@ def device(world: World | None, recipe: Recipe | None) -> Iterator[Check]:
     cuda = torch.cuda.is_available()
     where = "cuda" if cuda else "cpu"
     if recipe:
-        from orchmllm.models.hf import attention_kernels
+        from orchmllm.models.whole_model import attention_kernels
         from orchmllm.sharding.fsdp import compute_dtype
 
         kinds = {*attention_kernels(recipe.model, where, compute_dtype(recipe.fsdp)).values()}

@@ -4,7 +4,7 @@ model that they are for."""
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,12 +17,13 @@ from orchmllm.batch import IGNORE_INDEX, ProcessedExample, joined
 from orchmllm.config.model import ModelConfig
 from orchmllm.config.recipe import DataConfig, FsdpConfig, Recipe, RunConfig, TrainConfig
 from orchmllm.data.lengths import MeasuredExample
-from orchmllm.data.segments import KINDS
-from orchmllm.plan.geometry import AudioGeometry, VisionGeometry, text_lengths
+from orchmllm.data.media_tensors import KINDS
+from orchmllm.plan.geometry import SegmentLengths, text_lengths
 from orchmllm.plan.layout import AUDIO, TEXT, VISION, BatchLayout
 
 VOCAB = 64
 TOKENS = {VISION: 64, AUDIO: 65}  # of media, as the model's config.json has them
+PATCH = 14  # pixels of its side
 MODEL = ModelConfig(config=str(Path(__file__).parent / "model"))
 
 
@@ -41,19 +42,21 @@ class _Reader:
 
     def __init__(self, dataset: SyntheticDataset) -> None:
         self.blank = dataset.blank
-        self.image_row_bytes = lambda raw: 4 * dataset.vision.row_size
+        self.image_row_bytes = lambda raw: 4 * dataset.patch_values
 
 
 @dataclass
 class SyntheticDataset:
     """Example i has the modalities of kinds[i % len(kinds)], a string of T, V and A segments in
-    reading order; `unlabelled` examples have no target."""
+    reading order; `unlabelled` examples have no target. max_side: of images, in pixels; num_mels:
+    of clips."""
 
     kinds: Sequence[str] = ("TVT", "TAT", "T", "TVTAT", "VVT", "AT", "TT", "TVAVT")
     size: int = 24
     unlabelled: frozenset[int] = frozenset()
-    vision: VisionGeometry = field(default_factory=lambda: VisionGeometry(max_side=112))
-    audio: AudioGeometry = field(default_factory=lambda: AudioGeometry(num_mels=8, stack=2))
+    max_side: int = 112
+    num_mels: int = 8
+    patch_values = 3 * PATCH**2
 
     def __len__(self) -> int:
         return self.size
@@ -72,10 +75,9 @@ class SyntheticDataset:
         rng = np.random.default_rng([7, i])
         for kind in self.kinds[i % len(self.kinds)]:
             if kind == "V":
-                yield VISION, self.vision.segment_lengths(*rng.integers(20, 200, 2).tolist())
+                yield VISION, _image(*rng.integers(20, 200, 2).tolist(), self.max_side)
             elif kind == "A":
-                samples = int(rng.integers(1000, 12000))
-                yield AUDIO, self.audio.segment_lengths(samples, 16000)
+                yield AUDIO, _frames(int(rng.integers(1000, 12000)))
             else:
                 yield TEXT, text_lengths(int(rng.integers(1, 30)))
 
@@ -111,9 +113,9 @@ class SyntheticDataset:
     def blank(self, modality: int) -> dict[str, Tensor]:
         """The tensors of a small black image or a silent clip."""
         if modality == VISION:
-            return {"pixel_values": torch.zeros(16, self.vision.row_size),
+            return {"pixel_values": torch.zeros(16, self.patch_values),
                     "image_grid_thw": torch.tensor([[1, 4, 4]])}
-        return _clip(torch.zeros(1, self.audio.num_mels, 8))
+        return _clip(torch.zeros(1, self.num_mels, 8))
 
     def _text(self, i: int) -> tuple[Tensor, Tensor]:
         """Ids and labels (n,), of which the latter are learnt in about 7 of 10 places of text."""
@@ -140,11 +142,29 @@ class SyntheticDataset:
     def _medium(self, i: int, k: int, layout: BatchLayout) -> dict[str, Tensor]:
         rng, rows = np.random.default_rng([11, i, k]), int(layout.rows[k])
         if layout.modality[k] == VISION:
-            pixels = rng.integers(0, 256, (rows, self.vision.row_size)) / 127.5 - 1
+            pixels = rng.integers(0, 256, (rows, self.patch_values)) / 127.5 - 1
             return {"pixel_values": torch.from_numpy(pixels.astype(np.float32)),
                     "image_grid_thw": torch.from_numpy(layout.grid[k: k + 1])}
-        frames = rng.standard_normal((1, self.audio.num_mels, rows), dtype=np.float32)
+        frames = rng.standard_normal((1, self.num_mels, rows), dtype=np.float32)
         return _clip(torch.from_numpy(frames))
+
+
+def _image(width: int, height: int, max_side: int) -> SegmentLengths:
+    """Of an image of so many pixels that is made smaller where a side is above max_side; 2 x 2
+    patches become a token."""
+    unit = 2 * PATCH
+    scale = min(1.0, max_side / max(width, height))
+    w, h = (2 * min(max(1, max_side // unit), max(1, int(side * scale / unit + 0.5)))
+            for side in (width, height))
+    return SegmentLengths(h * w, h * w, h * w // 4, (1, h, w))
+
+
+def _frames(samples: int) -> SegmentLengths:
+    """Of a clip of 16 kHz: 160 samples are a frame, two frames a position, two positions a token.
+    """
+    frames = -(-samples // 160)
+    positions = (frames + 1) // 2
+    return SegmentLengths(frames, positions, -(-positions // 2), (1, 1, frames))
 
 
 def _clip(frames: Tensor) -> dict[str, Tensor]:

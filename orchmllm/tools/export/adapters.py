@@ -42,7 +42,7 @@ def write_adapters(model: ModelConfig, saved: dict[str, FileTensor], dtype: str,
     orchmllm.json. dtype: as safetensors names it, "" as saved. Raises ValueError where the
     checkpoint is of another model."""
     from orchmllm.models import adapters
-    from orchmllm.models.hf import meta_model
+    from orchmllm.models.whole_model import meta_model
 
     adapters.check_adapters(model)
     whole, source = meta_model(model.folder), Path(model.folder).absolute()

@@ -24,12 +24,8 @@ def checkpoint_in(folder: Path) -> Path:
 def model_of(state: dict) -> ModelConfig:
     """The shapes that a checkpoint was saved with; keys that came later have their defaults. Raises
     ValueError for those of another version."""
-    from orchmllm.runtime.initial import unreadable
-
     try:
         model = state["model"]
-        if problem := unreadable(model):
-            raise ValueError(f"the checkpoint: {problem}")
         lora = model.get("lora", {})
         return ModelConfig(
             **{part: PartConfig(frozen=model[part]["frozen"]) for part in EVERY_PHASE

@@ -25,7 +25,8 @@ from orchmllm.plan.assign import PHASES
 from orchmllm.plan.layout import AUDIO, MODALITIES, VISION, BatchLayout
 from orchmllm.plan.step import plan_step
 from orchmllm.sharding.fits import DEVICE_SHARE
-from orchmllm.sharding.memory import MemoryModel, loads_of
+from orchmllm.sharding.loads import loads_of
+from orchmllm.sharding.memory import MemoryModel
 from orchmllm.tools.compose.drawn import shapes, write_drawn
 from orchmllm.tools.compose.write import Parts, compose
 from orchmllm.tools.init.tokenizer import train_tokenizer

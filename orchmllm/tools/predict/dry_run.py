@@ -28,8 +28,9 @@ from orchmllm.plan.microbatches import plan_microbatches
 from orchmllm.plan.step import StepPlan, imbalance, plan_step
 from orchmllm.sharding.caps import with_count
 from orchmllm.sharding.fits import decide, joined, with_real_batch
+from orchmllm.sharding.loads import Loads, loads_of
 from orchmllm.sharding.longest import Room, heaviest, table
-from orchmllm.sharding.memory import Loads, MemoryModel, loads_of
+from orchmllm.sharding.memory import MemoryModel
 from orchmllm.tools.predict.examples import Examples, of_mix
 from orchmllm.tools.predict.hardware import Hardware
 from orchmllm.tools.predict.step_time import StepTime, rank_seconds, timed, work_of

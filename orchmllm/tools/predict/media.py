@@ -22,7 +22,7 @@ from orchmllm.data.made import Made
 from orchmllm.data.media.shapes import Shapes, Size, adapted, sized
 from orchmllm.data.text.clips import FEWEST, fills_windows
 from orchmllm.models.families import read_config
-from orchmllm.models.hf import meta_model
+from orchmllm.models.whole_model import meta_model
 from orchmllm.plan.geometry import SegmentLengths
 from orchmllm.plan.layout import GENERATOR
 

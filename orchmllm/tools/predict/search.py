@@ -27,7 +27,8 @@ from orchmllm.plan.room import Limit
 from orchmllm.sharding.caps import is_below, room_of, with_count
 from orchmllm.sharding.choice import choose_checkpointing
 from orchmllm.sharding.fits import MISSED, budget_of, decide, joined, with_real_batch
-from orchmllm.sharding.memory import Loads, MemoryModel, loads_of
+from orchmllm.sharding.loads import Loads, loads_of
+from orchmllm.sharding.memory import MemoryModel
 from orchmllm.sharding.units import by_role
 from orchmllm.tools.predict.examples import Examples
 from orchmllm.tools.predict.hardware import Hardware

@@ -26,7 +26,9 @@ from orchmllm.models.whole_flops import (
 )
 from orchmllm.plan.layout import ENCODERS
 from orchmllm.plan.step import StepPlan
-from orchmllm.sharding.memory import MemoryModel, gathered_positions
+from orchmllm.sharding.loads import gathered_positions
+from orchmllm.sharding.memory import MemoryModel
+from orchmllm.sharding.recomputed import moved_bytes, recomputed
 from orchmllm.sharding.units import by_role
 from orchmllm.tools.predict.collectives import pass_seconds, unit_traffic
 from orchmllm.tools.predict.hardware import Hardware
@@ -143,8 +145,8 @@ def repeated_seconds(work: PlanWork, phase: str, hardware: Hardware, choice: str
         phase, memory.fsdp.forward_dtype, work.attended[phase])
     moving = work.positions[phase] / hardware.memory_rate
     if phase in hardware.measured:  # with all other kernels in the shares
-        products = products - moving * memory.moved(phase)
-    return memory.repeated(phase, memory.counts(phase, choice), products, attention, moving)
+        products = products - moving * moved_bytes(memory, phase)
+    return recomputed(memory, phase, memory.counts(phase, choice), products, attention, moving)
 
 
 Compute = tuple[tuple[float, float], tuple[float, float]]

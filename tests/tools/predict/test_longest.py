@@ -22,8 +22,9 @@ from orchmllm.plan.cost import CostModel
 from orchmllm.plan.geometry import SegmentLengths, text_lengths
 from orchmllm.plan.layout import ENCODERS, TEXT, BatchLayout
 from orchmllm.plan.step import imbalance, phase_figures, plan_step
+from orchmllm.sharding.loads import loads_of
 from orchmllm.sharding.longest import LongExamples, Room, heaviest, loads_alone
-from orchmllm.sharding.memory import MemoryModel, loads_of
+from orchmllm.sharding.memory import MemoryModel
 from orchmllm.tools.data.command import main as data_command
 from orchmllm.tools.predict.dry_run import NONE
 from orchmllm.tools.predict.dry_run_command import main as dry_run

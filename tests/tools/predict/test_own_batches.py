@@ -16,7 +16,8 @@ from orchmllm.models.whole_flops import plan_spec
 from orchmllm.plan.assign import PHASES
 from orchmllm.plan.step import plan_step
 from orchmllm.sharding.fits import joined
-from orchmllm.sharding.memory import MemoryModel, loads_of
+from orchmllm.sharding.loads import loads_of
+from orchmllm.sharding.memory import MemoryModel
 from orchmllm.sharding.run_memory import RunMemory
 from orchmllm.tools.data.command import index_all
 from orchmllm.tools.data.command import main as data_command

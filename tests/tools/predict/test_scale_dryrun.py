@@ -11,14 +11,14 @@ import pytest
 from orchmllm.config.fsdp import DTYPE_BYTES
 from orchmllm.config.job import check_world, resolve
 from orchmllm.config.model import ModelConfig
-from orchmllm.models.hf import meta_model
 from orchmllm.models.whole_flops import plan_spec
+from orchmllm.models.whole_model import meta_model
 from orchmllm.papers.ablations import ablate, ablation_text, padded
 from orchmllm.papers.mixes import MODELS
 from orchmllm.plan.assign import PHASES, PhasePolicy
 from orchmllm.plan.layout import ENCODERS
 from orchmllm.plan.step import imbalance, plan_step
-from orchmllm.sharding.hf import freeze
+from orchmllm.sharding.load_whole import freeze
 from orchmllm.sharding.memory import MemoryModel
 from orchmllm.sharding.units import units
 from orchmllm.tools.predict.collectives import gather_bandwidth, unit_traffic

@@ -26,7 +26,9 @@ from orchmllm.plan.geometry import AudioGeometry, VisionGeometry
 from orchmllm.plan.step import StepPlan, plan_step
 from orchmllm.sharding.choice import choose_checkpointing
 from orchmllm.sharding.fits import decide, largest_fitting, scaled
-from orchmllm.sharding.memory import MemoryModel, loads_of
+from orchmllm.sharding.loads import loads_of
+from orchmllm.sharding.memory import MemoryModel
+from orchmllm.sharding.recomputed import recomputed_flop
 from orchmllm.sharding.run_memory import RunMemory
 from orchmllm.tools.predict.workload import sample_layout
 from orchmllm.trainer import Trainer
@@ -92,13 +94,13 @@ def test_auto_picks_what_brute_force_picks():
             for phase in PHASES:
                 work = phase_work(phase, memory.model, phase_lengths(plan.layout, phase),
                                   choice[phase])
-                block, layers = memory._blocks(phase)[0], memory.num_layers(phase)
+                block, layers = memory.blocks(phase)[0], memory.num_layers(phase)
                 moved = 380 * block.moved * layers * phase_lengths(plan.layout, phase).positions
                 products, attention = work.recompute
                 again = {"none": 0 * moved, "selective": moved, "full": attention + moved
                          + block.repeated * products}[choice[phase]]
                 cost += np.bincount(item_rank(plan, phase), again, d).max()
-            assert memory.extra_time(loads, choice) == pytest.approx(cost, rel=0.01)
+            assert recomputed_flop(memory, loads, choice) == pytest.approx(cost, rel=0.01)
             peak = max(v.max() for v in memory.peaks(loads, choice).values())
             table[combination] = (cost, peak)
         peaks = sorted(p for _, p in table.values())

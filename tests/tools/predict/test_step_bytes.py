@@ -16,10 +16,11 @@ from orchmllm.config.fsdp import COPIED_ROWS
 from orchmllm.config.recipe import Recipe
 from orchmllm.counts.counted import Counted
 from orchmllm.models import loss
+from orchmllm.models.counted_parts import Attention, pairs
 from orchmllm.models.counting_head import count_head
 from orchmllm.models.flops import phase_lengths
 from orchmllm.models.loss import LossHead
-from orchmllm.models.whole_flops import Attention, Lengths, moved_by, pairs
+from orchmllm.models.whole_flops import Lengths, moved_by
 from orchmllm.papers.mixes import MODELS
 from orchmllm.plan.assign import PHASES
 from orchmllm.plan.layout import BatchLayout

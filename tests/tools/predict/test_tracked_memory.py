@@ -21,7 +21,8 @@ from orchmllm.plan.microbatches import plan_microbatches
 from orchmllm.plan.step import plan_step
 from orchmllm.sharding.caps import with_count
 from orchmllm.sharding.fits import MISSED, decide, joined, scaled
-from orchmllm.sharding.memory import Loads, MemoryModel, loads_of
+from orchmllm.sharding.loads import Loads, loads_of
+from orchmllm.sharding.memory import MemoryModel
 from orchmllm.tools.predict.examples import of_mix
 from tests.lib import whole_models as models
 from tests.lib.drawn import shortened

@@ -19,12 +19,13 @@ from orchmllm.data.media.shapes import Size
 from orchmllm.data.text.processor import Processor
 from orchmllm.models.families import model_class
 from orchmllm.models.flops import Lengths
-from orchmllm.models.hf import WholeModel, meta_model
 from orchmllm.models.whole_flops import feature_width, phase_work
+from orchmllm.models.whole_model import WholeModel, meta_model
 from orchmllm.plan.geometry import SegmentLengths
 from orchmllm.plan.layout import AUDIO, ENCODERS, VISION
-from orchmllm.sharding.hf import freeze, ordered
-from orchmllm.sharding.memory import Loads, MemoryModel
+from orchmllm.sharding.load_whole import freeze, ordered
+from orchmllm.sharding.loads import Loads
+from orchmllm.sharding.memory import MemoryModel
 from orchmllm.sharding.units import checkpoint_bytes, units
 from orchmllm.tools.data.command import main as data_command
 from orchmllm.tools.predict import dry_run_command, plan_job

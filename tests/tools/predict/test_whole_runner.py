@@ -15,7 +15,7 @@ from orchmllm.config.recipe import load_recipe
 from orchmllm.data.text.processor import Processor
 from orchmllm.encoders.planned import PlannedEncoders
 from orchmllm.models.families import model_class, read_config
-from orchmllm.models.hf import WholeModel
+from orchmllm.models.whole_model import WholeModel
 from orchmllm.plan.layout import ENCODERS
 from scripts.whole_runner import Clock, WholeRunner
 from tests.lib.whole_folders import write_model

@@ -71,7 +71,7 @@ def parts_of_clips(tensors: Mapping[str, Tensor], grids: np.ndarray) -> list[dic
     return out
 
 
-class Kind(NamedTuple):
+class MediumKind(NamedTuple):
     """name: of one medium, for people. content: the argument of the model that holds the media."""
 
     name: str
@@ -79,6 +79,6 @@ class Kind(NamedTuple):
     parts: Callable[[Mapping[str, Tensor], np.ndarray], list[dict[str, Tensor]]]
 
 
-KINDS = {VISION: Kind("image", "pixel_values", parts),
-         VIDEO: Kind("video", VIDEOS, parts_of_slices),
-         AUDIO: Kind("clip", "input_features", parts_of_clips)}
+KINDS = {VISION: MediumKind("image", "pixel_values", parts),
+         VIDEO: MediumKind("video", VIDEOS, parts_of_slices),
+         AUDIO: MediumKind("clip", "input_features", parts_of_clips)}

@@ -21,13 +21,13 @@ from orchmllm.config.recipe import FsdpConfig
 from orchmllm.hf.folder import PARTS, read_json
 from orchmllm.models import adapters
 from orchmllm.models.families import model_class, read_config
-from orchmllm.models.hf import WholeModel
+from orchmllm.models.whole_model import WholeModel
 from orchmllm.plan.layout import ENCODERS, GENERATOR
 from orchmllm.sharding.blocks import recompute
 from orchmllm.sharding.compiled import compile_whole
 from orchmllm.sharding.fsdp import compute_dtype, shard_all
-from orchmllm.sharding.gathers import Unit, of_encoder
-from orchmllm.sharding.init import drawn_by_rows, seed_adapters
+from orchmllm.sharding.gathers import ShardUnit, of_encoder
+from orchmllm.sharding.initial_values import drawn_by_rows, seed_adapters
 
 
 def load_whole(
@@ -116,7 +116,7 @@ def freeze(whole: WholeModel, model: ModelConfig) -> None:
             parameter.requires_grad_(False)
 
 
-def ordered(whole: WholeModel, config: FsdpConfig) -> tuple[list[Unit], list[Unit]]:
+def ordered(whole: WholeModel, config: FsdpConfig) -> tuple[list[ShardUnit], list[ShardUnit]]:
     """The units in the order of the forward pass and in that of the backward pass: the blocks,
     and the embedding and the head where they are not one. The root has the rest of the model, a
     tower's own weights too: transformers finds what it records by the names of classes, which
@@ -124,12 +124,12 @@ def ordered(whole: WholeModel, config: FsdpConfig) -> tuple[list[Unit], list[Uni
     stacks = whole.blocks()
     tower = [of_encoder(block, config.reshard(part)) for part in ENCODERS if part in stacks
              for block in stacks[part]]
-    layers = [Unit(layer, config.reshard("llm")) for layer in stacks["llm"]]
-    made = [Unit(block, config.reshard(GENERATOR)) for block in stacks.get(GENERATOR, ())]
-    root = Unit(whole, "none")
+    layers = [ShardUnit(layer, config.reshard("llm")) for layer in stacks["llm"]]
+    made = [ShardUnit(block, config.reshard(GENERATOR)) for block in stacks.get(GENERATOR, ())]
+    root = ShardUnit(whole, "none")
     table, head = whole.hf.get_input_embeddings(), whole.hf.get_output_embeddings()
     ends = ([], []) if head.weight is table.weight else (
-        [Unit(table, "full", backward=False)], [Unit(head, "none")])
+        [ShardUnit(table, "full", backward=False)], [ShardUnit(head, "none")])
     return ([root, *tower, *ends[0], *layers, *ends[1], *made],
             [*reversed(made), *ends[1], root, *reversed(layers), *ends[0], *reversed(tower)])
 

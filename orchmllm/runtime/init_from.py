@@ -12,18 +12,9 @@ from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from orchmllm.config.model import ModelConfig
 
 
-def unreadable(saved: Mapping) -> str:
-    """Why a checkpoint, of which `saved` is the model section, cannot be read; "" if it can."""
-    return "" if saved.get("pretrained") or saved.get("config") else (
-        "its model has parts that this project had before it trained models of transformers alone "
-        "(docs/models.md), and a version of that time has to read it")
-
-
 def other_kind(path: Path, saved: Mapping, model: ModelConfig) -> str:
     """Why a model cannot start from the checkpoint in `path`, of which `saved` is the model
     section; "" if it can."""
-    if problem := unreadable(saved):
-        return f"run.init_from: {path}: {problem}"
     adapters = bool(saved.get("lora", {}).get("rank"))
     if adapters == bool(model.lora.rank):
         return ""
