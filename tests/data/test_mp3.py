@@ -78,18 +78,19 @@ def is_whole(data: bytes, num_samples: int, rate: int = RATE) -> bool:
 CHANGES = {
     "xing": lambda mp3: mp3, "none": untagged, "vbri": with_vbri,
     "xing, id3": lambda mp3: ID3V2 + mp3 + ID3V1, "none, id3": lambda mp3: ID3V2 + untagged(mp3),
-    "none, id3v1": lambda mp3: untagged(mp3) + ID3V1,
-    "xing, ape": lambda mp3: mp3 + b"APETAGEX" + bytes(500),
-    "none, zeros": lambda mp3: untagged(mp3) + bytes(1000),
-    "xing, zeros": lambda mp3: mp3 + bytes(3000), "joined": lambda mp3: mp3 + mp3,
+    "none, id3v1": lambda mp3: untagged(mp3) + ID3V1, "joined": lambda mp3: mp3 + mp3,
     "joined, none": lambda mp3: 2 * untagged(mp3), "joined, id3": lambda mp3: 2 * (ID3V2 + mp3),
     "joined, vbri": lambda mp3: 2 * with_vbri(mp3)}
+# Behind which PyAV reads on, and fails.
+ENDS = {"xing, ape": lambda mp3: mp3 + b"APETAGEX" + bytes(500),
+        "none, zeros": lambda mp3: untagged(mp3) + bytes(1000),
+        "xing, zeros": lambda mp3: mp3 + bytes(3000)}
 
 
 @pytest.mark.parametrize("mode", ["CONSTANT", "VARIABLE", "AVERAGE"])
 def test_an_mp3_is_read_whole(mode):
     mp3, count = encoded(tone(), mode=mode), len(tone())
-    for name, change in CHANGES.items():
+    for name, change in (CHANGES | ENDS).items():
         assert "joined" in name or is_whole(change(mp3), count), name
     assert audio_header(clip(mp3))[0] == count
     assert is_whole(untagged(mp3) * 2, 2 * count + 1152)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import io
 import os
 import shutil
+import signal
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -13,8 +14,11 @@ from pathlib import Path
 import pytest
 
 from orchmllm.runtime.checkpoint import CheckpointError
-from tests.lib.ranks import run_ranks
+from orchmllm.trainer import Trainer
+from tests.lib.ranks import RankFailure, run_ranks
+from tests.lib.resume import run_recipe, train_recorded
 from tests.lib.saves import Run, live, sound_tags, spoil
+from tests.lib.synthetic import SyntheticDataset
 
 pytestmark = pytest.mark.dist
 
@@ -203,3 +207,38 @@ def test_a_save_cut_off_at_any_file_operation(tmp_path, stories, keep_last, powe
         assert did["write"] >= 4 and did["fsync"] >= 8 and did["mkdir"] >= 1, (story, did)
         fewest = 2 if story == "with_a_damaged_one_among_those_kept" else 3
         assert did["rename"] >= fewest, (story, did)
+
+
+POINTS = 10
+
+
+def killed_in_a_save(world, run, at: int) -> int:
+    """SIGKILL of rank 0 at a file operation of the save after step 4; the number of operations."""
+    killer = Killer(at, lambda: os.kill(os.getpid(), signal.SIGKILL))
+
+    def on_step(step, row: dict) -> None:
+        if world.rank == 0 and step.index == 3:
+            trainer.checkpointer.wait()
+            killer.__enter__()
+        elif world.rank == 0 and step.index == 4:
+            trainer.checkpointer.wait()
+            killer.__exit__()
+
+    trainer = Trainer(run, world, dataset=SyntheticDataset(), on_step=on_step)
+    trainer.run()
+    return killer.count
+
+
+@pytest.mark.slow
+def test_real_training_goes_on_from_ten_of_the_points(tmp_path):
+    whole = run_ranks(train_recorded, 2, run_recipe(tmp_path / "whole", every_steps=-1))[0]
+    count = run_ranks(killed_in_a_save, 2, run_recipe(tmp_path / "all", keep_last=1), 10**6)[0]
+    assert count > POINTS
+    for point in range(POINTS):
+        run = run_recipe(tmp_path / str(point), keep_last=1)
+        with pytest.raises(RankFailure) as failure:
+            run_ranks(killed_in_a_save, 2, run, 1 + point * (count - 1) // (POINTS - 1))
+        assert failure.value.errors[0][0] == "Died"
+        root = Path(run.run.dir, "checkpoints")
+        done = 4 if (root / "step_00000004" / "manifest.json").is_file() else 3
+        assert run_ranks(train_recorded, 2, run)[0] == whole[done:]

@@ -81,6 +81,7 @@ def trained(world, run: Recipe, fault: str = "", bad: frozenset = frozenset()
         with Path("/dev/full").open("w") as full:
             os.dup2(full.fileno(), 1)
     if fault == "tracker":  # fails when it gets the first values, as a full disk makes it
+        run.run.folder.mkdir(parents=True, exist_ok=True)
         (run.run.folder / "tensorboard").write_text("no folder")
     end = "finished"
     try:
