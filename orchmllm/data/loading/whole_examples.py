@@ -92,7 +92,8 @@ class WholeFeed:
     dataset: has reader (an orchmllm.data.processed.ProcessedReader), layout, load and describe of
     orchmllm.data.dataset.ConversationDataset. If it has them, kept, layouts and prepare_loads are
     used, too: to give a worker what planning read, and to read several examples at once. So is
-    cached_examples, of how many it keeps what planning read. pool: of a Ray cluster, reads and decodes instead (orchmllm.data.loading.ray_workers). model: an
+    cached_examples, of how many it keeps what planning read. pool: of a Ray cluster, reads and
+    decodes instead (orchmllm.data.loading.ray_workers). model: an
     orchmllm.models.whole_model.WholeModel with encoders."""
 
     num_dropped = 0
