@@ -50,16 +50,18 @@ def test_no_input_takes_much_longer_than_others() -> None:
 
 @pytest.mark.parametrize(("ranks", "clips", "seed", "most"), [(512, 12, 0, 1.5), *(
     pytest.param(*case, marks=pytest.mark.slow) for case in (
-        (512, 12, 2, 1.5), (512, 12, 3, 1.5), (512, 12, 4, 1.5), (512, 12, 5, 2.4),
-        (512, 21, 0, 1.5), (512, 21, 1, 1.5), (512, 21, 2, 1.5), (512, 21, 3, 1.8),
-        (512, 30, 1, 1.5), (512, 30, 2, 1.5), (512, 30, 3, 1.5), (512, 30, 5, 3.5),
+        (512, 12, 2, 1.5), (512, 12, 3, 1.5), (512, 12, 4, 1.5), (512, 12, 5, 2.5),
+        (512, 21, 0, 2.5), (512, 21, 1, 2.8), (512, 21, 2, 2.1), (512, 21, 3, 2.0),
+        (512, 30, 1, 1.5), (512, 30, 2, 1.5), (512, 30, 3, 2.2), (512, 30, 5, 3.7),
         (1024, 21, 0, 1.5), (2560, 12, 0, 1.5), (2560, 12, 1, 1.5), (2560, 21, 0, 1.5),
         (2560, 21, 1, 1.5), (2560, 30, 0, 1.5), (2560, 30, 1, 1.5)))])
 def test_clips_of_two_lengths_are_not_all_shipped(ranks: int, clips: int, seed: int,
                                                   most: float) -> None:
     """Clips of about 1 s and 29 s. With 12 or 30 a rank, 99.9% of the places for long ones are
     taken: without the way from `greedy`, its plan was the result, which changes the node of 80% to
-    90% of the load. most: of the least volume; three draws of twenty are above 1.5."""
+    90% of the load. most: of the least volume, where a tolerance is 0.1% or is missed; seven draws
+    of twenty are above 1.5. With 21 a rank most tolerances below 2% are missed: each then has the
+    plan of tolerance 0, which takes the largest load down as far as it can and moves more."""
     rng = np.random.default_rng(seed)
     n = clips * ranks
     seconds = np.where(rng.random(n) < .5, rng.normal(1, .1, n), rng.normal(29, .3, n))
@@ -67,16 +69,19 @@ def test_clips_of_two_lengths_are_not_all_shipped(ranks: int, clips: int, seed: 
     weight = cost((50 * seconds.clip(.3, 30)).astype(np.int64))
     home = np.arange(n) // clips
     shipped = loads(weight, core().greedy(weight, home, ranks), ranks).max()
-    before = None
+    before = core().least_move(weight, home, NOTHING, ranks, 8, load_cap(weight, ranks, 0))
     for tolerance in (.001, .002, .005, .01, .02, .05):
         cap = load_cap(weight, ranks, tolerance)
         got = core().least_move(weight, home, NOTHING, ranks, 8, cap)
         largest = loads(weight, got, ranks).max()
         assert largest <= max(shipped, cap)
+        missed = largest > cap
+        assert not missed or np.array_equal(got, before), tolerance
         least = least_moved(weight, home, ranks, max(cap, largest))
-        assert moved(weight, home, got) <= most * least, tolerance
-        assert before is None or moved(weight, home, got) <= before
-        before = moved(weight, home, got)
+        times = most if missed or tolerance == .001 else min(most, 1.7)
+        assert moved(weight, home, got) <= times * least, tolerance
+        assert moved(weight, home, got) <= moved(weight, home, before)
+        before = got
 
 
 @pytest.mark.parametrize("ranks", [512, pytest.param(2560, marks=pytest.mark.slow)])
