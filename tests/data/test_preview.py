@@ -45,7 +45,7 @@ def test_it_shows_the_tokens_and_labels_that_are_trained(recipe):
 
 
 def test_terminal(recipe, capsys):
-    assert main(["preview", recipe, "--row", "6"]) == 0
+    assert main(["preview", recipe, "--row", "6", "--count", "3"]) == 0
     out = capsys.readouterr().out
     assert out.count("--- ") == 3 and "[[no.<|im_end|>]]" in out and "\x1b" not in out
     assert re.search(r"<image 2.webp: \d+x\d+ pixels -> \d+ patches, \d+ tokens>", out)
