@@ -50,6 +50,9 @@ def test_terminal(recipe, capsys):
     assert out.count("--- ") == 3 and "[[no.<|im_end|>]]" in out and "\x1b" not in out
     assert re.search(r"<image 2.webp: \d+x\d+ pixels -> \d+ patches, \d+ tokens>", out)
     assert re.search(r"<clip 0.wav: [\d.]+ s at \d+ Hz -> \d+ mel frames, \d+ tokens>", out)
+    assert main(["preview", recipe, "--row", "6"]) == 0
+    one = capsys.readouterr().out
+    assert one.count("--- ") == 1 and out.startswith(one)
 
 
 def test_what_cannot_be_read_is_said(recipe, capsys):

@@ -8,8 +8,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from textwrap import wrap
 
-import torch
-
 from orchmllm.config.model import ModelConfig
 from orchmllm.config.recipe import DataConfig, Recipe, TrainConfig
 from orchmllm.data.formats.open import DataSource
@@ -41,6 +39,8 @@ def of_data(path: str, model: str, batch_size: int) -> Recipe:
 def show(recipe: Recipe, args: argparse.Namespace, sources: Sequence[DataSource],
          indexes: Sequence[LengthIndex]) -> None:
     """Prints lengths and what balancing gives."""
+    import torch
+
     lengths = read_lengths([s.name for s in sources], indexes)
     print("\nLLM tokens per example that has the modality (share: of all tokens of the source)")
     print(lengths_table(lengths))
