@@ -71,7 +71,8 @@ from scripts.count_code import count_parts, count_rooms, read_all
 # States and manifests that lack what every one has are refused with their cure: +14 of the base.
 # Long calls that are made early count what it takes to find their frames, and end with what is
 # kept: +8.
-MOST = {"base": 24_302, "tools": 5_155, "papers": 1_598, "cpp": 2_100}
+# Lines of a log within 100 columns, and a memory that is that of the machine, took +3 of each.
+MOST = {"base": 24_305, "tools": 5_158, "papers": 1_598, "cpp": 2_100}
 
 
 @pytest.fixture(scope="module")
