@@ -197,6 +197,24 @@ def test_caps_without_a_plan_leave_microbatches_alike(monkeypatch: pytest.Monkey
             assert plan.spec is spec_.without_room
 
 
+def test_microbatches_are_filled_where_no_plan_keeps_the_limits() -> None:
+    """Below the longest text, which would be alone in one of those that are alike."""
+    texts = batch_layout(range(10), [21, 120, 21, 37, 25, 26, 15, 17, 1, 7], [5, 5])
+    inside = replace(BALANCED, fills=True, room=(Limit(1, {"llm": 1}),))
+    assert all(plan.llm.target_sizes.all() for plan in planned(texts, inside, 3))
+
+
+def test_slots_of_a_group_are_those_of_its_ranks() -> None:
+    """A cap as wide as an even share, so that examples are packed into slots."""
+    layout = batch_layout(range(16), [3, 5, 7, 9] * 4, [4] * 4)
+    inside = replace(capped(13), group_size=2)
+    known = [division.rank for _, division in divisions.divided(layout, inside, 2, False)
+             if division.rank is not None]
+    assert known
+    for rank in known:
+        np.testing.assert_array_equal(rank // 2, layout.rank_of_example // 2)
+
+
 def test_without_balancing_every_rank_keeps_its_order() -> None:
     off = replace(BALANCED, balance=BalanceConfig(enabled=False))
     plans = plan_microbatches(LAYOUT, off, 3)
