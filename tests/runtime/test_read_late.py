@@ -23,7 +23,8 @@ pytestmark = pytest.mark.dist
 
 
 def trained(world, run: Recipe, late: bool, bad: tuple[int, ...] = (), stop: int | None = None,
-            error: int | None = None, loss_stays: bool = False) -> tuple[list[tuple], list[tuple], str]:
+            error: int | None = None, loss_stays: bool = False,
+            ) -> tuple[list[tuple], list[tuple], str]:
     """(Steps as they were told, with the sum of the weights then; the order in which steps were
     computed and told; how it ended). bad: losses of these passes are nan on rank 1, or, where
     the loss stays, their gradients. stop: rank 1 is
