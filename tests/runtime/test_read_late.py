@@ -123,7 +123,8 @@ def test_an_update_that_is_not_finite_is_not_made(tmp_path, policy, story):
 
 
 def test_an_error_of_all_ranks_keeps_the_step_that_was_not_told_yet(tmp_path):
-    (told, _, end), = run_ranks(trained, 1, run_recipe(tmp_path), True, error=6)
+    (told, _, end), = run_ranks(
+        trained, 1, run_recipe(tmp_path, every_steps=4), True, error=6)
     assert told[-1][0] == 5 and "step_00000006" in end
 
 
