@@ -38,5 +38,7 @@ def main(num_steps: int = 20) -> list[float]:
 
 if __name__ == "__main__":
     dist.init_process_group()
-    print(main() if dist.get_rank() == 0 else main()[:0])
+    losses = main()
+    if dist.get_rank() == 0:
+        print("losses:", *(f"{loss:.4f}" for loss in losses))
     dist.destroy_process_group()

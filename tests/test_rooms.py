@@ -68,7 +68,11 @@ from scripts.count_code import count_parts, count_rooms, read_all
 # What nobody used went: tools -315 (profiles of phases, pages of two runs, a picture of lengths),
 # papers -165 (plans of units, splits and recomputation that no run here can follow), core -215 (the
 # simulator of pipelines, which is Python now).
-MOST = {"base": 24_280, "tools": 5_155, "papers": 1_598, "cpp": 2_100}
+# States and manifests that lack what every one has are refused with their cure: +14 of the base.
+# Long calls that are made early count what it takes to find their frames, and end with what is
+# kept: +8.
+# Lines of a log within 100 columns, and a memory that is that of the machine, took +3 of each.
+MOST = {"base": 24_305, "tools": 5_158, "papers": 1_598, "cpp": 2_100}
 
 
 @pytest.fixture(scope="module")

@@ -78,7 +78,8 @@ class BalanceConfig(BalancePolicy):
                                "or by the paper's integer program, which one rank solves for all.",
                                choices=SOLVERS)
     nodewise_limit_s: float = key(60.0, "Seconds for each integer program; the best permutation "
-                                  "found by then is used.", above=0, at_most=86400)
+                                  "found by then is used, and the run ends if there is none.",
+                                  above=0, at_most=86400)
     vision: PhaseConfig = section(PhaseConfig)
     audio: PhaseConfig = section(PhaseConfig)
     llm: PhaseConfig = section(PhaseConfig)

@@ -13,9 +13,9 @@ from orchmllm.config.schema import Conflict, key, section
 class PartConfig:
     """A tower of the model, its LLM, or its generator."""
 
-    frozen: bool = key(False, "This part does not learn. The embeddings and the head are parts "
-                       "of the LLM, and the generator's connector is part of it; the connectors "
-                       "of towers are not (model.connectors_frozen).")
+    frozen: bool = key(False, "This part does not learn. The LLM has the embeddings and the "
+                       "head, and the generator has its connector; the connectors of towers are "
+                       "no part of these (model.connectors_frozen).")
 
 
 @dataclass(frozen=True)

@@ -75,7 +75,8 @@ class TrainConfig:
         "step when it comes again.",
         choices=("raise", "skip", "rollback"))
     max_skipped_in_a_row: int = key(10, "So many of these steps in a row end the run with an error "
-                                    "and no further checkpoint; 0: no limit.", at_least=0)
+                                    "and no further checkpoint; steps without targets do not "
+                                    "count. 0: no limit.", at_least=0)
 
     @property
     def least_microbatches(self) -> int:

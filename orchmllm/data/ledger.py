@@ -15,6 +15,7 @@ import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from textwrap import wrap
 from typing import NamedTuple
 
 from orchmllm.data.formats.columns import Columns, from_json, is_json
@@ -29,7 +30,7 @@ from orchmllm.data.text.spans import Span
 from orchmllm.plan.layout import MADE, TEXT
 
 FATES = {"learnt": "learnt", "read": "read", "cut": "cut by data.max_example_tokens",
-         "left out": "left out by the chat template", "refused": "in rows that are refused",
+         "left out": "left out by the chat template", "refused": "in refused rows",
          "unread": "not read", "names": "roles, types and numbers"}
 GAP = "\0"  # in place of a text that was found
 NONE: Counter = Counter()
@@ -109,11 +110,12 @@ class Ledger:
                 for fate, words in FATES.items() if self.chars[fate] or self.media[fate]]
 
     def __str__(self) -> str:
-        told = []
+        told = [f"{self.name}: {self.rows} rows"]
         for column, what, counts in ((1, "characters", self.chars), (2, "media", self.media)):
             shares = [f"{row[column]:.1%} {row[0]}" for row in self.shares() if row[column]]
-            told.append(f"{counts.total()} {what}{': ' * bool(shares)}{', '.join(shares)}")
-        return f"{self.name}: {self.rows} rows; {'; '.join(told)}"
+            told += wrap(f"{counts.total()} {what}{': ' * bool(shares)}{', '.join(shares)}", 98,
+                         subsequent_indent="  ")
+        return "\n  ".join(told)
 
     def follow(self, source: DataSource, reader: LengthReader, row: Mapping, file: File,
                place: str, *, decode: bool = False) -> None:

@@ -304,9 +304,7 @@ def attention_kernels(model: ModelConfig, device_type: str, dtype: torch.dtype) 
 
 
 def describe_attention(model: ModelConfig, device_type: str, dtype: torch.dtype) -> str:
-    """One line for the log: what computes attention, and why."""
+    """Lines for the log: what computes attention, and why."""
     kernels = attention_kernels(model, device_type, dtype)
-    return ("attention: llm, where it is causal: "
-            f"{kernels.pop('llm')}, with windows or images: scaled_dot_product_attention per "
-            "example" + "".join(f"; {part}, where its media are packed: {kernel}, else "
-                                "scaled_dot_product_attention" for part, kernel in kernels.items()))
+    return ("attention of causal texts and of packed media (else scaled_dot_product_attention):"
+            + "".join(f"\n  {part}: {kernel}" for part, kernel in kernels.items()))

@@ -63,8 +63,8 @@ def prove(folder: Path, processor: Processor, log: Callable[[str], object]) -> N
     seconds = time.process_time() - started
     if verdict["why"]:
         raise ValueError(f"{folder}: {verdict['why']}: {_CURE}")
-    log(f"model.proof: a small {config.model_type} is trained as transformers trains examples, to "
-        f"{verdict['difference']:.0e} of a gradient ({seconds:.1f} s of CPU)")
+    log(f"model.proof: a small {config.model_type} is trained as transformers trains examples\n"
+        f"  to {verdict['difference']:.0e} of a gradient ({seconds:.1f} s of CPU)")
 
 
 def _verdict(config: Any, processor: Processor, generator: nn.Module | None = None

@@ -48,6 +48,7 @@ from orchmllm.runtime.lineage import (
 )
 
 VERSION = 1
+LINEAGE = {"run", "sequence", "ancestors"}  # of a manifest
 
 
 class CheckpointError(AgreedError):
@@ -293,6 +294,8 @@ def problem_of(path: Path, part: int = 0, parts: int = 1) -> str:
         manifest = json.loads((path / "manifest.json").read_text(encoding="utf-8"))
         if manifest["version"] != VERSION:
             return f"manifest.json: version {manifest['version']}, this code reads {VERSION}"
+        if missing := sorted(LINEAGE - manifest.keys()):
+            return f"manifest.json: it has no {', '.join(missing)}"
         for name, recorded in sorted(manifest["files"].items())[part::parts]:
             if Path(name).name != name:
                 return f"manifest.json: {name!r} is not a file name"

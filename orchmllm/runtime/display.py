@@ -223,7 +223,7 @@ class Totals:
         """Lines about the run; `seconds` it took, validation and checkpoints included."""
         n = self.num_steps
         if not n:
-            return ("no step was left to do: raise train.num_steps to go on, or choose another "
+            return ("no step was left to do: raise train.num_steps to go on,\n  or choose another "
                     "run.dir to start anew")
         imbalance = " | ".join(
             f"{phase} {before / mean:.2f} -> {after / mean:.2f}" if mean else f"{phase} -"
@@ -234,7 +234,8 @@ class Totals:
             f"({self.step_s / n:.3g} s a step)",
             "loss        no targets in any step" if self.first_loss is None else
             f"loss        {self.first_loss:.4f} -> {self.last_loss:.4f}",
-            f"imbalance   {imbalance} (slowest rank / mean, as sampled -> as processed)",
+            f"imbalance   {imbalance}",
+            "            (slowest rank / mean, as sampled -> as processed)",
             f"moved       {moved} a step, {between} of it between nodes",
             f"gain        {self.gain()}",
         ]

@@ -40,7 +40,8 @@ class _StopRequests:
             os.write(2, b"all ranks were killed\n")
             os._exit(128 + number)
         self.signal, self._at = number, time.monotonic()
-        os.write(2, b"Stopping after this step and saving; press Ctrl-C again to stop now\n")
+        os.write(2, b"\x1b[J" * os.isatty(2)  # in place of the line of progress
+                 + b"Stopping after this step and saving; press Ctrl-C again to stop now\n")
         raise self._error("stop", signal.SIGTERM)
 
 

@@ -155,7 +155,7 @@ class RunCheckpoints(Checkpointer):
         if state.get("version") != VERSION:
             raise ValueError(f"the checkpoint's state has version {state.get('version')}, this "
                              f"code reads {VERSION}")
-        before = state["attempt"]
+        before = attempt_of(path, state)
         changed = check_resumable(before["settings"], self._attempt["settings"],
                                   state["global_batch_size"])
         return {"attempt": max(self._attempt["attempt"], 1 + before["attempt"]), "resumed_from": {
@@ -172,7 +172,7 @@ class RunCheckpoints(Checkpointer):
         state = json.loads(self._from_first(path.name, (path / "state.json").read_text))
         if problem := other_kind(path, state["model"], self._recipe.model):
             raise CheckpointError(problem)
-        before = state["attempt"]
+        before = attempt_of(path, state)
         changed = differences(before["settings"], self._attempt["settings"])
         if "model.weights" in changed:
             raise CheckpointError(f"run.init_from: {path} has adapters of other weights than those "
@@ -241,3 +241,12 @@ class RunCheckpoints(Checkpointer):
             of_parameter["step"].fill_(progress.optimizer_steps)
         torch.set_rng_state(torch.tensor(state["rng"], dtype=torch.uint8))
         return progress
+
+
+def attempt_of(path: Path, state: Mapping) -> dict:
+    """The attempt that saved a checkpoint. Raises CheckpointError where none was recorded."""
+    found = state.get("attempt", {})
+    if "settings" not in found:
+        raise CheckpointError(f"checkpoint {path}: its state.json records no attempt, so it is "
+                              "older than 0.1.0: set run.resume=never, or name another checkpoint")
+    return found

@@ -157,8 +157,8 @@ class Incidents:
             self._quarantine(where, lines)
         if lines and not self._warned:
             self._warned = True
-            self._log(f"warning: not usable, so its example is not learnt: {name_of(lines[0])}; "
-                      f"this and further ones are listed in {where}")
+            self._log(f"warning: not usable, so its example is not learnt: {name_of(lines[0])}\n"
+                      f"  This and further ones are listed in {where}")
         try:
             counted.check(self._recipe.data, lines)
         except MediaLimitError:

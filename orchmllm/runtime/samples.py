@@ -55,9 +55,15 @@ class Samples:
         for line in sorted(lines, key=lambda line: line["example"]):
             if self._file is not None:
                 self._file.write(line)
-            self._log(f"sample of step {step}, example {line['example']}: " + (
-                f"it cannot be asked about: {line['error']}" if "error" in line else
-                f"{line['answer']!r:.200}; the data say {line['expected']!r:.200}"))
+            self._log(f"sample of step {step}, example {line['example']}:" + (
+                f" it cannot be asked about: {line['error']}" if "error" in line else
+                f"\n  the model says {_short(line['answer'])}"
+                f"\n  the data say   {_short(line['expected'])}"))
+
+
+def _short(text: str, most: int = 80) -> str:
+    """For a line of the log; all of it is in samples.jsonl."""
+    return repr(text) if len(repr(text)) <= most else f"{text!r:.{most - 4}} ..."
 
 
 class Asked:
@@ -92,14 +98,11 @@ class Asked:
                     {"error": self._reason(example, failures[position])}
                     if position in failures else
                     {"expected": self._text(self._questions.answer(example)),
-                     **self._answered(ids)})})
+                     "answer": self._text(ids), "ended": ids[-1] == self._end_id})})
         return told
 
     def _reason(self, example: int, failed: FailedSegment) -> str:
         return f"{self._dataset.describe(example, failed.segment)['file']}: {failed.reason}"
-
-    def _answered(self, ids: list[int]) -> dict:
-        return {"answer": self._text(ids), "ended": ids[-1] == self._end_id}
 
     def _text(self, ids: list[int]) -> str:
         return self._tokenizer.decode([i for i in ids if i != self._end_id])

@@ -204,7 +204,7 @@ class MemoryModel:
 
     def blocks(self, phase: str) -> Sequence[BlockCounts]:
         """Of a phase; one that keeps nothing where the model has not got it."""
-        return self._counts[phase].blocks
+        return self._counts.get(phase, NO_PART).blocks
 
     def _around(self, phase: str, loads: Loads) -> np.ndarray:
         """What is kept around the blocks."""

@@ -94,7 +94,8 @@ def round_trip(world, num_items: int, seed: int) -> dict[str, bool]:
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("num_items", [0, pytest.param(5, marks=pytest.mark.slow), 60])
+@pytest.mark.parametrize("num_items", [
+    pytest.param(0, marks=pytest.mark.slow), pytest.param(5, marks=pytest.mark.slow), 60])
 def test_round_trip_on_eight_ranks(num_items):
     for rank, fine in enumerate(run_ranks(round_trip, 8, num_items, 3)):
         assert all(fine.values()), (rank, fine)

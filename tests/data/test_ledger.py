@@ -104,8 +104,9 @@ def test_each_fate_of_a_row_that_was_counted_by_hand(tmp_path):
     assert reason.startswith("1 <image> placeholders but 2") and place.endswith("row 2")
     assert count == 1 and ledger.unread == {"id", "mask", "note"}
     total = 2 * (learnt + read + lost + roles + unread)
-    assert str(ledger).startswith(f"a.jsonl: 2 rows; {total} characters: {learnt / total:.1%} "
+    assert str(ledger).startswith(f"a.jsonl: 2 rows\n  {total} characters: {learnt / total:.1%} "
                                   f"learnt, {read / total:.1%} read, ")
+    assert max(map(len, str(ledger).splitlines())) <= 100
 
 
 def test_what_a_limit_cuts_is_counted_where_it_stands(tmp_path):

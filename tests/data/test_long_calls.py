@@ -55,6 +55,7 @@ def call(rows, i: int) -> tuple:
 def all_are_long(monkeypatch):
     monkeypatch.setattr(long_calls, "LONG_S", 0.0)
     monkeypatch.setattr(long_calls, "PART_S", 1e-9)
+    monkeypatch.setattr(long_calls, "LISTED_S", 0.0)
 
 
 @pytest.mark.parametrize("opening", [opened, indexed])
@@ -62,7 +63,7 @@ def test_parts_are_what_the_whole_call_makes(corpus, opening, all_are_long):
     """Also of a file that fails, which fails once."""
     rows = opening(corpus)
     calls = [call(rows, i) for i in range(4)]
-    parts = [long_calls.divided(each, each[1]["row"], 3) for each in calls]
+    parts = [long_calls.divided(each, each[1]["row"], 3, 2.0) for each in calls]
     assert all(1 < len(part) <= 12 for part in parts)
     for (_, keys), part in zip(calls, parts, strict=True):
         assert [s for _, some in part for s in some["segments"]] == keys["segments"]
@@ -100,16 +101,18 @@ def test_seconds_grow_with_what_has_to_be_decoded(corpus):
         frame_s = height * width * long_calls.DECODED_S
         read_s = height * width * long_calls.READ_S
         assert seconds == pytest.approx((place - before) * frame_s + read_s)
-        assert again == pytest.approx(before * frame_s)
+        listed_s = np.append(0.0, np.full(len(at) - 1, 48 * long_calls.LISTED_S))
+        assert again == pytest.approx(before * frame_s + listed_s)
 
 
 def test_parts_are_short_where_that_takes_hardly_longer(corpus, monkeypatch):
     """Each of them would be decoded from the start of its group."""
     monkeypatch.setattr(long_calls, "PART_S", 1e-12)
-    monkeypatch.setattr(long_calls, "READ_S", 0.0)  # of pictures as small as these it is most
+    for name in ("READ_S", "LISTED_S"):  # of pictures as small as these it is most
+        monkeypatch.setattr(long_calls, name, 0.0)
     rows = opened(corpus)
     grouped, single = call(rows, 0), call(rows, 1)
-    assert len(long_calls.divided(grouped, grouped[1]["row"], 2)) == 8
+    assert len(long_calls.divided(grouped, grouped[1]["row"], 2, 1.25)) == 8
     assert len(long_calls.divided(single, single[1]["row"], 2)) == 2
 
 

@@ -45,11 +45,14 @@ def test_it_shows_the_tokens_and_labels_that_are_trained(recipe):
 
 
 def test_terminal(recipe, capsys):
-    assert main(["preview", recipe, "--row", "6"]) == 0
+    assert main(["preview", recipe, "--row", "6", "--count", "3"]) == 0
     out = capsys.readouterr().out
     assert out.count("--- ") == 3 and "[[no.<|im_end|>]]" in out and "\x1b" not in out
     assert re.search(r"<image 2.webp: \d+x\d+ pixels -> \d+ patches, \d+ tokens>", out)
     assert re.search(r"<clip 0.wav: [\d.]+ s at \d+ Hz -> \d+ mel frames, \d+ tokens>", out)
+    assert main(["preview", recipe, "--row", "6"]) == 0
+    one = capsys.readouterr().out
+    assert one.count("--- ") == 1 and out.startswith(one)
 
 
 def test_what_cannot_be_read_is_said(recipe, capsys):

@@ -84,6 +84,7 @@ def without(recipe) -> list:
 
 
 @pytest.mark.dist
+@pytest.mark.slow  # a cluster takes a minute to start on two cores
 def test_losses_and_quarantine_are_those_without_ray(recipe):
     """On one rank with one reader, as each of them imports torch; slow, on two."""
     batch = "train.batch_size=4"

@@ -49,7 +49,7 @@ def lines(folder, template: str | None, rows: list[dict], **keys) -> list[str]:
     dataset = opened(folder / "data.jsonl", reader_in(folder), folder)
     dataset.reader.max_example_tokens = keys.get("max_example_tokens", 0)
     survey(dataset.sources, dataset.reader, DataConfig(**keys), out.append)
-    assert out.pop(0).startswith(f"data.jsonl: {len(rows)} rows; ")
+    assert out.pop(0).startswith(f"data.jsonl: {len(rows)} rows\n")
     return out
 
 
@@ -160,4 +160,4 @@ def test_what_was_seen_before_the_ranks_is_kept_for_the_report(tmp_path, monkeyp
     name = recipe.data.path.rpartition("/")[2]
     assert f"<td>{name}</td><td>6</td><td>media</td><td class=n>6</td>" in shown.replace(
         " class=n>6</td><td>media", ">6</td><td>media")
-    assert "in rows that are refused" in shown and "83.3%" in shown
+    assert "in refused rows" in shown and "83.3%" in shown

@@ -83,9 +83,9 @@ def test_same_batches_with_any_number_of_workers(dispatch):
 class Told(SyntheticDataset):
     """Example `long` is known to take long. Every load is written down as it begins."""
 
-    def __init__(self, long: int, path: str) -> None:
+    def __init__(self, long: int, path: str, cached_examples: int) -> None:
         super().__init__(size=96)  # no example twice
-        self.long, self.path = long, path
+        self.long, self.path, self.cached_examples = long, path, cached_examples
 
     def kept(self, i: int, read: bool) -> SimpleNamespace:
         return SimpleNamespace(seconds=100.0 * (i == self.long), problem="it is made whole")
@@ -96,13 +96,13 @@ class Told(SyntheticDataset):
         return super().load(i, **how)
 
 
-def order_of_loads(world, folder: str) -> tuple[list[list[int]], list[int]]:
+def order_of_loads(world, folder: str, cached_examples: int) -> tuple[list[list[int]], list[int]]:
     """The examples of each step, and all examples in the order in which workers began them."""
     run = run_recipe(2)
     run = replace(run, train=replace(run.train, num_steps=8))
     steps = [step.example_ids_of_rank for step in Trainer(
         run, world, dataset=SyntheticDataset(size=96)).loader()]
-    data = Told(steps[-1][0], f"{folder}/loads")
+    data = Told(steps[-1][0], f"{folder}/loads", cached_examples)
     predicted = patch.object(long_calls, "predicted_s", lambda row, segments: (
         np.array([row.seconds]), np.zeros(1)))
     with predicted:
@@ -111,11 +111,13 @@ def order_of_loads(world, folder: str) -> tuple[list[list[int]], list[int]]:
     return steps, [int(line) for line in open(data.path)]
 
 
-def test_a_call_that_takes_long_begins_before_those_of_earlier_steps(tmp_path):
-    (steps, loads), = run_ranks(order_of_loads, 1, str(tmp_path))
+@pytest.mark.parametrize("cached_examples, early", [(4096, True), (30, False)])
+def test_a_call_that_takes_long_begins_early(tmp_path, cached_examples, early):
+    """Before those of two earlier steps, but not where the dataset would forget what is planned."""
+    (steps, loads), = run_ranks(order_of_loads, 1, str(tmp_path), cached_examples)
     assert sorted(set(loads)) == sorted(i for step in steps for i in step)
     begun = loads.index(steps[-1][0])
-    assert begun < min(map(loads.index, steps[-2])) and begun < min(map(loads.index, steps[-3]))
+    assert early == (begun < min(map(loads.index, steps[-3])))
 
 
 class Blocked(SyntheticDataset):

@@ -1,5 +1,4 @@
-"""Ranks without images and without audio: no hang, and the gradients of one process. A rank
-that lacks one of the two: tests/runtime/test_measured_gain.py.
+"""Ranks without images, without audio, without either: no hang, and the gradients of one process.
 
 The most reported failure of multimodal FSDP training. With balancing off the first ranks really
 hold none; on, plans may still leave a rank without."""
@@ -18,22 +17,18 @@ from tests.lib.synthetic import SHALLOW, SyntheticDataset, recipe
 
 pytestmark = pytest.mark.dist
 NUM_RANKS = 3
-SHARE = BATCH // NUM_RANKS
 
 
-def kinds(ranks_without: int) -> list[str]:
-    """Kinds of the BATCH examples; those of the first `ranks_without` ranks are texts."""
-    full, without = ["TVT", "TAT", "TVAT", "TAVT"], ["T", "TT", "T", "T"]
-    return [(without if i // SHARE < ranks_without else full)[i % SHARE] for i in range(BATCH)]
-
-
-WITHOUT = {"all but one": NUM_RANKS - 1, "all": NUM_RANKS}  # ranks
+FULL, TEXTS = ["TVT", "TAT", "TVAT", "TAVT"], ["T", "TT", "T", "T"]
+WITHOUT = {  # kinds of the examples of each rank
+    "another on each": [["TAT", "T", "AT", "T"], ["TVT", "T", "VT", "T"], FULL],
+    "both on all but one": [TEXTS, TEXTS, FULL], "both on all": [TEXTS, TEXTS, TEXTS]}
 
 
 def test_no_hang_and_right_gradients():
     cases = {}
-    for k, (pattern, ranks_without) in enumerate(WITHOUT.items()):
-        dataset = SyntheticDataset(kinds=kinds(ranks_without), size=BATCH)
+    for k, (pattern, of_ranks) in enumerate(WITHOUT.items()):
+        dataset = SyntheticDataset(kinds=sum(of_ranks, []), size=BATCH)
         for enabled in (False, True):
             checkpointing = ("none", "full")[(k + enabled) % 2]  # every pair of two options
             cases[f"{pattern}/balance={enabled}/checkpointing={checkpointing}"] = Case(

@@ -1,17 +1,25 @@
-"""The paper's models (OrchMLLM Table 1): exact shapes, and counts that equal an independent one."""
+"""The paper's models (OrchMLLM Table 1): exact shapes, counts that equal an independent one, and a
+step of each recipe with a tiny model on two ranks."""
 
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from orchmllm.config.recipe import Recipe
+from orchmllm.data.loading.step_loader import StepLoader
+from orchmllm.data.sampler import GlobalSampler
 from orchmllm.models.families import read_config
 from orchmllm.models.whole_model import meta_model
 from orchmllm.tools.predict.whole import geometry, parameters
+from orchmllm.trainer import Trainer
+from tests.lib.ranks import run_ranks
 from tests.lib.recipes import read
+from tests.lib.synthetic import MODEL, SyntheticDataset
 
 NAMES = ("mllm10b", "mllm18b", "mllm84b", "mllm_1gpu")
 # Table 1: layers, hidden, ffn of LLM, vision, audio; then downsampling, image bound, mini-batch.
@@ -77,3 +85,37 @@ def test_parameters_on_meta_equal_the_analytic_count(name):
         for phase, billions in table.items():
             own = sum(n for part, n in counts.items() if part.startswith(phase))
             assert own / 1e9 == pytest.approx(billions, rel=0.1)
+
+
+def scaled_down(recipe: Recipe) -> Recipe:
+    """The recipe with a tiny model: all options stay, but for the number of ranks and what is
+    downloaded or filled."""
+    return replace(
+        recipe, model=MODEL,
+        fsdp=replace(recipe.fsdp, shard_size=2, loss_chunk_rows=32, memory_gb=8.0),
+        train=replace(recipe.train, batch_size=4, num_steps=1, lr=1e-3, warmup_steps=0),
+        data=replace(recipe.data, prefetch=0),
+        checkpoint=replace(recipe.checkpoint, every_steps=-1))
+
+
+def one_step(world, names):
+    rows = {}
+    for name in names:
+        recipe = scaled_down(read(name))
+        data = SyntheticDataset()
+        trainer = Trainer(recipe, world, dataset=data)
+        sampler = GlobalSampler(range(8), 8, shuffle=False)
+        (step,) = StepLoader(data, sampler, trainer.orchestrator, num_steps=1, prefetch=0,
+                             feed=trainer._feed)
+        rows[name] = trainer.train_step(step)
+    return rows
+
+
+@pytest.mark.slow
+@pytest.mark.dist
+def test_a_step_of_each_with_a_tiny_model():
+    first, second = run_ranks(one_step, 2, NAMES)
+    for name in NAMES:
+        assert 4.0 < first[name]["loss"] < 4.4  # ln 64 = 4.16
+        assert first[name]["loss"] == second[name]["loss"] and not first[name]["nonfinite"]
+        assert first[name]["mfu"] is None  # a CPU has no bf16 peak

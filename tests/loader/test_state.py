@@ -97,6 +97,8 @@ def of_another_size(world, kind: str) -> None:
     state = loader.state_dict()
     with pytest.raises(ValueError, match="batch_size was 2, now it is 4.*go on with batch_size 2"):
         make(24, 4).load_state_dict(state)
+    with pytest.raises(ValueError, match="it has no geometry, so it is not whole"):
+        make(24, 2).load_state_dict({k: v for k, v in state.items() if k != "geometry"})
     if kind != "stream":
         with pytest.raises(ValueError, match="num_examples was 24, now it is 30"):
             make(30, 2).load_state_dict(state)

@@ -42,7 +42,7 @@ def test_it_is_proven_and_trained(tmp_path):
     for losses, _, error in ranks:
         assert not error and len(losses) == 3 and all(map(math.isfinite, losses))
         assert losses[-1] != losses[0]
-    assert any("is trained as transformers trains examples" in line for line in ranks[0][1])
+    assert any("is trained as transformers trains examples\n" in line for line in ranks[0][1])
 
 
 def test_all_ranks_learn_that_it_is_refused_and_none_waits(tmp_path):

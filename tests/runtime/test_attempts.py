@@ -22,7 +22,7 @@ from orchmllm.runtime.attempts import read_attempts, recorded, settings_of
 from orchmllm.runtime.build import build_dataset
 from orchmllm.runtime.checkpoint import CheckpointError
 from orchmllm.runtime.resumable import check_resumable
-from orchmllm.runtime.run_checkpoints import RunCheckpoints
+from orchmllm.runtime.run_checkpoints import RunCheckpoints, attempt_of
 from orchmllm.runtime.run_state import Progress
 from tests.lib.commands import TINY, demo_of
 from tests.lib.ranks import run_ranks
@@ -318,6 +318,8 @@ def attempts(world, folder: Path) -> None:
     again = replace(run, run=replace(run.run, dir=str(folder / "again"), resume=str(copy)))
     with pytest.raises(ValueError, match="^run.seed is 5, the checkpoint has 0"):
         attempted(replace(again, run=replace(again.run, seed=5)), 4)  # whose folder has no attempts
+    with pytest.raises(CheckpointError, match="checkpoint old: .* no attempt, .*run.resume=never"):
+        attempt_of(Path("old"), {})
     with pytest.raises(CheckpointError, match="no/such/folder.*manifest.json"):
         attempted(replace(run, run=replace(run.run, resume="no/such/folder")), 4)
 

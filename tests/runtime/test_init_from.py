@@ -49,6 +49,9 @@ def trained(world, run: Recipe, data=None) -> tuple[list, dict, dict, list[str]]
 
     def resumed():
         progress = resume()
+        assert progress or not any(  # moments begin anew
+            one["exp_avg"].to_local().any() or one["step"]
+            for one in trainer.optimizer.state.values())
         first.append(parameters(trainer))
         return progress
 

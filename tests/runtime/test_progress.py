@@ -200,8 +200,8 @@ def test_summary(display, capsys, now):
     assert capsys.readouterr().out == f"""\
 stopped by SIGTERM: 2 steps in 01:05 (0.5 s a step)
   loss        2.0000 -> 1.5000
-  imbalance   vision 1.50 -> 1.00 | audio 2.50 -> 1.12 | llm 3.50 -> 1.25 (slowest rank / mean, \
-as sampled -> as processed)
+  imbalance   vision 1.50 -> 1.00 | audio 2.50 -> 1.12 | llm 3.50 -> 1.25
+              (slowest rank / mean, as sampled -> as processed)
   moved       4.50kB a step, 1.50kB of it between nodes
   gain        balancing saved 55.0% of the step (predicted); data wait 1.0%
   host memory 1.25 GB of a rank at most
@@ -214,7 +214,7 @@ def test_summary_of_nothing(display, capsys):
     display.start(5, first_step=5)
     display.finish()
     assert capsys.readouterr().out.startswith(
-        "finished: no step was left to do: raise train.num_steps to go on, or ")
+        "finished: no step was left to do: raise train.num_steps to go on,\n  or choose ")
 
 
 @pytest.mark.dist

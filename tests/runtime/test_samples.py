@@ -71,6 +71,8 @@ def test_training_is_bit_equal_with_and_without_samples(demo_corpus, tmp_path):
     said = [line for line in sampled[0][3] if line.startswith("sample of step 2")]
     assert len(said) == 3 and any(
         f"example {broken}: it cannot be asked about: " in line and name in line for line in said)
+    shown = [part for line in said for part in line.splitlines() if "says " in part]
+    assert len(shown) == 2 and max(map(len, shown)) <= 100
 
 
 def test_a_prompt_is_what_training_sees_before_the_first_answer(demo_corpus):

@@ -82,6 +82,9 @@ def test_all_ranks_make_the_same_collectives(settings):
         assert made["_reduce_scatter_base_"] == {(shards, f"torch.{setting.fsdp.sum_dtype}")}
         assert {ranks for ranks, _ in made["allreduce_"]} == {shards, 8 // shards} - {1}
         assert {ranks for ranks, _ in made["alltoall_base_"]} == {8}
+        exchanges, others = ({c.group for c in logs[0] if (c.name == "alltoall_base_") is exchanges}
+                             for exchanges in (True, False))
+        assert len(exchanges) == 1 and exchanges.isdisjoint(others)  # nobody waits for parameters
 
 
 @pytest.mark.slow

@@ -4,6 +4,7 @@ next start when memory runs out."""
 from __future__ import annotations
 
 import json
+from contextlib import nullcontext
 from dataclasses import replace
 from itertools import product
 from types import SimpleNamespace
@@ -25,7 +26,7 @@ from orchmllm.plan.step import plan_step
 from orchmllm.runtime import measured
 from orchmllm.runtime.metrics import read_rows
 from orchmllm.runtime.profile import exhausted_before
-from orchmllm.sharding.choice import choose_checkpointing
+from orchmllm.sharding.choice import check_layers, choose_checkpointing
 from orchmllm.sharding.loads import loads_of
 from orchmllm.sharding.memory import MemoryModel
 from orchmllm.sharding.recomputed import recomputed_flop
@@ -133,6 +134,17 @@ def test_memory_asks_for_microbatches():
     assert again.spec.digest == memory.spec.digest
     with pytest.raises(ValueError, match="auto needs to know what a rank can hold: set fsdp.mem"):
         run_memory([], {}, FsdpConfig(), accumulation_steps=0)
+
+
+@pytest.mark.parametrize("part, count", [("vision", 3), ("generator", 1)])
+def test_more_layers_than_there_are_are_refused(part, count):
+    """A part that the model has not counts as one layer."""
+    for named in (count, count + 1):
+        run = recipe(model=DEEP, fsdp=FsdpConfig(**{f"{part}_checkpointing": f"full:{named}"}))
+        with pytest.raises(ValueError, match=(
+                f"fsdp.{part}_checkpointing.*names {named} layers, but there are {count}")
+                ) if named > count else nullcontext():
+            check_layers(run)
 
 
 def test_what_steps_take_decides_once_more():

@@ -93,7 +93,8 @@ def loaded(world, folder: Path, name: str, tied: bool, shard_size: int, choice: 
 @pytest.mark.slow
 @pytest.mark.parametrize("name, tied, ranks, shard_size, choice", [
     *((name, True, 2, 0, "full:1") for name in models.ADMITTED),
-    ("llava_next", False, 1, 0, "full"), ("llava_next", False, 4, 2, "selective:1")])
+    ("llava_next", False, 1, 0, "full"), ("llava_next", False, 4, 2, "selective:1"),
+    ("qwen2_vl", True, 3, 0, "none")])  # whose rows three ranks do not divide
 def test_loaded_shards_are_the_model_and_compute_its_gradients(
         name, tied, ranks, shard_size, choice, tmp_path):
     saved(name, tmp_path, tied)

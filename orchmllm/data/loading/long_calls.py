@@ -26,11 +26,11 @@ from orchmllm.data.loading.workers import Call, Result, Workers
 LONG_S, PART_S = 0.5, 0.25  # predicted: of a call that takes long, and of its parts at least
 STEPS_PLANNED = 24  # beyond the one that is loaded, so that long calls of these can be made early
 NEXT = 2  # steps of which all calls are asked for: the one that is loaded, and the one after it
-WORTH = 1.25  # times as long is worth it, if parts are shorter
+WORTH = 1.25  # times as long is worth it for early calls, if their parts are shorter
 LONGER = 2.0  # than the mean of these steps: so few calls are early, whatever rows hold
-# Of one core, about: to decode a pixel of a video, to decode or convert one and resize it, and to
-# decode a sample of sound and make features of it.
-DECODED_S, READ_S, HEARD_S = 3e-9, 3e-8, 3e-8
+# Of one core, about: to decode a pixel of a video, to decode or convert one and resize it, to make
+# features of a sample of sound, and to find a frame in the file of a video.
+DECODED_S, READ_S, HEARD_S, LISTED_S = 3e-9, 3e-8, 3e-8, 3e-5
 
 
 class Calls:
@@ -57,7 +57,7 @@ class Calls:
         self._left.difference_update(asked)
         rest = sorted(k for k in asked if self.takes_s[k] < LONG_S)
         for k in asked[: len(asked) - len(rest)]:
-            self._replies.append(([k], self._in_parts(k)))
+            self._replies.append(([k], self._in_parts(k, WORTH if early_s else 1.0)))
         if rest:
             self._replies.append((rest, self._request([self._call(k) for k in rest])))
 
@@ -68,9 +68,10 @@ class Calls:
                for k, result in zip(asked, reply(), strict=True)}
         return [out[k] for k in range(len(self._calls))]
 
-    def _in_parts(self, k: int) -> Callable[[], list[Result]]:
+    def _in_parts(self, k: int, worth: float) -> Callable[[], list[Result]]:
         call = self._call(k)
-        parts = self._request(divided(call, self._rows[k], self._workers.at_once), alone=True)
+        parts = self._request(divided(call, self._rows[k], self._workers.at_once, worth),
+                              alone=True)
         return lambda: [_joined(parts()) or self._request([call])()[0]]
 
     def _request(self, calls: Sequence[Call], alone: bool = False) -> Callable[[], list[Result]]:
@@ -82,10 +83,12 @@ class Calls:
         return args, {**keys, "row": self._rows[k]} if self._workers.num_workers else keys
 
 
-def divided(call: Call, row: MeasuredExample | None, num_workers: int) -> list[Call]:
+def divided(call: Call, row: MeasuredExample | None, num_workers: int, worth: float = 1.0
+            ) -> list[Call]:
     """The parts of a call, for so many workers. Each is of media that follow each other and take
-    about equally long, the first one with the text. They are as short as they can be without taking
-    much longer together: a worker makes nothing else before it has made one."""
+    about equally long, the first one with the text. They are as short as they can be without all of
+    them together taking `worth` times as long as they have to: a worker makes nothing else before
+    it has made one."""
     args, keys = call
     segments = keys["segments"]
     if row is None or row.problem or not segments or keys.get("encoded"):
@@ -101,7 +104,7 @@ def divided(call: Call, row: MeasuredExample | None, num_workers: int) -> list[C
         parts_s = np.add.reduceat(seconds, starts) + again[starts]
         found.append((max(parts_s.max(), parts_s.sum() / num_workers), starts))
     least_s = min(takes_s for takes_s, _ in found)
-    starts = max((starts for takes_s, starts in found if takes_s <= WORTH * least_s), key=len)
+    starts = max((starts for takes_s, starts in found if takes_s <= worth * least_s), key=len)
     return [(args, {**keys, "segments": part.tolist(), "text": keys["text"] and k == 0})
             for k, part in enumerate(np.split(segments, starts[1:]))]
 
@@ -112,7 +115,7 @@ def predicted_s(row: MeasuredExample, segments: Sequence[int]) -> tuple[np.ndarr
     frame. Key frames are taken to be at equal distances."""
     media, sizes = row.media_at, dict(zip(row.media_at, row.sizes, strict=False))
     seconds, again = np.zeros((2, len(segments)))
-    before = None
+    before: tuple = (None, 0, 0.0)  # video, group of frames, and seconds to decode a frame in it
     for k, segment in enumerate(segments):
         if segment not in sizes:  # the row has changed since it was indexed
             continue
@@ -120,14 +123,16 @@ def predicted_s(row: MeasuredExample, segments: Sequence[int]) -> tuple[np.ndarr
         seconds[k] = height * width * READ_S if height else width * HEARD_S
         if (frame := media[segment].frame) is None:
             continue
-        header = frame.video
+        header, video = frame.video, media[segment]._replace(frame=None, sampled=None)
         group, part = divmod(frame.second / max(header.duration_s, 1e-9) * header.num_groups, 1)
         takes_s = part * header.num_frames / header.num_groups * height * width * DECODED_S
-        place = media[segment]._replace(frame=None, sampled=None), group
-        if before is not None and before[0] == place:
-            again[k] = before[1]
-        seconds[k] += takes_s - again[k]
-        before = place, takes_s
+        if before[0] == video:
+            again[k] = header.num_frames * LISTED_S
+        if before[:2] == (video, group):
+            seconds[k] -= before[2]
+            again[k] += before[2]
+        seconds[k] += takes_s
+        before = video, group, takes_s
     return seconds, again
 
 

@@ -91,8 +91,9 @@ class WholeFeed:
 
     dataset: has reader (an orchmllm.data.processed.ProcessedReader), layout, load and describe of
     orchmllm.data.dataset.ConversationDataset. If it has them, kept, layouts and prepare_loads are
-    used, too: to give a worker what planning read, and to read several examples at once. pool: of a
-    Ray cluster, reads and decodes instead (orchmllm.data.loading.ray_workers). model: an
+    used, too: to give a worker what planning read, and to read several examples at once. So is
+    cached_examples, of how many it keeps what planning read. pool: of a Ray cluster, reads and
+    decodes instead (orchmllm.data.loading.ray_workers). model: an
     orchmllm.models.whole_model.WholeModel with encoders."""
 
     num_dropped = 0
@@ -107,15 +108,17 @@ class WholeFeed:
         self._workers = (Workers(dataset, num_workers) if pool is None else
                          RayWorkers(dataset, pool, num_workers, orchestrator.rank))
         self._requested: deque[list[Request]] = deque()
-        self._num_loaded = 0
+        self._num_loaded, self._steps_kept = 0, STEPS_PLANNED
         self._model, self.options = model, {"raw": model.encoders.raw}  # of every load
         self._blank = cache(lambda phase: self._described(
             phase, self.dataset.reader.blank(OF_MEDIA[phase])))
 
     @property
     def lookahead(self) -> int:
-        """It grows with the steps that were loaded, so that the first one comes soon."""
-        return self.config_digest * min(STEPS_PLANNED, NEXT - 1 + 3 * self._num_loaded)
+        """It grows with the steps that were loaded, so that the first one comes soon, and ends
+        where the dataset would forget what was planned."""
+        most = min(STEPS_PLANNED, NEXT - 1 + 3 * self._num_loaded, self._steps_kept)
+        return self.config_digest * max(NEXT - 1, most)
 
     def draw(self, index: int) -> BatchLayout | None:
         if index >= self.num_steps:
@@ -124,7 +127,10 @@ class WholeFeed:
         sampled, rank = self.sampler.batch(index), self.orchestrator.rank
         shares = self.sampler.shares(index, self.orchestrator.world_size)
         probed = sampled if self.knows_all else sampled[shares[rank]]
-        sizes = [s.stop - s.start for s in shares] if self.knows_all else [len(probed)]
+        sizes = [s.stop - s.start for s in shares]
+        planned = sum(sizes) if self.knows_all else max(sizes)
+        self._steps_kept = getattr(self.dataset, "cached_examples", 1 << 30) // max(planned, 1) - 1
+        sizes = sizes if self.knows_all else [len(probed)]
         if hasattr(self.dataset, "layouts"):
             return self.dataset.layouts(probed, sizes)
         return BatchLayout.concat([self.dataset.layout(int(i)) for i in probed], sizes)

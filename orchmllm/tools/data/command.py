@@ -40,7 +40,7 @@ OPTIONS = (
     ("--model", str, "stats without a recipe: folder of the model, which has to be given"),
     ("--batch-size", 30, "stats without a recipe: examples a rank"),
     ("--row", 1, "preview: the first row, counted over all sources"),
-    ("--count", 3, "preview: rows to show"))
+    ("--count", 1, "preview: rows to show"))
 
 
 def parse(argv: list[str]) -> argparse.Namespace:

@@ -12,6 +12,7 @@ from orchmllm.config.model import ModelConfig
 from orchmllm.config.recipe import DataConfig, Recipe, TrainConfig
 from orchmllm.data.formats.open import DataSource
 from orchmllm.data.index import LengthIndex
+from orchmllm.launch import gpu_of
 from orchmllm.models.whole_flops import plan_spec
 from orchmllm.sharding.caps import with_count
 from orchmllm.sharding.fits import with_real_batch
@@ -38,25 +39,26 @@ def of_data(path: str, model: str, batch_size: int) -> Recipe:
 def show(recipe: Recipe, args: argparse.Namespace, sources: Sequence[DataSource],
          indexes: Sequence[LengthIndex]) -> None:
     """Prints lengths and what balancing gives."""
+    import torch
+
     lengths = read_lengths([s.name for s in sources], indexes)
     print("\nLLM tokens per example that has the modality (share: of all tokens of the source)")
     print(lengths_table(lengths))
     ranks = args.ranks or recipe.launch.nproc_per_node or 8
     batches = list(global_batches(sources, indexes, recipe, ranks))
-    share = with_real_batch(recipe, ranks).train.batch_size
-    count = share // recipe.train.batch_size  # with capped mini-batches
+    real = with_real_batch(recipe, ranks)
+    count = real.train.batch_size // recipe.train.batch_size  # with capped mini-batches
     _gain(predict(batches, recipe), ranks,
-          f"{share} examples" if recipe.data.batching == "sample" else
+          f"{real.train.batch_size} examples" if recipe.data.batching == "sample" else
           f"{count} mini-batches" if count > 1 else "1 mini-batch")
-    job, hardware = cluster().job(recipe, ranks)
+    job, _ = cluster().job(recipe, ranks)
     memory = MemoryModel.of(job)
-    room = Room.of(job, hardware.sheet.memory_bytes, memory)
-    room = replace(room, why=f"{room.why}; assumed GPU: {hardware.name}")
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    room = Room.of(job, gpu_of(device)[1], memory)
     own = of_indexes(recipe, sources, indexes)
     found = heaviest(batches, plan_spec(job).costs, own.rows(), room.fits)
-    real = with_real_batch(recipe, ranks)
     step = own.draw(ranks, real.train.batch_size * real.train.least_microbatches, recipe.run.seed)
-    _, _, caps = with_count(real, [step], plan_spec(job), memory, room.budget)
+    caps = with_count(real, [step], plan_spec(job), memory, room.budget)[-1] if room.budget else ""
     print("", *wrap(caps, 79, subsequent_indent="  "), *table(found, room, own.place),
           *room.misfits(own.rows(), own.place), sep="\n")
 

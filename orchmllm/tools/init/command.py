@@ -63,7 +63,7 @@ def main(argv: list[str]) -> int:
                 path.unlink(missing_ok=True)
             shutil.rmtree(made[1], ignore_errors=True)
             raise
-    print(f"written: {out}; other recipes to start from are in {RECIPES}\nnext:\n"
+    print(f"written: {out}\nother recipes to start from: {RECIPES}\nnext:\n"
           f"  orchmllm data stats {out}\n  orchmllm train {out}")
     return 0
 

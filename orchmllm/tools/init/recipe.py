@@ -39,6 +39,7 @@ UNUSED = (1, 64, 64, 4)
 TEXT = """\
 # Written by `orchmllm init` for {source}.
 # {lengths}
+# {shares}
 # docs/recipe.md has all keys; any of them can be given to a command: train.lr=1e-4
 run:
   dir: {run}
@@ -112,15 +113,16 @@ def write_recipe(path: str, models: Mapping[str, Path], out: Path, trained: Path
     print(f"{source}\n{told}", flush=True)
     layouts = _layouts(source, some, reader)
     every = BatchLayout.concat(layouts, [len(layouts)])
-    shares = {name: every.num_tokens[every.modality == code].sum() / every.num_tokens.sum()
-              for name, code in MODALITIES.items()}
     p50, p90 = np.percentile(every.tokens_per_example, [50, 90])
-    lengths = (f"An example has {p50:.0f} positions (median), 9 of 10 have at most {p90:.0f}; "
-               + ", ".join(f"{share:.0%} are {name}" for name, share in shares.items()))
+    lengths = f"An example has {p50:.0f} positions (median), 9 of 10 have at most {p90:.0f}."
+    shares = "Of all positions " + ", ".join(
+        f"{share:.0%} are {name}" for name, code in MODALITIES.items()
+        if (share := every.num_tokens[every.modality == code].sum() / every.num_tokens.sum())) + "."
     values = {
-        "source": source, "lengths": lengths, "run": json.dumps(f"runs/{Path(source.name).stem}"),
-        "machine": machine, "path": json.dumps(path), "rows": rows, "model": model,
-        "held_out": min(64, rows // 10), "lr": "1e-5" if models else "1e-3"}
+        "source": source, "lengths": lengths, "shares": shares, "machine": machine,
+        "run": json.dumps(f"runs/{Path(source.name).stem}"), "path": json.dumps(path),
+        "rows": rows, "model": model, "held_out": min(64, rows // 10),
+        "lr": "1e-5" if models else "1e-3"}
     out.write_text(TEXT.format(**values, batch=1, why="", steps=1, examples=1, sample=0, save=0),
                    encoding="utf-8")
     batch, why = _batch_size(load_recipe(out), layouts, machine)
@@ -130,7 +132,8 @@ def write_recipe(path: str, models: Mapping[str, Path], out: Path, trained: Path
     out.write_text(TEXT.format(
         **values, batch=batch, why=why, steps=steps, examples=examples, save=quarter,
         sample=quarter if values["held_out"] else 0), encoding="utf-8")
-    print(f"{lengths}\n{machine.text}: {machine.num_ranks} ranks x {batch} examples; {why}")
+    print(f"{lengths}\n{shares}\n{machine.text}: {machine.num_ranks} ranks x {batch} examples\n"
+          f"  {why}")
 
 
 def _model(source: DataSource, some: Sequence[int], models: Mapping[str, Path], machine: Machine,
@@ -157,7 +160,7 @@ def _model(source: DataSource, some: Sequence[int], models: Mapping[str, Path], 
     vision = machine.encoder if VISION in kinds else () if kinds else UNUSED
     write_drawn(shapes(machine.llm, vision, machine.encoder if AUDIO in kinds else (),
                        vocab_size=size), tokenizer.path, made, machine.max_side)
-    return made, f"{told}; model {made}", DRAWN.format(folder=json.dumps(str(made)))
+    return made, f"{told}\nmodel {made}", DRAWN.format(folder=json.dumps(str(made)))
 
 
 def _tokenizer(source: DataSource, texts: Sequence[str], path: Path
@@ -168,8 +171,8 @@ def _tokenizer(source: DataSource, texts: Sequence[str], path: Path
     if file.is_file():
         return ChatTokenizer(file), f"tokenizer {file}"
     size = train_tokenizer(texts, path, VOCAB_SIZE)
-    return ChatTokenizer(path), (f"no tokenizer lies beside the data: {path} was trained on "
-                                 f"their texts ({size} tokens)")
+    return ChatTokenizer(path), ("no tokenizer lies beside the data, so this was trained on "
+                                 f"their texts ({size} tokens):\n  {path}")
 
 
 def _layouts(source: DataSource, some: Sequence[int], reader: LengthReader) -> list[BatchLayout]:
@@ -182,7 +185,7 @@ def _layouts(source: DataSource, some: Sequence[int], reader: LengthReader) -> l
 def _batch_size(recipe: Recipe, layouts: Sequence[BatchLayout], machine: Machine
                 ) -> tuple[int, str]:
     """The largest of BATCHES that fits by the prediction, and why it is the largest."""
-    why = f"with more of them it would process over {machine.most_tokens} positions a step"
+    why = f"more would process over {machine.most_tokens} positions a step"
     on_cpu = machine.checkpointing == "none"
     choice = dict.fromkeys(PHASES, "none" if on_cpu else "full")
     for batch in BATCHES:
@@ -191,8 +194,7 @@ def _batch_size(recipe: Recipe, layouts: Sequence[BatchLayout], machine: Machine
         drawn = np.random.default_rng(0).integers(0, len(layouts), batch * machine.num_ranks)
         plan = plan_step(BatchLayout.concat([layouts[i] for i in drawn],
                                             [batch] * machine.num_ranks), plan_spec(job))
-        peak = MemoryModel.of(job).peak(
-            loads_of(plan), choice)
+        peak = MemoryModel.of(job).peak(loads_of(plan), choice)
         if peak > machine.budget:
             why = (f"predicted {peak / 1e9:.3g} GB for {batch}, and a rank has "
                    f"{machine.budget / 1e9:.3g}")

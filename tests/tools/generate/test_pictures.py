@@ -110,6 +110,7 @@ def test_a_flow_to_one_image_ends_there():
 
 
 @pytest.mark.dist
+@pytest.mark.slow
 def test_a_run_is_exported_and_makes_pictures(tmp_path, capsys):
     """The folder loads with the Auto classes, and its transformer alone in diffusers."""
     import diffusers

@@ -28,7 +28,8 @@ def search(batch: int = 0, memory_gb: float = 20.0, **options) -> Search:
 
 
 @pytest.mark.parametrize("memory_gb, gbit", [
-    pytest.param(9, 400, marks=pytest.mark.slow), (13, 100), (40, 25)])
+    pytest.param(9, 400, marks=pytest.mark.slow),
+    pytest.param(13, 100, marks=pytest.mark.slow), (40, 25)])
 def test_the_choice_is_that_of_exhaustive_search(memory_gb, gbit):
     """All settings with one choice of what stays gathered for all phases, and one for the encoders'
     checkpointing, each timed as a whole."""
