@@ -150,5 +150,11 @@ def wrong_number_of_rows(world) -> str:
 
 
 @pytest.mark.dist
+def test_rows_that_change_places_on_their_rank_need_no_collective():
+    move = Rearrangement(np.array([2, 0, 1]), np.array([3]), np.array([3]))
+    found = exchange_rows(torch.arange(6), move.exchange(np.array([1, 2, 3]), 0))
+    assert found.tolist() == [3, 4, 5, 0, 1, 2]
+
+
 def test_wrong_number_of_rows_is_an_error_before_any_collective():
     assert run_ranks(wrong_number_of_rows, 2) == ["raised"] * 2

@@ -134,6 +134,25 @@ class Meeting:
         return self.load(i, **keys)
 
 
+class Recorded(Workers):
+    """Which tells what it was asked for."""
+
+    asked = 0
+
+    def request(self, method, calls, *args, **keys):
+        self.asked += len(calls)
+        return super().request(method, calls, *args, **keys)
+
+
+def test_no_call_is_asked_for_twice(corpus):
+    """A step asks for its calls whenever another one is planned, and when it needs them."""
+    rows = opened(corpus)
+    with closing(Recorded(rows, 1)) as workers:
+        calls = long_calls.Calls(workers, rows, [call(rows, 3), call(rows, 3)], 0)
+        calls.ask()
+        assert len(calls.results()) == workers.asked == 2
+
+
 def test_parts_come_first_and_to_as_many_workers(corpus, all_are_long):
     """The verdict does not depend on how fast anything is: parts that one worker made one after
     the other would wait for each other in vain."""

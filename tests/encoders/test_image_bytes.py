@@ -109,6 +109,13 @@ def test_an_image_that_the_encoder_would_not_see_travels_as_float32(tmp_path):
         encoders.prove(table, copies, samples)
 
 
+def test_values_that_no_sample_has_are_not_proven(tmp_path):
+    encoders, rows = opened(tmp_path, "qwen2_5_vl", [[(40, 60)]])
+    table, copies, samples = next(iter(rows.reader.processor.arithmetic().values()))()
+    with pytest.raises(ValueError, match="not every value of a pixel was seen"):
+        encoders.prove(table, copies, [*samples][:1])
+
+
 def test_a_processor_without_these_steps_ends_nothing(tmp_path, monkeypatch):
     encoders, rows = opened(tmp_path, "qwen2_5_vl", [[(40, 60)]])
     monkeypatch.setattr(rows.reader.processor.calls.stock.image_processor, "rescale", None)

@@ -249,7 +249,22 @@ MUTATIONS = [Mutation(*row) for row in (
     ("a slice of the frames of another", "orchmllm/data/media/video_processor.py",
      "elif number:", "elif number and not out[-1].insert(0, [medium]):",
      "tests/data/test_processed_videos.py", "Features of a video are in another order."),
-
+    ("parts of a medium that is cut overlap", "orchmllm/plan/shares.py",
+     "        ends[np.flatnonzero(later) - 1] = inside\n", "", "tests/plan/test_shares.py",
+     "Ranks that share an example have some of its rows twice."),
+    ("media of the first part of a call", DATA + "loading/long_calls.py",
+     "for value, *_ in parts for segment", "for value, *_ in parts[:1] for segment",
+     "tests/data/test_long_calls.py", "An example that workers read in parts loses media."),
+    ("the rest of a line is a row", DATA + "formats/compressed.py", "begins = not is_cut",
+     "begins = True", "tests/data/test_compressed.py",
+     "Of a compressed file all rows behind one that is too long have other numbers."),
+    ("slots of examples by their place", "orchmllm/plan/batches.py",
+     "slot[at[plan.llm.order]] =", "slot[at] =", "tests/plan/test_batches.py",
+     "A rank of another project's trainer gets more than max_tokens."),
+    ("only the loss has to be finite", RUNTIME + "measured.py",
+     " & of_ranks.norms[0, 0].isfinite()\n", "\n",
+     "tests/runtime/test_read_late.py::test_an_update_that_is_not_finite_is_not_made",
+     "On a GPU a gradient that is not finite makes all weights nan."),
 )]
 
 

@@ -54,7 +54,6 @@ def test_the_counted_flops_with_half_of_a_causal_square(name):
         assert cost.linear * length + pairs == pytest.approx(counted(model, length), rel=0.02)
 
 
-@pytest.mark.slow
 def test_a_window_is_seen_as_far_as_it_reaches():
     """A causal window of w positions has l * w - w * w / 2 pairs."""
     whole, far, short = (made(n) for n in ("Mistral", "Mistral", "GptOss"))

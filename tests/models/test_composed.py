@@ -89,7 +89,7 @@ def test_a_model_of_transformers_is_imported_after_orchmllm(first):
 
 
 @pytest.mark.parametrize("name", [
-    name if "whisper" in name else pytest.param(name, marks=pytest.mark.slow)
+    name if "whisper" in name or "dinov2" in name else pytest.param(name, marks=pytest.mark.slow)
     for name in composed.COMPOSED])
 def test_the_model_is_its_parts_called_by_hand(name, tmp_path):
     """After pickle, with which it goes to other processes. And generates by itself, with its cache,

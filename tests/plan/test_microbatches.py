@@ -22,7 +22,7 @@ from orchmllm.plan.divisions import MOST_PLANNED
 from orchmllm.plan.geometry import SegmentLengths
 from orchmllm.plan.layout import VISION, BatchLayout
 from orchmllm.plan.microbatches import assert_invariants, plan_microbatches
-from orchmllm.plan.room import Limit
+from orchmllm.plan.room import Limit, Share, caps_below
 from orchmllm.plan.step import StepPlan, imbalance, plan_step
 from orchmllm.tools.predict.workload import sample_layout
 from tests.plan.test_balance_properties import thorough
@@ -197,6 +197,30 @@ def test_caps_without_a_plan_leave_microbatches_alike(monkeypatch: pytest.Monkey
             assert plan.spec is spec_.without_room
 
 
+def test_microbatches_are_filled_where_no_plan_keeps_the_limits() -> None:
+    """Below the longest text, which would be alone in one of those that are alike."""
+    texts = batch_layout(range(10), [21, 120, 21, 37, 25, 26, 15, 17, 1, 7], [5, 5])
+    inside = replace(BALANCED, fills=True, room=(Limit(1, {"llm": 1}),))
+    assert all(plan.llm.target_sizes.all() for plan in planned(texts, inside, 3))
+
+
+def test_slots_of_a_group_are_those_of_its_ranks() -> None:
+    """A cap as wide as an even share, so that examples are packed into slots."""
+    layout = batch_layout(range(16), [3, 5, 7, 9] * 4, [4] * 4)
+    inside = replace(capped(13), group_size=2)
+    known = [division.rank for _, division in divisions.divided(layout, inside, 2, False)
+             if division.rank is not None]
+    assert known
+    for rank in known:
+        np.testing.assert_array_equal(rank // 2, layout.rank_of_example // 2)
+
+
+def test_caps_of_memory_keep_below_every_limit() -> None:
+    limits = Limit(90, {"llm": 1}), Limit(100, {"llm": 1, "vision": 1})
+    assert caps_below(limits, dict.fromkeys(("llm", "vision"), Share(80, 1)), 2) == {
+        "llm": 50, "vision": 50}
+
+
 def test_without_balancing_every_rank_keeps_its_order() -> None:
     off = replace(BALANCED, balance=BalanceConfig(enabled=False))
     plans = plan_microbatches(LAYOUT, off, 3)
@@ -305,6 +329,9 @@ def test_random_steps(seeds: Iterable[int]) -> None:
                        for plan in plans)
             room.append(replace(limit, most=51 * most // 50))
         below = planned(layout, replace(BALANCED, room=tuple(room)), count)
-        assert all(plan.spec.room == tuple(room) for plan in below)
+        for plan in below:
+            assert plan.spec.room == tuple(room)
+            assert all(limit.taken({phase: plan.positions(phase) for phase in PHASES}).max()
+                       <= limit.most for limit in room)
         assert time_of(below) <= 1.01 * time_of(plans)
     assert np.median(above) <= 1.05

@@ -23,9 +23,11 @@ pytestmark = pytest.mark.dist
 
 
 def trained(world, run: Recipe, late: bool, bad: tuple[int, ...] = (), stop: int | None = None,
-            error: int | None = None) -> tuple[list[tuple], list[tuple], str]:
+            error: int | None = None, loss_stays: bool = False,
+            ) -> tuple[list[tuple], list[tuple], str]:
     """(Steps as they were told, with the sum of the weights then; the order in which steps were
-    computed and told; how it ended). bad: losses of these passes are nan on rank 1. stop: rank 1 is
+    computed and told; how it ended). bad: losses of these passes are nan on rank 1, or, where
+    the loss stays, their gradients. stop: rank 1 is
     asked to stop as it computes this step; error: all ranks fail then."""
     told, order = [], []
 
@@ -46,7 +48,10 @@ def trained(world, run: Recipe, late: bool, bad: tuple[int, ...] = (), stop: int
     def forward(batch):
         passes.append(batch)
         poisoned = len(passes) - 1 in bad and world.rank == 1
-        return out(batch) * (float("nan") if poisoned else 1.0)
+        loss = out(batch)
+        if poisoned and loss_stays:
+            loss.register_hook(lambda gradient: gradient * float("nan"))
+        return loss * (float("nan") if poisoned and not loss_stays else 1.0)
 
     trainer, passes = Trainer(run, world, dataset=SyntheticDataset(), on_step=tell), []
     trainer.watch = SimpleNamespace(  # of hangs: where this rank is
@@ -63,6 +68,7 @@ def trained(world, run: Recipe, late: bool, bad: tuple[int, ...] = (), stop: int
         end = str(e).replace(run.run.dir, "")
     finally:
         trainer.close()
+    assert all(p.grad is None for p in trainer.model.parameters())
     return told, order, end
 
 
@@ -104,14 +110,22 @@ def test_a_step_is_told_while_the_next_one_is_computed(tmp_path):
 def test_an_update_that_is_not_finite_is_not_made(tmp_path, policy, story):
     """What was learnt then is kept by the examples."""
     at_once, late = both(tmp_path, lambda run: replace(run, train=replace(
-        run.train, nonfinite=policy)), bad=(5,))
+        run.train, nonfinite=policy)), bad=(5,), loss_stays=policy == "rollback")
     assert [row[0] for row in late[0]] == story
     assert ("step 5: loss nan" in late[2]) == (policy == "raise")
+    assert late[0][-1][2] == (policy != "raise")  # steps without an update
     assert policy == "raise" or late[0][5][1] and late[0][5][-1] == late[0][4][-1]
+    assert policy != "rollback" or late[0][7][-1] == late[0][6][-1]  # nor when it comes again
     for name in ("False", "True"):
         (line,) = (tmp_path / name / "nonfinite.jsonl").read_text().splitlines()
         kept = json.loads(line)
         assert kept["step"] == 5 and len(kept["example_ids"]) == BATCH
+
+
+def test_an_error_of_all_ranks_keeps_the_step_that_was_not_told_yet(tmp_path):
+    (told, _, end), = run_ranks(
+        trained, 1, run_recipe(tmp_path, every_steps=4), True, error=6)
+    assert told[-1][0] == 5 and "step_00000006" in end
 
 
 @pytest.mark.slow  # five runs

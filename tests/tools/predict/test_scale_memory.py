@@ -18,6 +18,7 @@ from orchmllm.config.model import ModelConfig
 from orchmllm.config.recipe import FsdpConfig, Recipe
 from orchmllm.data.loading.step_loader import StepLoader
 from orchmllm.data.sampler import GlobalSampler
+from orchmllm.loader.indices import batch_layout
 from orchmllm.models.flops import item_rank, phase_lengths
 from orchmllm.models.whole_flops import phase_work
 from orchmllm.papers.mixes import MODELS
@@ -172,6 +173,20 @@ def test_more_memory_for_more_of_everything():
     assert gathered._batch(loads) - memory._batch(loads) == pytest.approx(
         sum(8 * loads.phases[p].rows.max() * travel[p] for p in travel))
     assert replace(memory, shards=1).peak(loads, choice) > memory.peak(loads, choice)
+
+
+def test_ranks_that_share_an_example_hold_its_keys_and_values():
+    memory, _ = one_case()
+    spec = small_spec(memory.model)
+    spec = replace(spec, balance=replace(
+        spec.balance, llm=replace(spec.balance.llm, max_shares=2)))
+    loads = loads_of(plan_step(batch_layout(range(5), [9000, *[10] * 4], [2, 1, 1, 1]), spec))
+    assert sorted(loads.gathered) == [0, 0, 9000, 9000]
+    choice = dict.fromkeys(PHASES, "full")
+    shared, whole = (memory.peaks(one, choice) for one in (loads, replace(loads, gathered=0.0)))
+    for moment, copies in (("llm forward", 2), ("llm backward", 4)):
+        assert shared[moment] - whole[moment] == pytest.approx(
+            copies * loads.gathered * memory.position_bytes)
 
 
 def wide() -> ModelConfig:
