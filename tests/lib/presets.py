@@ -140,13 +140,6 @@ def c4(folder: Path) -> Corpus:
                   [text(row["text"]) for row in rows])
 
 
-def documents_that_are_read(folder: Path) -> Corpus:
-    """Beside a source that is learnt, one that is not."""
-    corpus = interleaved("obelics")(folder)
-    return Corpus(corpus.source | {"learn_documents": False},
-                  [[(part, False) for part, _ in example] for example in corpus.examples])
-
-
 def prompt_completion(folder: Path) -> Corpus:
     rows = [{"prompt": f"the first {k} is", "completion": " red."} for k in range(3)]
     return Corpus({"path": write_jsonl(folder / "a.jsonl", rows)}, [
@@ -318,7 +311,7 @@ def own_columns(folder: Path) -> Corpus:
 
 CORPORA: dict[str, Callable[[Path], Corpus]] = {
     "cauldron": cauldron, "obelics": interleaved("obelics"), "mint_1t": interleaved("mint_1t"),
-    "mmc4": mmc4, "text": c4, "learnt not": documents_that_are_read,
+    "mmc4": mmc4, "text": c4,
     "prompt_completion": prompt_completion, "sharegpt4video": sharegpt4video,
     "llava_video_178k": llava_video, "commonvoice": commonvoice, "clotho": clotho,
     "audiocaps": audiocaps, "audio_captions": audio_captions, "audiofolder": audiofolder,
