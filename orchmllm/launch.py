@@ -3,6 +3,7 @@ orchmllm.runtime.local_ranks), its process group, and how it ends."""
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
 import signal
@@ -25,10 +26,26 @@ SAME_REQUEST_S = 1.0
 ALLOCATOR = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")  # names of what torch reads
 
 
+_had_group = False  # whether this process was a rank of a process group
+_exit_code: int | None = None  # of a command that has ended
+
+
+def _end_rank() -> None:
+    """Ends a rank before its interpreter is taken apart. A thread of gloo gives the tensors of the
+    last collective back when that is done, for which it needs the interpreter, and without one it
+    aborts the process: a finished run would end with SIGABRT."""
+    if _had_group and _exit_code is not None:
+        _exit(_exit_code)
+
+
+atexit.register(_end_rank)  # before those of other modules are, so it is called after them
+
+
 def exit_with(main: Callable[[Sequence[str]], int]) -> NoReturn:
     """Ends this process with what a command returns. Ctrl-C where no rank runs (ranks stop at the
     end of their step) is one line and code 130; a reader of the output that has left (`| head`) is
     no error: code 141."""
+    global _exit_code
     if sys.stdout is None:  # closed before the start: the next file would be what is printed to
         sys.stdout = Path(os.devnull).open("w", encoding="utf-8")
     try:
@@ -41,6 +58,7 @@ def exit_with(main: Callable[[Sequence[str]], int]) -> NoReturn:
         drop_output()
         code = 141
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # while the interpreter ends
+    _exit_code = code
     sys.exit(code)
 
 
@@ -178,6 +196,8 @@ def process_group(world: World, timeout_s: float) -> Iterator[dist.Store]:
     import torch
     import torch.distributed as dist
 
+    global _had_group
+    _had_group = True
     # Read when the group is made; the records are written out when a run stalls.
     os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")
     # A gloo group connects the ranks that talk to each other, not each to all others at once.
@@ -226,7 +246,11 @@ def report_failure(message: str) -> None:
 def exit_now(code: int, message: str) -> None:
     """Ends this process without waiting for threads that hang in a collective."""
     report_failure(message)
-    for stream in (sys.stdout, sys.stderr):
+    _exit(code)
+
+
+def _exit(code: int) -> NoReturn:
+    for stream in filter(None, (sys.stdout, sys.stderr)):
         with suppress(OSError):
             stream.flush()
     os._exit(code)

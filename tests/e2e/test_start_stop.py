@@ -15,6 +15,7 @@ import psutil
 import pytest
 import torch
 
+from orchmllm import launch
 from orchmllm.launch import exit_with
 from orchmllm.runtime import local_ranks
 from orchmllm.train import main
@@ -146,7 +147,9 @@ def test_ctrl_c_while_it_starts_is_one_line(tmp_path, demo_corpus, until):
     assert not psutil.wait_procs(children, timeout=60)[1]
 
 
-def test_ctrl_c_of_a_command_is_one_line(capsys):
+def test_ctrl_c_of_a_command_is_one_line(capsys, monkeypatch):
+    monkeypatch.setattr(launch, "_exit_code", None)  # afterwards, too: pytest is no such command
+
     def interrupted(arguments):
         raise KeyboardInterrupt
 
@@ -156,3 +159,37 @@ def test_ctrl_c_of_a_command_is_one_line(capsys):
     with pytest.raises(SystemExit) as ended:
         exit_with(lambda arguments: 3)
     assert ended.value.code == 3
+
+
+A_RANK = """
+import atexit, socket, sys
+from orchmllm import launch
+
+class Left:
+    def __del__(self):
+        print("taken apart", file=sys.stderr, flush=True)
+
+left = Left()
+atexit.register(print, "closed")
+
+def main(arguments):
+    if "alone" not in arguments:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        with launch.process_group(launch.World(0, 1, 0, 1, "127.0.0.1", port), 60.0):
+            print("trained")
+    return 3
+
+launch.exit_with(main)
+"""
+
+
+@pytest.mark.parametrize("alone", [False, True])
+def test_the_interpreter_of_a_rank_is_not_taken_apart(alone):
+    """Meanwhile a thread of gloo may end the process with SIGABRT. What is called at exit is."""
+    done = subprocess.run([sys.executable, "-c", A_RANK, *["alone"] * alone],
+                          cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 3
+    assert done.stdout == "trained\n" * (not alone) + "closed\n"
+    assert ("taken apart" in done.stderr) == alone

@@ -9,6 +9,7 @@ import sys
 
 import pytest
 
+from orchmllm import launch
 from orchmllm.launch import exit_with
 from orchmllm.tools.data.command import main
 from tests.lib.drawn import with_processor
@@ -76,6 +77,7 @@ def test_a_reader_that_has_left_is_no_error(folder, monkeypatch, capsys):
     """As `orchmllm data stats data.jsonl | head -0`."""
     read, write = os.pipe()
     os.close(read)
+    monkeypatch.setattr(launch, "_exit_code", None)  # afterwards, too: pytest is no such command
     monkeypatch.setattr(sys, "argv", ["orchmllm", "stats", "data.jsonl", "--model",
                                       str(with_processor())])
     with open(write, "w") as left, pytest.raises(SystemExit) as ended:
