@@ -47,16 +47,16 @@ def test_base64_in_rows_is_a_medium_and_fills_no_log(reader, tmp_path):
     whole = base64.b64encode(file.getvalue()).decode()
     assert len(whole) > 3_900_000
     asked = {"question": "What?", "answer": "red"}
-    rows = [{"image": whole, **asked}] * 5
+    rows = [{"image": whole, **asked}] * 20
     broken = [{"image": value, **asked} for value in (
         whole[:-7], "A" + whole, whole[:4000] + "!" + whole, "/" + "a" * 4_000_000 + ".png",
         {"bytes": whole[:90]}, whole[:1_000_000])]
     dataset = opened(write_jsonl(tmp_path / "a.jsonl", rows + broken), reader, tmp_path)
     started = time.process_time()
-    sizes = [image_header(m) for i in range(5) for _, _, m in dataset.media_of(i)]
-    print(f"5 rows of 4 MB in {time.process_time() - started:.2f} s")
-    assert sizes == [(1000, 1000)] * 5
-    for i in range(5, 11):
+    sizes = [image_header(m) for i in range(20) for _, _, m in dataset.media_of(i)]
+    print(f"20 rows of 4 MB in {time.process_time() - started:.2f} s")
+    assert sizes == [(1000, 1000)] * 20
+    for i in range(20, 26):
         errors: list = []
         dataset.load(i, on_error=lambda segment, error, to=errors: to.append(error))
         [error] = errors
@@ -76,20 +76,20 @@ def test_columns_may_make_a_data_url(reader, tmp_path):
 
 
 def kib_to_read(world, path: Path, model: Path) -> int:
-    """Memory in KiB that some rows of 1,000 take."""
+    """Memory in KiB that some rows of 3,000 take."""
     reader = reader_of(model)
 
     def read() -> None:
         data = opened(path, reader, path.parent, row_format="text")
-        assert len(data) == 1000
+        assert len(data) == 3000
         assert all(len(data.sources[0].store.row(i)["text"]) == 1_000_000
-                   for i in [*range(150), 999, 7])
+                   for i in [*range(150), 2999, 7])
 
     return grown_kb(read)
 
 
 def test_a_parquet_file_that_holds_much_more_than_it_is(tmp_path):
-    """Some KB that hold 1 GB: a text that is repeated, which parquet writes once."""
+    """95 KB that hold 3 GB: a text that is repeated, which parquet writes once."""
     import pyarrow as pa
     import pyarrow.parquet
 
@@ -98,11 +98,11 @@ def test_a_parquet_file_that_holds_much_more_than_it_is(tmp_path):
     schema = pa.schema({"text": pa.string()})
     with pa.parquet.ParquetWriter(path, schema, compression="zstd") as writer:
         part = pa.table({"text": pa.array([text] * 100)}, schema=schema)
-        for _ in range(10):
+        for _ in range(30):
             writer.write_table(part)
     assert path.stat().st_size < 400_000
     [kib] = run_ranks(kib_to_read, 1, path, with_processor())
-    print(f"{path.stat().st_size} bytes that hold 1 GB: {kib >> 10} MiB")
+    print(f"{path.stat().st_size} bytes that hold 3 GB: {kib >> 10} MiB")
     assert kib < 300 << 10
     assert {p.name for p in tmp_path.rglob("*.arrow")} == set()  # and no copy
 

@@ -6,10 +6,11 @@ import sys
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from orchmllm.papers.mixes import MODELS
+from orchmllm.plan.assign import example_bytes
 from orchmllm.plan.balance import POLICIES, assign_microbatches, balance, core, load_cap
 from orchmllm.plan.layout import AUDIO, VISION
 from orchmllm.tools.predict.workload import sample_layout
@@ -59,6 +60,22 @@ def images(name: str, ranks: int, batch_size: int, seed: int) -> tuple[np.ndarra
     segments = layout.segments[VISION]
     return (small_spec(MODELS[name]).costs["vision"](layout.attn_len[segments]),
             layout.rank_of_example[layout.example_of_segment[segments]])
+
+
+@settings(thorough, max_examples=80)
+@given(problems(max_items=60, max_ranks=12), st.sampled_from([0, .001, .02, .5]), st.booleans())
+def test_least_move_equals_twin_and_moves_little(problem, tolerance, priced) -> None:
+    weight, home, d, c = problem
+    price = np.arange(len(weight)) * 7919 % 1000 if priced else NOTHING
+    cap = load_cap(weight, d, tolerance)
+    got, operations = core().least_move_counted(weight, home, price, d, c, cap)
+    twin, counted = least_move_counted(weight, home, price, d, c, cap)
+    assert np.array_equal(got, twin) and operations == counted
+    assert np.array_equal(got[weight == 0], home[weight == 0])
+    before = loads(weight, home, d).max(initial=0)
+    assert loads(weight, got, d).max(initial=0) <= max(before, cap)
+    if before <= cap:
+        assert np.array_equal(got, home)
 
 
 @pytest.mark.parametrize("num_cases", [4000, pytest.param(20000, marks=pytest.mark.slow)])
@@ -279,6 +296,43 @@ def test_padded_refuses_costs_beyond_int64() -> None:
     assert balance(weight, num_ranks=2, policy="padded").tolist() == [0] + [1] * 7
     small = np.array([2**61] + [1] * 7)
     assert balance(small, num_ranks=2, policy="padded").tolist() == [0] + [1] * 7
+
+
+def test_excess_over_the_optimum() -> None:
+    """Of 1 to 9 items on 2 to 4 ranks: printed, and never more than `greedy` may have."""
+    rng = np.random.default_rng(3)
+    ratios = []
+    for _ in range(150):
+        d, n = int(rng.integers(2, 4)), int(rng.integers(1, 10))
+        weight, home = rng.integers(1, 100, n), rng.integers(0, d, n)
+        optimum = brute_force(weight, d, lambda own, w=weight: own @ w)
+        rank_of = balance(weight, num_ranks=d, policy="least_move", home=home, tolerance=0)
+        got = loads(weight, rank_of, d)
+        ratios.append(got.max() / optimum)
+    print(f"mean {np.mean(ratios):.4f}, worst {max(ratios):.4f} of the optimum, "
+          f"{np.mean(np.array(ratios) == 1):.0%} optimal")
+    assert max(ratios) <= 4 / 3 and np.mean(ratios) < 1.02
+
+
+def test_images_at_flop_costs_are_within_the_tolerance() -> None:
+    """With costs of moving, 8 ranks a node: what runs plan with."""
+    for seed in range(3):
+        layout = sample_layout(MODELS["84b"], num_ranks=256, batch_size=30, seed=seed)
+        weight = small_spec(MODELS["84b"]).costs["llm"](layout.tokens_per_example)
+        price = example_bytes(layout, 16384)
+        for tolerance in (.001, .005):
+            cap = load_cap(weight, 256, tolerance)
+            got = core().least_move(weight, layout.rank_of_example, price, 256, 8, cap)
+            assert loads(weight, got, 256).max() <= cap
+
+
+def test_least_move_moves_little_between_nodes() -> None:
+    layout = sample_layout(MODELS["84b"], num_ranks=128, batch_size=60, seed=0)
+    weight, home = layout.tokens_per_example, layout.rank_of_example
+    rank_of = balance(weight, num_ranks=128, policy="least_move", tolerance=.001)
+    moved = int(weight[rank_of // 8 != home // 8].sum())
+    least = np.maximum(0, loads(weight, home // 8, 16) - 8 * load_cap(weight, 128, .001)).sum()
+    assert moved <= 1.1 * least
 
 
 @pytest.mark.parametrize("name", SYNTHETIC)
