@@ -42,7 +42,8 @@ SLOW_plan := tests/plan tests/comm tests/tools/doctor
 # The whole kit of `make gpu` at tiny sizes, in a Python without pip and network.
 SLOW_kit := tests/gpu_kit
 SLOW_planned := tests/sharding/test_planned_phases.py
-SLOW_models := tests/models tests/proof $(filter-out $(SLOW_planned), $(wildcard tests/sharding/test_*.py)) \
+SLOW_keys := tests/sharding/test_keys_of_models.py
+SLOW_models := tests/models tests/proof $(filter-out $(SLOW_planned) $(SLOW_keys), $(wildcard tests/sharding/test_*.py)) \
     tests/tools/export tests/tools/generate
 SLOW_memory := tests/tools/predict/test_scale_memory.py tests/tools/predict/test_tracked_memory.py \
     tests/tools/predict/test_longest.py
@@ -52,7 +53,7 @@ SLOW_mutations := tests/test_mutations.py
 SLOW_recipes := tests/e2e/test_any_recipe.py
 SLOW_soak := tests/e2e/test_soak.py
 SLOW_learning := tests/e2e/test_demo.py tests/e2e/test_media_swap.py
-SLOW_GROUPS := checkpoints dropin encoders clients trainers data plan models planned memory estimate e2e \
+SLOW_GROUPS := checkpoints dropin encoders clients trainers data plan models planned keys memory estimate e2e \
     kit soak learning recipes mutations
 SLOW_e2e := tests/cli tests/config tests/tools/report tests/tools/init $(filter-out $(SLOW_data) $(SLOW_soak) $(SLOW_learning) \
     $(SLOW_recipes), $(wildcard tests/e2e/test_*.py))

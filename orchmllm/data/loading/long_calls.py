@@ -27,7 +27,7 @@ LONG_S, PART_S = 0.5, 0.25  # predicted: of a call that takes long, and of its p
 STEPS_PLANNED = 24  # beyond the one that is loaded, so that long calls of these can be made early
 NEXT = 2  # steps of which all calls are asked for: the one that is loaded, and the one after it
 WORTH = 1.25  # times as long is worth it for early calls, if their parts are shorter
-LONGER = 2.0  # than the mean of these steps: so few calls are early, whatever rows hold
+LONGER = 2.0  # than the mean of these steps, so at most half as many calls as steps are early
 # Of one core, about: to decode a pixel of a video, to decode or convert one and resize it, to make
 # features of a sample of sound, and to find a frame in the file of a video.
 DECODED_S, READ_S, HEARD_S, LISTED_S = 3e-9, 3e-8, 3e-8, 3e-5

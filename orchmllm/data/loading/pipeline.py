@@ -30,8 +30,8 @@ class Feed(Protocol):
     """Where examples come from; all methods are called by one thread.
 
     config_digest: configuration that all ranks have to share, as 64 bits. lookahead: steps that are
-    planned beyond the one that is loaded, for worker processes that want work early; equal on all
-    ranks. knows_all: whether every rank draws the whole global batch (only headers travel then).
+    planned beyond the one that is loaded, for worker processes that want work early; it may change
+    from step to step, alike on all ranks. knows_all: whether every rank draws the whole global batch (only headers travel then).
     num_dropped: see Orchestrator.gather_layout.
     """
 
@@ -45,7 +45,7 @@ class Feed(Protocol):
         the last one."""
 
     def announce(self, step: Step) -> None:
-        """A step was planned; up to `lookahead` more follow before it is loaded."""
+        """A step was planned; some more may follow before it is loaded (see lookahead)."""
 
     def load(self, step: Step) -> tuple[int, int]:
         """Adds what this rank processes to the microbatches, and to step.failed what could not be
