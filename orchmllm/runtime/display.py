@@ -228,7 +228,7 @@ class Totals:
         imbalance = " | ".join(
             f"{phase} {before / mean:.2f} -> {after / mean:.2f}" if mean else f"{phase} -"
             for phase, (before, after, mean) in self.cost.items())
-        moved, between = (tqdm.format_sizeof(x / n, "B") for x in self.bytes.values())
+        moved, between = (x and tqdm.format_sizeof(x / n, "B") for x in self.bytes.values())
         lines = [
             f"{n} step{'s' if n > 1 else ''} in {tqdm.format_interval(seconds)} "
             f"({self.step_s / n:.3g} s a step)",
@@ -236,7 +236,8 @@ class Totals:
             f"loss        {self.first_loss:.4f} -> {self.last_loss:.4f}",
             f"imbalance   {imbalance}",
             "            (slowest rank / mean, as sampled -> as processed)",
-            f"moved       {moved} a step, {between} of it between nodes",
+            f"moved       {moved or 'nothing'} a step"
+            + (f", {between} of it between nodes" if between else ""),
             f"gain        {self.gain()}",
         ]
         if self.host_gb:

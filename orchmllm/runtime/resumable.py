@@ -104,10 +104,12 @@ def describe_changes(changed: Mapping[str, list]) -> str:
     return ", ".join(f"{key} {show(was)} -> {show(now)}" for key, (was, now) in changed.items())
 
 
-def describe_end(saved: Path | None, resume: str) -> str:
-    """Where the newest checkpoint of a run is, and what a next start does. resume: run.resume."""
+def describe_end(saved: Path | None, resume: str, finished: bool = False) -> str:
+    """Where the newest checkpoint of a run is, and what a next start does. resume: run.resume.
+    finished: all steps were done."""
     if saved is None:
         return "none was saved (checkpoint.every_steps=-1): the same command starts anew"
     return f"{saved}; " + (
         "run.resume=auto goes on from it, the same command starts anew" if resume == "never"
+        else "a larger train.num_steps goes on from it" if finished
         else "the same command goes on from it")

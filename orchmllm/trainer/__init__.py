@@ -160,13 +160,14 @@ class Trainer(StepTrainer):
         if stop:
             self.checkpointer.wait()
             stopped = Stopped(stop, self.progress.step)
-            self._finish(str(stopped))
+            self._finish(stopped)
             raise stopped
         if due(self.recipe.train.sample_every):
             self._sample()
 
-    def _finish(self, how: str = "finished") -> None:
-        self.display.finish(how, describe_end(self.checkpointer.saved, self.recipe.run.resume))
+    def _finish(self, stopped: Stopped | None = None) -> None:
+        self.display.finish(str(stopped or "finished"), describe_end(
+            self.checkpointer.saved, self.recipe.run.resume, finished=stopped is None))
 
     def validate(self) -> dict[str, float]:
         """Over the held-out rows the mean validation_loss per target, and of a model that makes

@@ -187,12 +187,18 @@ def test_other_ranks_are_silent(tmp_path, capsys):
     assert capsys.readouterr() == ("", "") and not (tmp_path / "no").exists()
 
 
-def test_summary(display, capsys, now):
+@pytest.mark.parametrize("moved, between, said", [
+    (1500, 500, "4.50kB a step, 1.50kB of it between nodes"), (1500, 0, "4.50kB a step"),
+    (0, 0, "nothing a step")])
+def test_summary(display, capsys, now, moved, between, said):
     display.start(2)
     light = a_row(1, loss=1.5)
     for stats in light["phases"].values():  # a step of little work counts little
         stats.update(mean_cost_kflop=0.0, imbalance_before=1.0, imbalance_after=1.0)
-    display.step(a_row(0))
+    heavy = a_row(0)
+    for stats in (*heavy["phases"].values(), *light["phases"].values()):
+        stats.update(moved_bytes=moved, internode_bytes=between)
+    display.step(heavy)
     display.step({**light, "skipped_steps": 1, "num_failed_media": 3})
     now[0] = 65.0
     capsys.readouterr()
@@ -202,7 +208,7 @@ stopped by SIGTERM: 2 steps in 01:05 (0.5 s a step)
   loss        2.0000 -> 1.5000
   imbalance   vision 1.50 -> 1.00 | audio 2.50 -> 1.12 | llm 3.50 -> 1.25
               (slowest rank / mean, as sampled -> as processed)
-  moved       4.50kB a step, 1.50kB of it between nodes
+  moved       {said}
   gain        balancing saved 55.0% of the step (predicted); data wait 1.0%
   host memory 1.25 GB of a rank at most
   skipped     1 steps; 3 media could not be decoded

@@ -211,7 +211,7 @@ def test_another_tokenizer_and_a_fresh_start(tmp_path, demo_corpus):
     for step in (1, 2):
         folder = tmp_path / "run" / "checkpoints" / f"step_0000000{step}"
         assert f"saved step {step}: {folder} (" in told
-        assert f"checkpoint  {folder}; the same command goes on from it" in told
+        assert f"checkpoint  {folder}; a larger train.num_steps goes on from it" in told
     assert "metrics.jsonl of an earlier run is now" in told
     assert "run.resume=auto goes on from it, the same command starts anew" in told
 

@@ -20,7 +20,8 @@ from functools import partial
 from pathlib import Path
 
 from orchmllm.cli.options import command_parser, in_one_line
-from orchmllm.data.media.medium import Medium, RowError, VideoSampling
+from orchmllm.data.media.headers import audio_header, image_header
+from orchmllm.data.media.medium import MediaError, Medium, RowError, VideoSampling
 from orchmllm.data.media.video import expand
 from orchmllm.hf.tensors import DTYPES
 from orchmllm.plan.layout import AUDIO, VISION
@@ -71,7 +72,13 @@ def _answer(args: Namespace, log: Callable[[str], None]) -> str:
 
 
 def _medium(modality: int, path: str) -> list[Medium]:
-    return [Medium(modality, path, path)]
+    """Raises ArgumentTypeError for what is none, before a model is loaded."""
+    medium = Medium(modality, path, path)
+    try:
+        (image_header if modality == VISION else audio_header)(medium)
+    except MediaError as error:
+        raise ArgumentTypeError(f"{path}: {error.reason}") from error
+    return [medium]
 
 
 def _size(text: str) -> tuple[int, int]:

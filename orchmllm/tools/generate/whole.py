@@ -55,9 +55,6 @@ def answer_whole(args: argparse.Namespace, log: Callable[[str], None]) -> str:
         reader, given = _read(args, folder)
         kind = model_class(config)
     else:
-        for medium in args.media:
-            if not Path(medium.path).is_file():
-                raise ValueError(f"--image {medium.path}: no such file")
         reader = _reader(args, folder, takes_images)
         content = [*({"type": "image", "path": str(m.path)} for m in args.media),
                    {"type": "text", "text": args.question}] if takes_images else args.question

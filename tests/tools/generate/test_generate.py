@@ -89,14 +89,15 @@ def test_drawn_tokens_depend_on_the_seed_alone(trained, capsys):
     assert greedy == certain
 
 
-@pytest.mark.parametrize("argv, text", [
-    (["--image", "none.jpg", "What?"], "none.jpg: no such file"),
-    (["--audio", "none.wav", "What?"], "the file is missing")])
-def test_what_cannot_be_answered_is_one_line(trained, argv, text, capsys):
-    assert dispatch(["generate", str(trained.exported), *argv]) == 2
+@pytest.mark.parametrize("flag, name, text", [
+    ("--image", "none.jpg", "the file is missing"), ("--audio", "none.wav", "the file is missing"),
+    ("--image", __file__, "UnidentifiedImageError: no decoder knows its format")])
+def test_a_medium_that_cannot_be_read_is_told_before_a_model_is_loaded(flag, name, text, capsys):
+    with pytest.raises(SystemExit) as stop:
+        dispatch(["generate", "no/model", flag, name, "What?"])
     said = capsys.readouterr()
-    assert said.out == "" and text in said.err.splitlines()[-1]
-    assert said.err.splitlines()[-1].startswith("error: ")
+    assert stop.value.code == 2 and said.out == ""
+    assert f"error: argument {flag}: {name}: {text}" in said.err.splitlines()[-1]
 
 
 def test_a_folder_without_a_model_names_what_can_be_given(tmp_path, capsys):
