@@ -84,7 +84,7 @@ def global_batches(
 
 
 def predict(batches: Iterable[BatchLayout], recipe: Recipe) -> dict[str, tuple[float, float]]:
-    """phase -> (imbalance as sampled, imbalance as planned), averaged over global batches; "step":
+    """Phase that has work -> (imbalance as sampled, as planned), averaged over global batches; "step":
     (1, predicted time of a balanced step over that of an unbalanced one), where every phase waits
     for its slowest rank. Communication is not in it."""
     balanced = replace(recipe, balance=replace(recipe.balance, enabled=True))
@@ -95,5 +95,5 @@ def predict(batches: Iterable[BatchLayout], recipe: Recipe) -> dict[str, tuple[f
             costs.setdefault(phase, []).append(plan.phase_cost(phase))
     sides = {phase: np.stack(c, axis=1) for phase, c in costs.items()}
     sampled, planned = sum(side.max(axis=2).sum(axis=1) for side in sides.values())
-    return {**{phase: (imbalance(a), imbalance(b)) for phase, (a, b) in sides.items()},
+    return {**{p: (imbalance(a), imbalance(b)) for p, (a, b) in sides.items() if a.any()},
             "step": (1.0, planned / max(sampled, 1))}

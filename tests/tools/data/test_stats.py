@@ -34,6 +34,12 @@ def test_a_data_file_for_a_model(folder, capsys):
     said = capsys.readouterr().out
     assert "2 ranks x 3 examples" in said and float(GAIN.search(said)[1]) >= 1
     assert re.search(r" text +12 +\d+", said) and "h100" not in said
+    phases = re.compile(r"^(\w+) +\d\.\d\d +\d\.\d\d$", re.M)
+    assert phases.findall(said) == ["vision", "audio", "llm"]
+    write_jsonl(folder / "data.jsonl", [
+        row for row in (llava_row(*q) for q in QUESTIONS) if "audio" not in row])
+    assert main([*stats, "--ranks", "2", "--batch-size", "3"]) == 0
+    assert phases.findall(capsys.readouterr().out) == ["vision", "llm"]
 
 
 def test_lengths_are_drawn_without_torch_for_a_model_that_is_known():
