@@ -84,9 +84,9 @@ def global_batches(
 
 
 def predict(batches: Iterable[BatchLayout], recipe: Recipe) -> dict[str, tuple[float, float]]:
-    """Phase that has work -> (imbalance as sampled, as planned), averaged over global batches; "step":
-    (1, predicted time of a balanced step over that of an unbalanced one), where every phase waits
-    for its slowest rank. Communication is not in it."""
+    """Phase that has work -> (imbalance as sampled, as planned), averaged over global batches;
+    "step": (1, predicted time of a balanced step over that of an unbalanced one), where every phase
+    waits for its slowest rank. Communication is not in it."""
     balanced = replace(recipe, balance=replace(recipe.balance, enabled=True))
     costs: dict[str, list] = {}  # (2, d) of each batch: as sampled, as planned
     for layout in batches:

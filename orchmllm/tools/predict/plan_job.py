@@ -15,6 +15,7 @@ import argparse
 import time
 from dataclasses import asdict
 from pathlib import Path
+from textwrap import wrap
 
 from orchmllm.cli.options import at_least, in_one_line, recipe_parser
 from orchmllm.config.job import resolve
@@ -80,18 +81,20 @@ def main(argv: list[str]) -> int:
     search = Search(recipe, gpus, cluster_of(args),
                     examples_of(recipe, args.mix, args.lengths), whole, args.steps)
     best = search.best()
-    print(f"{gpus} GPUs: {gpu_text(asdict(search.hardware))}; {search.budget / 1e9:.1f} GB for "
-          f"tensors ({search.allowed_by})\n"
-          f"{f'{whole} examples a step' if whole else 'any number of examples a step'}, lengths "
-          f"{search.examples.what}\n\nPredicted, the best that fit (vision/audio/llm):\n"
-          f"{settings_table(best, search)}", search.caps(best[0].setting), sep="\n\n")
+    told = (f"{gpus} GPUs: {gpu_text(asdict(search.hardware))}; {search.budget / 1e9:.1f} GB for "
+            f"tensors ({search.allowed_by})",
+            f"{f'{whole} examples a step' if whole else 'any number of examples a step'}, lengths "
+            f"{search.examples.what}", search.caps(best[0].setting))
+    *given, caps = ("\n".join(wrap(text, 79, subsequent_indent="  ")) for text in told)
+    print(*given, "\nPredicted, the best that fit (vision/audio/llm):\n"
+          f"{settings_table(best, search)}\n\n{caps}", sep="\n")
     # With balance.group: shard a shard size of 0 is refused, also for one shard of all ranks.
     lines = best[0].setting.overrides(gpus if recipe.balance.group == "world" else 0)
     absent = tuple(f"fsdp.{p}_" for p in PHASES if p not in search.phases())
     lines = [line for line in lines if not line.startswith(absent)]
     if train.global_batch_size:  # or it would go on deciding the batch
         lines.append(f"train.global_batch_size={whole or 0}")
-    print("\nOverrides: " + " ".join(lines))
+    print("\nOverrides:", *lines, sep="\n  ")
     if args.out:
         args.out.write_text("\n".join(lines) + "\n", encoding="utf-8")
     print(f"\nThis took {time.process_time() - started:.1f} s of CPU.")

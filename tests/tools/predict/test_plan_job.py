@@ -107,7 +107,7 @@ def test_the_command(tmp_path, capsys):
     overrides = out.read_text().split()
     recipe = load_recipe(path, overrides)  # as train takes them
     assert recipe.train.batch_size * recipe.train.accumulation_steps == 16
-    assert " ".join(overrides) in said.out
+    assert "\n  ".join(overrides) in said.out
 
 
 def test_one_shard_of_all_ranks_is_named_where_shards_balance(tmp_path):
@@ -159,6 +159,6 @@ def test_a_batch_that_breaks_a_cap_does_not_fit(capsys):
     job = [demo, "--ranks", "4", "--global-batch", "0", model]
     assert main([*job, f"{cap}=2000"]) == 0
     out = capsys.readouterr().out
-    assert "Overrides: train.batch_size=4 " in out and "as the recipe says" not in out
+    assert "Overrides:\n  train.batch_size=4\n" in out and "as the recipe says" not in out
     assert main([*job, f"{cap}=10"]) == 2
     assert "or a larger balance.*.max_rank_tokens" in capsys.readouterr().err
