@@ -9,12 +9,17 @@ import os
 import re
 import signal
 import threading
+import time
+from functools import partial
 from pathlib import Path
 
+import numpy as np
 import psutil
 import pytest
 
+from orchmllm.config.data import DataConfig
 from orchmllm.config.recipe import load_recipe
+from orchmllm.data.loading.ray_workers import RayWorkers, join_pool
 from orchmllm.runtime.build import build_dataset
 from tests.lib.commands import make_demo_data, python
 from tests.lib.ranks import RankFailure, run_ranks
@@ -96,6 +101,43 @@ def test_losses_and_quarantine_are_those_without_ray(recipe):
         got = run_ranks(losses, 1, recipe, "ray", variables(), batch, "data.preprocess=ray")
     assert got == plain and sum(row[2] for row in plain[0])
     assert listed(recipe, "ray") == listed(recipe, "plain")
+
+
+class Together:
+    """Two examples, each of which is loaded once the other one is under way."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def fingerprint(self) -> dict:
+        return {}
+
+    def name(self, i: int) -> str:
+        return f"row {i}"
+
+    def load(self, i: int, on_error) -> int:
+        (self.folder / f"begun{i}").touch()
+        end = time.monotonic() + 60.0
+        while not (self.folder / f"begun{1 - i}").exists():
+            assert time.monotonic() < end, "the other one was not loaded meanwhile"
+            time.sleep(0.05)
+        return i
+
+
+def loaded_by_two(world, folder: Path, env: dict[str, str]) -> list[int]:
+    """By two loaders of one rank, of the same step."""
+    os.environ.update(env)
+    rows = Together(folder)
+    pool = join_pool(DataConfig(preprocess="ray", num_workers=2), partial(Together, folder), rows,
+                     0, 1, lambda numbers: np.array([numbers]))
+    asked = [RayWorkers(rows, pool, 1, 0).request("load", [((k,), {})], 5) for k in (0, 1)]
+    return [reply()[0][0] for reply in asked]
+
+
+@pytest.mark.dist
+def test_training_and_validation_ask_for_the_same_step(tmp_path):
+    with cluster(2):
+        assert run_ranks(loaded_by_two, 1, tmp_path, variables()) == [[0, 1]]
 
 
 @pytest.mark.slow

@@ -154,10 +154,11 @@ class RayWorkers:
     itself. Used by one thread."""
 
     num_workers = 0  # a reader reads rows itself
+    _numbers = count()  # of all loaders of a rank: training and validation ask for the same steps
 
     def __init__(self, dataset: Any, pool: Any, num_workers: int, rank: int) -> None:
         self._pool, self.at_once, self._rank = pool, num_workers, rank
-        self._local, self._numbers = Workers(dataset, 0), count()
+        self._local = Workers(dataset, 0)
 
     def start(self) -> None:
         """There is nothing to start: the pool serves all loaders of a run."""
