@@ -12,6 +12,7 @@ import threading
 import time
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import psutil
@@ -124,20 +125,46 @@ class Together:
         return i
 
 
-def loaded_by_two(world, folder: Path, env: dict[str, str]) -> list[int]:
-    """By two loaders of one rank, of the same step."""
+class OfPool(NamedTuple):
+    """What opens the data in one process, the pool's: readers cannot make it of what was sent, as
+    where their node has another version of the code."""
+
+    folder: Path
+
+    def __call__(self) -> Together:
+        return Together(self.folder)
+
+    def __reduce__(self):
+        return made_once, (self.folder,)
+
+
+def made_once(folder: Path) -> OfPool:
+    (folder / "made").mkdir()
+    return OfPool(folder)
+
+
+def loaded_by_two(world, folder: Path, env: dict[str, str]) -> tuple[list[int], str]:
+    """By two loaders of one rank, of the same step; why readers that cannot be made have nothing.
+    """
     os.environ.update(env)
-    rows = Together(folder)
-    pool = join_pool(DataConfig(preprocess="ray", num_workers=2), partial(Together, folder), rows,
-                     0, 1, lambda numbers: np.array([numbers]))
-    asked = [RayWorkers(rows, pool, 1, 0).request("load", [((k,), {})], 5) for k in (0, 1)]
-    return [reply()[0][0] for reply in asked]
+    rows, replies = Together(folder), []
+    for opens in (partial(Together, folder), OfPool(folder)):
+        pool = join_pool(DataConfig(preprocess="ray", num_workers=2), opens, rows, 0, 1,
+                         lambda numbers: np.array([numbers]))
+        asked = [RayWorkers(rows, pool, 1, 0).request("load", [((k,), {})], 5) for k in (0, 1)]
+        try:
+            replies.append([reply()[0][0] for reply in asked])
+        except RuntimeError as error:
+            replies.append(str(error))
+    return tuple(replies)
 
 
 @pytest.mark.dist
-def test_training_and_validation_ask_for_the_same_step(tmp_path):
-    with cluster(2):
-        assert run_ranks(loaded_by_two, 1, tmp_path, variables()) == [[0, 1]]
+def test_two_loaders_ask_for_the_same_step_and_readers_cannot_be_made(tmp_path):
+    with cluster(4):
+        [(loaded, problem)] = run_ranks(loaded_by_two, 1, tmp_path, variables())
+    assert loaded == [0, 1]
+    assert problem.startswith("data.preprocess: a reader cannot be used: FileExistsError: ")
 
 
 @pytest.mark.slow

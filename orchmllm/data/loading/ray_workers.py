@@ -116,7 +116,10 @@ class Pool:
                     del self._reads[order]
                     made.set_result(answered)
                     work = None
-            except ray.exceptions.RayActorError:
+            except ray.exceptions.RayActorError as error:
+                if error.actor_init_failed:  # Ray does not start it again
+                    self._refuse(where, str(error).strip().splitlines()[-1])
+                    return
                 if where:  # else it has not started again
                     _say(f"lost: {where}; Ray starts another reader")
                 where = ""
@@ -125,7 +128,7 @@ class Pool:
             except Exception as error:
                 if work is not None:
                     self._waiting.put_nowait(work)
-                self._refuse(where, error)
+                self._refuse(where, getattr(error, "cause", error))
                 return
 
     def _again(self, order: Order, method: str, calls: Sequence[Call], made: asyncio.Future,
@@ -140,9 +143,8 @@ class Pool:
                 f"data.preprocess: {MOST_LOST} readers were lost over the examples "
                 f"{_examples(calls)} (killed, or out of memory)"))
 
-    def _refuse(self, where: str, error: Exception) -> None:
+    def _refuse(self, where: str, cause: object) -> None:
         """The run cannot go on: nodes have to be mended."""
-        cause = getattr(error, "cause", error)
         self._refused = RuntimeError(
             f"data.preprocess: {where or 'a reader'} cannot be used: {cause}")
         while not self._waiting.empty():
