@@ -275,8 +275,7 @@ def _own_signals() -> Iterator[None]:
 
 
 def _examples(calls: Sequence[Call]) -> list:
-    """Of calls of `load`; those of `decode` are bytes that no example is known of."""
-    return [args[0] for args, _ in calls if len(args) == 1]
+    return [args[0] for args, _ in calls]
 
 
 def _say(text: str) -> None:
