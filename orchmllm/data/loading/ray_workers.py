@@ -141,7 +141,7 @@ class Pool:
         else:
             made.set_exception(RuntimeError(
                 f"data.preprocess: {MOST_LOST} readers were lost over the examples "
-                f"{_examples(calls)} (killed, or out of memory)"))
+                f"{[args[0] for args, _ in calls]} (killed, or out of memory)"))
 
     def _refuse(self, where: str, cause: object) -> None:
         """The run cannot go on: nodes have to be mended."""
@@ -185,10 +185,10 @@ class RayWorkers:
         while True:
             while not ray.wait([reply], timeout=SLOW_S)[0]:
                 waited_s += SLOW_S
-                first = [f", first {self._local.dataset.name(i)}" for i in _examples(calls)[:1]]
+                first = self._local.dataset.name(calls[0][0][0])
                 self._pool.tell.remote(f"step {order[0]}, rank {order[1]} has waited {waited_s:g} "
-                                       f"s for what it needs of {len(calls)} examples"
-                                       f"{''.join(first)}", order)
+                                       f"s for what it needs of {len(calls)} examples, first "
+                                       f"{first}", order)
             try:
                 results = results_of(ray.get(ray.get(reply)[0]))
                 break
@@ -272,10 +272,6 @@ def _own_signals() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGTERM, handler)
-
-
-def _examples(calls: Sequence[Call]) -> list:
-    return [args[0] for args, _ in calls]
 
 
 def _say(text: str) -> None:
