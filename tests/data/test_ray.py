@@ -4,6 +4,7 @@ nodes on this machine."""
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import re
@@ -20,7 +21,7 @@ import pytest
 
 from orchmllm.config.data import DataConfig
 from orchmllm.config.recipe import load_recipe
-from orchmllm.data.loading.ray_workers import RayWorkers, join_pool
+from orchmllm.data.loading.ray_workers import Pool, RayWorkers, join_pool
 from orchmllm.runtime.build import build_dataset
 from tests.lib.commands import make_demo_data, python
 from tests.lib.ranks import RankFailure, run_ranks
@@ -165,6 +166,18 @@ def test_two_loaders_ask_for_the_same_step_and_readers_cannot_be_made(tmp_path):
         [(loaded, problem)] = run_ranks(loaded_by_two, 1, tmp_path, variables())
     assert loaded == [0, 1]
     assert problem.startswith("data.preprocess: a reader cannot be used: FileExistsError: ")
+
+
+def test_calls_of_a_reader_that_is_lost_end_where_no_other_works():
+    async def lost() -> None:
+        pool, made = Pool(0), asyncio.get_running_loop().create_future()
+        pool._reads[5, 0, 0] = "node"
+        pool._refuse("node", "why")
+        pool._again((5, 0, 0), "load", [], made, 0)
+        with pytest.raises(RuntimeError, match="node cannot be used: why"):
+            await asyncio.wait_for(made, 1.0)
+
+    asyncio.run(lost())
 
 
 @pytest.mark.slow

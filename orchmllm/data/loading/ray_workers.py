@@ -136,7 +136,9 @@ class Pool:
         """The calls of a reader that was lost are for another one, unless it is they that end
         readers."""
         del self._reads[order]
-        if num_lost + 1 < MOST_LOST:
+        if self._refused is not None:  # the others may have ended
+            made.set_exception(self._refused)
+        elif num_lost + 1 < MOST_LOST:
             self._waiting.put_nowait((order, method, calls, made, num_lost + 1))
         else:
             made.set_exception(RuntimeError(
