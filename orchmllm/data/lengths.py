@@ -48,8 +48,8 @@ class MeasuredExample(NamedTuple):
 
     @property
     def num_bytes(self) -> int:
-        """Of media that the row itself holds."""
-        return sum(len(m.data) for m in self.media if m.data is not None)
+        """Of media that the row itself holds; the frames of a video share its file."""
+        return sum({id(m.data): len(m.data) for m in self.media if m.data is not None}.values())
 
 
 class LengthReader(ABC):

@@ -41,6 +41,10 @@ def check_arguments(
         at_least_1("accumulation_steps", accumulation_steps)
     need(accumulation_steps != "auto" or max_tokens,
          'accumulation_steps is "auto", as few batches as max_tokens allows: give max_tokens')
+    need(accumulation_steps != "auto" or not shard_size or shard_size >= num_ranks,
+         f'accumulation_steps is "auto" and shard_size {shard_size}: each shard would have another '
+         "number of batches, and ranks would wait for each other: give a number of batches, or "
+         "leave shard_size out")
     need(prefetch >= 0, f"prefetch is {prefetch}: must be >= 0")
     need((lengths is None) != (length_fn is None),
          "give either lengths or length_fn (where this call is not yours, a library makes a loader "

@@ -6,6 +6,7 @@ from __future__ import annotations
 import base64
 import json
 
+import pyarrow.parquet
 import pytest
 
 from orchmllm.config.data import ColumnsConfig
@@ -76,6 +77,13 @@ def test_a_split_of_rows_is_that_of_all_files(read, tmp_path):
     train, test = (read(tmp_path / "d", columns, split=split) for split in ("train", "test"))
     assert parts(train) == [[("one",), ("1",)]] and parts(test) == [[("two",), ("2",)]]
     assert train.fingerprint() != test.fingerprint()
+
+
+def test_a_file_that_is_read_in_order_is_one_piece_whatever_its_rows(read, tmp_path):
+    path = tmp_path / "a.parquet"
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(PAIRS * 2), path)
+    train = read(path, ASKED | {"split": "s"}, split="train")
+    assert len(train) == 2 and len(train.sources[0].store.units(4)) == 1
 
 
 def test_what_was_kept_of_a_file_is_of_its_rows_and_limits(read, tmp_path):

@@ -70,7 +70,7 @@ def test_parts_are_what_the_whole_call_makes(corpus, opening, all_are_long):
         assert [some["text"] for _, some in part] == [True] + [False] * (len(part) - 1)
     with closing(Workers(rows, 3)) as workers:
         whole = workers.request("load", calls)()
-        found = long_calls.Calls(workers, rows, calls, 0).results()
+        found = long_calls.Calls(workers, rows, calls, 0, 0).results()
     assert [bool(failed) for _, failed, _ in whole] == [False, False, True, False]
     for (want, failed, _), (got, also_failed, _) in zip(whole, found, strict=True):
         assert failed == also_failed and same_example(want, got)
@@ -148,7 +148,7 @@ def test_no_call_is_asked_for_twice(corpus):
     """A step asks for its calls whenever another one is planned, and when it needs them."""
     rows = opened(corpus)
     with closing(Recorded(rows, 1)) as workers:
-        calls = long_calls.Calls(workers, rows, [call(rows, 3), call(rows, 3)], 0)
+        calls = long_calls.Calls(workers, rows, [call(rows, 3), call(rows, 3)], 0, 0)
         calls.ask()
         assert len(calls.results()) == workers.asked == 2
 
@@ -162,7 +162,7 @@ def test_parts_come_first_and_to_as_many_workers(corpus, all_are_long):
     kept = rows.kept
     rows.kept = lambda i, **how: kept(i, **how) if i == 0 else None
     with closing(Workers(rows, 2)) as workers:
-        found = long_calls.Calls(workers, rows, calls, 0).results()
+        found = long_calls.Calls(workers, rows, calls, 0, 0).results()
     assert [value.example_id for value, *_ in found] == [3, 1, 3, 0, 3]
 
 

@@ -4,17 +4,24 @@ nodes on this machine."""
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import re
 import signal
 import threading
+import time
+from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
+import numpy as np
 import psutil
 import pytest
 
+from orchmllm.config.data import DataConfig
 from orchmllm.config.recipe import load_recipe
+from orchmllm.data.loading.ray_workers import Pool, RayWorkers, join_pool
 from orchmllm.runtime.build import build_dataset
 from tests.lib.commands import make_demo_data, python
 from tests.lib.ranks import RankFailure, run_ranks
@@ -96,6 +103,81 @@ def test_losses_and_quarantine_are_those_without_ray(recipe):
         got = run_ranks(losses, 1, recipe, "ray", variables(), batch, "data.preprocess=ray")
     assert got == plain and sum(row[2] for row in plain[0])
     assert listed(recipe, "ray") == listed(recipe, "plain")
+
+
+class Together:
+    """Two examples, each of which is loaded once the other one is under way."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def fingerprint(self) -> dict:
+        return {}
+
+    def name(self, i: int) -> str:
+        return f"row {i}"
+
+    def load(self, i: int, on_error) -> int:
+        (self.folder / f"begun{i}").touch()
+        end = time.monotonic() + 60.0
+        while not (self.folder / f"begun{1 - i}").exists():
+            assert time.monotonic() < end, "the other one was not loaded meanwhile"
+            time.sleep(0.05)
+        return i
+
+
+class OfPool(NamedTuple):
+    """What opens the data in one process, the pool's: readers cannot make it of what was sent, as
+    where their node has another version of the code."""
+
+    folder: Path
+
+    def __call__(self) -> Together:
+        return Together(self.folder)
+
+    def __reduce__(self):
+        return made_once, (self.folder,)
+
+
+def made_once(folder: Path) -> OfPool:
+    (folder / "made").mkdir()
+    return OfPool(folder)
+
+
+def loaded_by_two(world, folder: Path, env: dict[str, str]) -> tuple[list[int], str]:
+    """By two loaders of one rank, of the same step; why readers that cannot be made have nothing.
+    """
+    os.environ.update(env)
+    rows, replies = Together(folder), []
+    for opens in (partial(Together, folder), OfPool(folder)):
+        pool = join_pool(DataConfig(preprocess="ray", num_workers=2), opens, rows, 0, 1,
+                         lambda numbers: np.array([numbers]))
+        asked = [RayWorkers(rows, pool, 1, 0).request("load", [((k,), {})], 5) for k in (0, 1)]
+        try:
+            replies.append([reply()[0][0] for reply in asked])
+        except RuntimeError as error:
+            replies.append(str(error))
+    return tuple(replies)
+
+
+@pytest.mark.dist
+def test_two_loaders_ask_for_the_same_step_and_readers_cannot_be_made(tmp_path):
+    with cluster(4):
+        [(loaded, problem)] = run_ranks(loaded_by_two, 1, tmp_path, variables())
+    assert loaded == [0, 1]
+    assert problem.startswith("data.preprocess: a reader cannot be used: FileExistsError: ")
+
+
+def test_calls_of_a_reader_that_is_lost_end_where_no_other_works():
+    async def lost() -> None:
+        pool, made = Pool(0), asyncio.get_running_loop().create_future()
+        pool._reads[5, 0, 0] = "node"
+        pool._refuse("node", "why")
+        pool._again((5, 0, 0), "load", [], made, 0)
+        with pytest.raises(RuntimeError, match="node cannot be used: why"):
+            await asyncio.wait_for(made, 1.0)
+
+    asyncio.run(lost())
 
 
 @pytest.mark.slow

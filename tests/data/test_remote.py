@@ -16,7 +16,7 @@ from PIL import Image
 from orchmllm.config.recipe import RemoteRoot, SourceConfig
 from orchmllm.data.formats.open import NUM_PEEKED, open_source
 from orchmllm.data.media.headers import image_header
-from orchmllm.data.storage.clients import NoAccess, StorageError
+from orchmllm.data.storage.clients import NoAccess, StorageError, _is_below
 from tests.data.test_formats import same_examples
 from tests.data.test_safety import link, write_tar
 from tests.lib.broken import Sentinel, flac_expanding, png_claiming, wav_claiming
@@ -189,6 +189,11 @@ def test_redirects_stay_in_the_folder_that_is_declared(web, tmp_path, target):
     web.always["/open/a"] = f"{web.url}/{target}"
     with pytest.raises(NoAccess, match="redirects to .*whose folder is not"):
         storage(tmp_path / "2", f"{web.url}/open").file(f"{web.url}/open/a").open()
+
+
+def test_a_declared_folder_may_have_a_space():
+    assert _is_below("https://host/a%20b/c", "https://host/a%20b")
+    assert not _is_below("https://host/a%20b/../c", "https://host/a%20b")
 
 
 UNDECLARED = [

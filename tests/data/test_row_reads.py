@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from multiprocessing import Array
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,9 +17,13 @@ from orchmllm.config.model import ModelConfig
 from orchmllm.config.recipe import SourceConfig
 from orchmllm.data import dataset
 from orchmllm.data.dataset import ConversationDataset
+from orchmllm.data.lengths import MeasuredExample
+from orchmllm.data.loading.long_calls import Calls
 from orchmllm.data.loading.step_loader import StepLoader
+from orchmllm.data.loading.workers import Workers
+from orchmllm.data.media.medium import Medium
 from orchmllm.data.sampler import GlobalSampler
-from orchmllm.plan.layout import BatchLayout
+from orchmllm.plan.layout import VISION, BatchLayout
 from orchmllm.tools.data.build_index import build_index
 from orchmllm.trainer import Trainer
 from tests.lib.drawn import drawn_model
@@ -120,6 +125,26 @@ def test_what_planning_keeps_is_bounded_in_bytes(paths, reader, tmp_path, monkey
     for i in range(len(QUESTIONS)):
         assert same_example(whole.load(i), bounded.load(i))
         assert whole.kept(i) is not None
+
+
+def test_what_steps_keep_is_bounded_in_bytes(paths, reader, tmp_path):
+    """What does not fit in is read by the workers."""
+    rows = opened(paths[1], reader, tmp_path)
+    calls = [((i,), {"text": True, "segments": [at for at, *_ in rows.media_of(i)]})
+             for i in range(len(rows))]
+    sizes = [rows.kept(i).num_bytes for i in range(len(rows))]
+    with closing(Workers(rows, 1)) as workers:
+        none, some, every = (Calls(workers, rows, calls, 0, room)
+                             for room in (0, max(sizes), sum(sizes)))
+        assert none.num_bytes == 0 < some.num_bytes <= max(sizes) < every.num_bytes == sum(sizes)
+        for found in zip(none.results(), some.results(), every.results(), strict=True):
+            (want, *_), *others = found
+            assert all(same_example(want, got) for got, *_ in others)
+
+
+def test_frames_of_a_video_are_one_file():
+    frames = [Medium(VISION, "v.mp4", data=b"12345678")] * 3
+    assert MeasuredExample(None, None, None, frames, None).num_bytes == 8
 
 
 class Planned:

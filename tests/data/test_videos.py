@@ -70,6 +70,15 @@ def test_one_frame_is_the_same_as_among_all(videos, name):
                                       together[frames[k]])
 
 
+def test_frames_that_are_more_than_an_answer_holds(videos, monkeypatch):
+    frames = expand(medium_at(videos / "groups.mp4"), ALL, {})
+    together = pictures(frames)
+    for name in ("FRAMES_BYTES", "MAX_BYTES"):
+        monkeypatch.setattr(av_process, name, 10 * together[frames[0]].nbytes)
+    apart = pictures(frames)
+    assert len(frames) > 10 and all(np.array_equal(apart[f], together[f]) for f in frames)
+
+
 def test_uneven_frames_are_chosen_by_their_times(videos):
     times = np.array(VIDEOS["uneven.mkv"]["times"]) / 1000
     at = [0.0, 0.5, 2.0, 3.3]
@@ -289,5 +298,6 @@ def test_too_much_cpu_time_costs_one_file(videos, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(av_process, "CPU_S", 0)  # and what is left of a second
         with pytest.raises(MediaError, match="more than 0 s of CPU time; the file is damaged"):
-            av_process.frames(medium, "mov", [0.0] * 3_000_000, frame.frame.video, SIZE)
+            small = frame.frame.video._replace(width=1, height=1)  # all of it in one answer
+            av_process.frames(medium, "mov", [0.0] * 3_000_000, small)
     assert isinstance(pictures([frame])[frame], np.ndarray)

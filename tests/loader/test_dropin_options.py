@@ -103,6 +103,7 @@ def test_what_cannot_be_honoured_raises():
         (dict(shuffle=True, generator=True), "shuffles by seed="),
         (dict(accumulation_steps=0), "must be an integer >= 1"),
         (dict(accumulation_steps="auto"), "as few batches as max_tokens allows: give max_tokens"),
+        (dict(accumulation_steps="auto", max_tokens=99, shard_size=1), "another number of batches"),
         (dict(prefetch=-1), "must be >= 0"),
         (dict(wrapped=True, shuffle=True), "shuffle is True: the wrapped DataLoader decides"),
         (dict(wrapped=True, drop_last=True), "drop_last is True"),

@@ -260,7 +260,7 @@ def _check_splits(config: SourceConfig, stores: Sequence[RowStore]) -> None:
     the source names none."""
     if not config.columns.split:
         return
-    found = dict.fromkeys(split for store in stores for split in store.splits)
+    found = dict.fromkeys(split for store in stores for split in store.split_names)
     if config.split not in found if config.split else len(found) > 1:
         said = (f"split is {config.split!r}, which no row has" if config.split
                 else "it holds several splits")

@@ -142,18 +142,19 @@ class TranscriptRows(RowStore):
 class PickedRows(RowStore):
     """Rows in the rows of a store: the elements of the list `segments` of each, with what is around
     them; of these, and of the rows, those of the source's split. Rows that cannot be read stay, so
-    that they are told of. splits: that the rows have."""
+    that they are told of. split_names: that the rows have."""
 
     def __init__(self, store: RowStore, config: SourceConfig, cache_dir: Path) -> None:
         columns = config.columns
         self.store, self.wanted = store, config.split
         self.segments, self.split = parse_spec(columns.segments), parse_spec(columns.split)
         self.kind, self.files, self.root = store.kind, store.files, store.root
+        self.splits = store.splits
         chosen = digest([columns.rows, columns.segments, columns.split, config.split,
                          config.max_row_bytes])
         self.places, splits = cached(cache_dir, f"picked-{chosen}", store.files[0], self._scan) if (
             len(store.files) == 1) else self._scan()
-        self.splits: list[str] = json.loads(splits.tobytes())
+        self.split_names: list[str] = json.loads(splits.tobytes())
 
     def _scan(self) -> tuple[np.ndarray, np.ndarray]:
         """(n, 2) [row, element or -1], and the splits as JSON bytes."""

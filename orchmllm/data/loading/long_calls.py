@@ -34,11 +34,12 @@ DECODED_S, READ_S, HEARD_S, LISTED_S = 3e-9, 3e-8, 3e-8, 3e-5
 
 
 class Calls:
-    """Calls of the `load` of a dataset that a step needs. takes_s: predicted seconds of each, 0
-    where they are not known."""
+    """Calls of the `load` of a dataset that a step needs. room: for the media that rows hold
+    themselves; of those that do not fit in, workers read the rows. takes_s: predicted seconds of
+    each, 0 where they are not known. num_bytes: of the media that are kept."""
 
     def __init__(self, workers: Workers | RayWorkers, dataset: Any, calls: Sequence[Call],
-                 step: int) -> None:
+                 step: int, room: int) -> None:
         self._workers, self._calls, self._step = workers, calls, step
         self._rows: list[MeasuredExample | None] = [None] * len(calls)
         if workers.at_once and hasattr(dataset, "kept"):
@@ -46,6 +47,12 @@ class Calls:
                           for args, keys in calls]
         self.takes_s = [predicted_s(row, keys["segments"])[0].sum() if row else 0.0
                         for row, (_, keys) in zip(self._rows, calls, strict=True)]
+        self.num_bytes = 0
+        for k, row in enumerate(self._rows):
+            if row and row.num_bytes > room - self.num_bytes:
+                self._rows[k] = None
+            elif row:
+                self.num_bytes += row.num_bytes
         self._left = set(range(len(calls)))
         self._replies: list[tuple[list[int], Callable[[], list[Result]]]] = []
 

@@ -116,7 +116,10 @@ class Pool:
                     del self._reads[order]
                     made.set_result(answered)
                     work = None
-            except ray.exceptions.RayActorError:
+            except ray.exceptions.RayActorError as error:
+                if error.actor_init_failed:  # Ray does not start it again
+                    self._refuse(where, str(error).strip().splitlines()[-1])
+                    return
                 if where:  # else it has not started again
                     _say(f"lost: {where}; Ray starts another reader")
                 where = ""
@@ -125,7 +128,7 @@ class Pool:
             except Exception as error:
                 if work is not None:
                     self._waiting.put_nowait(work)
-                self._refuse(where, error)
+                self._refuse(where, getattr(error, "cause", error))
                 return
 
     def _again(self, order: Order, method: str, calls: Sequence[Call], made: asyncio.Future,
@@ -133,16 +136,17 @@ class Pool:
         """The calls of a reader that was lost are for another one, unless it is they that end
         readers."""
         del self._reads[order]
-        if num_lost + 1 < MOST_LOST:
+        if self._refused is not None:  # the others may have ended
+            made.set_exception(self._refused)
+        elif num_lost + 1 < MOST_LOST:
             self._waiting.put_nowait((order, method, calls, made, num_lost + 1))
         else:
             made.set_exception(RuntimeError(
                 f"data.preprocess: {MOST_LOST} readers were lost over the examples "
-                f"{_examples(calls)} (killed, or out of memory)"))
+                f"{[args[0] for args, _ in calls]} (killed, or out of memory)"))
 
-    def _refuse(self, where: str, error: Exception) -> None:
+    def _refuse(self, where: str, cause: object) -> None:
         """The run cannot go on: nodes have to be mended."""
-        cause = getattr(error, "cause", error)
         self._refused = RuntimeError(
             f"data.preprocess: {where or 'a reader'} cannot be used: {cause}")
         while not self._waiting.empty():
@@ -154,10 +158,11 @@ class RayWorkers:
     itself. Used by one thread."""
 
     num_workers = 0  # a reader reads rows itself
+    _numbers = count()  # of all loaders of a rank: training and validation ask for the same steps
 
     def __init__(self, dataset: Any, pool: Any, num_workers: int, rank: int) -> None:
         self._pool, self.at_once, self._rank = pool, num_workers, rank
-        self._local, self._numbers = Workers(dataset, 0), count()
+        self._local = Workers(dataset, 0)
 
     def start(self) -> None:
         """There is nothing to start: the pool serves all loaders of a run."""
@@ -182,10 +187,10 @@ class RayWorkers:
         while True:
             while not ray.wait([reply], timeout=SLOW_S)[0]:
                 waited_s += SLOW_S
-                first = [f", first {self._local.dataset.name(i)}" for i in _examples(calls)[:1]]
+                first = self._local.dataset.name(calls[0][0][0])
                 self._pool.tell.remote(f"step {order[0]}, rank {order[1]} has waited {waited_s:g} "
-                                       f"s for what it needs of {len(calls)} examples"
-                                       f"{''.join(first)}", order)
+                                       f"s for what it needs of {len(calls)} examples, first "
+                                       f"{first}", order)
             try:
                 results = results_of(ray.get(ray.get(reply)[0]))
                 break
@@ -269,11 +274,6 @@ def _own_signals() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGTERM, handler)
-
-
-def _examples(calls: Sequence[Call]) -> list:
-    """Of calls of `load`; those of `decode` are bytes that no example is known of."""
-    return [args[0] for args, _ in calls if len(args) == 1]
 
 
 def _say(text: str) -> None:

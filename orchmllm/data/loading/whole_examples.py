@@ -23,6 +23,7 @@ from orchmllm.batch import UNCOUNTED, FailedSegment, Microbatch, ProcessedExampl
 from orchmllm.comm.exchange import RowGather
 from orchmllm.comm.exchange_bytes import Postponed, exchange_bytes
 from orchmllm.comm.pieces import Media, Piece
+from orchmllm.data.dataset import CACHED_BYTES
 from orchmllm.data.lengths import MeasuredExample
 from orchmllm.data.loading.long_calls import LONG_S, LONGER, NEXT, STEPS_PLANNED, Calls
 from orchmllm.data.loading.rank_messages import packed, unpacked
@@ -43,10 +44,11 @@ Content = tuple[dict[str, list], list[ProcessedExample]]
 class Request:
     """What this rank reads of a microbatch, one call for each example: for `load` what it
     processes, in slot order, else what it sampled, in source order. media[phase]: (example,
-    segment); texts: examples. options: further keywords of each call."""
+    segment); texts: examples. options: further keywords of each call. room: see Calls."""
 
     def __init__(self, micro: Microbatch, rank: int, dispatch: str, dataset: Any,
-                 workers: Workers | RayWorkers, options: Mapping[str, Any], step: int) -> None:
+                 workers: Workers | RayWorkers, options: Mapping[str, Any], step: int,
+                 room: int) -> None:
         plan, layout, mine = micro.plan, micro.plan.layout, micro.rank_plan
         self.micro, self.media = micro, {}
         sampled = np.arange(layout.num_examples)[plan.texts.items_of(rank)]
@@ -67,7 +69,7 @@ class Request:
                     keys.setdefault("encoded", []).append(segment)
         self._ids = {e: int(layout.example_id[e]) for e in wanted}
         self.calls = Calls(workers, dataset, [((self._ids[example],), keys)
-                                              for example, keys in wanted.items()], step)
+                                              for example, keys in wanted.items()], step, room)
 
     def loaded(self, step: Step) -> dict[int, Any]:
         """Waits. What the dataset loaded of each example; what could not be decoded is added to
@@ -136,10 +138,12 @@ class WholeFeed:
         return BatchLayout.concat([self.dataset.layout(int(i)) for i in probed], sizes)
 
     def announce(self, step: Step) -> None:
-        self._requested.append([
-            Request(micro, self.orchestrator.rank, self.dispatch, self.dataset, self._workers,
-                    self.options, step.index)
-            for micro in step.micro])
+        self._requested.append([])
+        for micro in step.micro:
+            kept = sum(r.calls.num_bytes for requests in self._requested for r in requests)
+            self._requested[-1].append(Request(
+                micro, self.orchestrator.rank, self.dispatch, self.dataset, self._workers,
+                self.options, step.index, CACHED_BYTES - kept))
         self._ask()
 
     def _ask(self) -> None:

@@ -94,9 +94,9 @@ class Workers:
 
     def request(self, method: str, calls: Sequence[Call], step: int = 0, *, alone: bool = False
                 ) -> Callable[[], list[Result]]:
-        """Starts calls of the dataset's `load` or `decode`; what is returned waits for their
-        results, in order. step: that needs them; those of earlier steps start first. alone: a
-        worker gets one at a time.
+        """Starts calls of the dataset's `load`; what is returned waits for their results, in order.
+        step: that needs them; those of earlier steps start first. alone: a worker gets one at a
+        time.
 
         It raises RuntimeError with the text of what a call raised in a worker, and if a worker died
         or could not be started."""

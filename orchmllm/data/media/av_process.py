@@ -34,6 +34,7 @@ CPU_S = 120  # of a request
 WALL_S = 900.0  # a request that only waits
 MEMORY_BYTES = 8 << 30  # of the process, addresses included
 MAX_BYTES = 4 << 30  # of a request or an answer
+FRAMES_BYTES = 1 << 30  # in an answer
 
 
 def video_header(medium: Medium, demuxer: str) -> VideoHeader:
@@ -41,10 +42,12 @@ def video_header(medium: Medium, demuxer: str) -> VideoHeader:
     return VideoHeader(*_ask(medium, demuxer, "video_header")[0])
 
 
-def frames(medium: Medium, demuxer: str, seconds: list[float], header: VideoHeader,
-           size: tuple[int, int]) -> list[np.ndarray]:
+def frames(medium: Medium, demuxer: str, seconds: list[float], header: VideoHeader
+           ) -> list[np.ndarray]:
     """See orchmllm.data.media.frames.read_frames. Raises MediaError."""
-    return _ask(medium, demuxer, "read_frames", seconds, header, size)[1]
+    most = max(1, FRAMES_BYTES // (3 * header.width * header.height))
+    return [frame for start in range(0, len(seconds), most) for frame in _ask(
+        medium, demuxer, "read_frames", seconds[start: start + most], header)[1]]
 
 
 def audio_header(medium: Medium, demuxer: str) -> tuple[int, int, int]:

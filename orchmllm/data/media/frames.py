@@ -94,11 +94,10 @@ def _span(times: list[int], stream) -> float:
     return span * len(times) / (len(times) - 1)
 
 
-def read_frames(file: BinaryIO, demuxer: str, seconds: list[float], header: Sequence,
-                size: tuple[int, int]) -> list[np.ndarray]:
-    """The frames that are seen at `seconds` after the first one, upright, resized to `size` =
-    (width, height): (height, width, 3) uint8. header: the fields of the VideoHeader. Raises BadFile
-    where decoding yields something else."""
+def read_frames(file: BinaryIO, demuxer: str, seconds: list[float], header: Sequence
+                ) -> list[np.ndarray]:
+    """The frames that are seen at `seconds` after the first one, upright: (height, width, 3) uint8.
+    header: the fields of the VideoHeader. Raises BadFile where decoding yields something else."""
     width, height, num_frames, *_ = header
     with opened(file, demuxer, "video") as (container, stream):
         packets = list(_packets(container, stream))
@@ -115,7 +114,7 @@ def read_frames(file: BinaryIO, demuxer: str, seconds: list[float], header: Sequ
         with suppress(_Damaged), opened(file, demuxer, "video") as (container, stream):
             for frame in _decoded(container, stream, needed):
                 if frame.pts in asked and frame.pts not in found:
-                    found[frame.pts] = _picture(frame, (width, height), size)
+                    found[frame.pts] = _picture(frame, (width, height))
         if asked <= found.keys():
             return [found[pts] for pts in wanted]
     lost = next(s for s, pts in zip(seconds, wanted, strict=True) if pts not in found)
@@ -166,14 +165,14 @@ def _pictures(stream, packet) -> list:
     return frames
 
 
-def _picture(frame, displayed: tuple[int, int], size: tuple[int, int]) -> np.ndarray:
-    """A frame upright, over white where it is transparent, resized."""
+def _picture(frame, displayed: tuple[int, int]) -> np.ndarray:
+    """A frame upright, over white where it is transparent."""
     from PIL import Image
 
     alpha = any(c.is_alpha for c in frame.format.components) or frame.format.has_palette
     pixels = frame.to_ndarray(format="rgba" if alpha else "rgb24")
     turns = getattr(frame, "rotation", 0) % 360  # degrees against the clock
-    if not (alpha or turns) and (frame.width, frame.height) == displayed == tuple(size):
+    if not (alpha or turns) and (frame.width, frame.height) == displayed:
         return pixels
     image = Image.fromarray(pixels)
     if alpha:
@@ -184,6 +183,4 @@ def _picture(frame, displayed: tuple[int, int], size: tuple[int, int]) -> np.nda
     if image.size != displayed:
         raise BadFile("a frame has {}x{} pixels, and the first one has {}x{}; {}".format(
             *image.size, *displayed, "convert it to one size (ffmpeg -i in -c:v libx264 out.mp4)"))
-    if image.size != tuple(size):
-        image = image.resize(size, Image.Resampling.BICUBIC)
     return np.asarray(image)

@@ -120,11 +120,11 @@ def pictures(media: Collection[Medium]) -> dict[Medium, np.ndarray | MediaError]
             videos.setdefault(medium._replace(frame=None, sampled=None), []).append(medium)
     for video, wanted in videos.items():
         header, seconds = wanted[0].frame.video, [m.frame.second for m in wanted]
-        width, height = size = header.width, header.height
         try:
-            out |= zip(wanted, av_process.frames(video, wanted[0].frame.demuxer, seconds, header,
-                                                 size), strict=True)
+            out |= zip(wanted, av_process.frames(video, wanted[0].frame.demuxer, seconds, header),
+                       strict=True)
         except MediaError as error:
-            out |= dict.fromkeys(wanted, np.zeros((height, width, 3), np.uint8))
+            black = np.zeros((header.height, header.width, 3), np.uint8)
+            out |= dict.fromkeys(wanted, black)
             out[wanted[0]] = error
     return out

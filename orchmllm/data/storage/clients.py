@@ -120,7 +120,7 @@ def _is_below(url: str, folder: str) -> bool:
     """Whether a URL is that of something in a folder, as a server may resolve its path."""
     there, root = urlsplit(url), urlsplit(folder)
     path = posixpath.normpath(unquote(there.path))
-    return there[:2] == root[:2] and f"{path}/".startswith(f"{root.path.rstrip('/')}/")
+    return there[:2] == root[:2] and f"{path}/".startswith(f"{unquote(root.path).rstrip('/')}/")
 
 
 def call(root: RemoteRoot, config: RemoteConfig, method: str, url: str, *args: Any,
