@@ -30,6 +30,7 @@ from orchmllm.data.media.medium import (
 MAX_IMAGE_PIXELS = 64_000_000  # 192 MB as RGB; below Pillow's own warning (89 MP)
 MAX_ASPECT = 200  # of the sides; beyond it resizing to whole patches is no picture any more
 MAX_SCANS = 100  # of a progressive JPEG; encoders write about 10
+_SCAN = re.compile(rb"\xff\xda\x00(?:\x08\x01|\x0a\x02|\x0c\x03|\x0e\x04)")  # of 1 to 4 components
 MAX_AUDIO_VALUES = 2**28  # samples x channels: 1 GiB as float32
 MAX_AUDIO_S = 3600
 BLOCK_SAMPLES = 1 << 20  # per channel that are decoded at a time
@@ -65,7 +66,7 @@ def open_image(medium: Medium) -> Iterator[tuple]:
             problem = ZEROS_AT_END
         if image.info.get("progressive"):  # each scan is decoded over the whole image
             file.seek(0)
-            if (scans := file.read().count(b"\xff\xda")) > MAX_SCANS:
+            if (scans := len(_SCAN.findall(file.read()))) > MAX_SCANS:
                 problem = f"{scans} scans: more than the limit of {MAX_SCANS}"
         if width * height > MAX_IMAGE_PIXELS:
             problem = f"more than the limit of {MAX_IMAGE_PIXELS} pixels"
