@@ -240,11 +240,11 @@ def join_pool(data: DataConfig, opens: Callable[[], Any], dataset: Any, rank: in
                            + (f": {problem}" if problem else "")) from problem
     try:
         pool = pool or ray.get_actor(f"pool{int(rows[0, 0])}", namespace="orchmllm")
-    except ValueError as error:
+    except Exception as error:  # as above
         problem = error
     if gather([float(problem is not None)]).any():
         raise RuntimeError("data.preprocess: all ranks have to belong to one Ray cluster, which "
-                           "$RAY_ADDRESS may name") from problem
+                           f"$RAY_ADDRESS may name{f': {problem}' if problem else ''}") from problem
     return pool
 
 
