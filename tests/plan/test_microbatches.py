@@ -131,6 +131,14 @@ def test_of_many_examples_the_longest_move(largest: int, cut: bool) -> None:
     assert after <= 0.3 * before and np.bincount(got, minlength=8).min() > 0
 
 
+def test_the_times_of_many_microbatches_are_added_up_without_overflow() -> None:
+    """The longest item of each takes 2**60 on all ranks together."""
+    cost, nothing = np.full(16, 2**50), np.zeros(0, np.int64)
+    _, time = core().shorten_step(
+        cost, cost, nothing, nothing, np.arange(16), 2**10, 16, 1, False)
+    assert time == cost.sum()
+
+
 @thorough
 @given(st.integers(0, 3), st.integers(0, 2**32))
 def test_tables_of_examples(phases: int, seed: int) -> None:
