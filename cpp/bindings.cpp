@@ -100,7 +100,9 @@ Array place_shares(const Array& share, const Array& count, const Array& home, i6
 }
 
 Array assign_microbatches(const Array& share, i64 num_microbatches) {
-  if (share.ndim() != 2) throw std::invalid_argument("share must be 2-D");
+  if (share.ndim() != 2 || share.shape(1) == 0) {
+    throw std::invalid_argument("share must be 2-D, with a phase");
+  }
   check_count("num_microbatches", num_microbatches);
   const auto phases = static_cast<std::size_t>(share.shape(1));
   const View<i64> s{share.data(), static_cast<std::size_t>(share.size())};
@@ -170,6 +172,9 @@ py::tuple group_by_rank(const Array& rank_of, i64 num_ranks) {
 Array expand_order(const Array& order, const Array& counts) {
   const View<i64> c = weights(counts, "counts");
   const View<i64> o = homes(order, c.size, static_cast<i64>(c.size));
+  orchmllm::i128 size = 0;
+  for (const i64 item : o) size += c[static_cast<std::size_t>(item)];
+  if (size != total(c)) throw std::invalid_argument("order must have every item once");
   Array result(total(c));
   i64* out = result.mutable_data();
   py::gil_scoped_release release;
