@@ -11,7 +11,7 @@ Invariants:
 - feature[m] = encode[m].inverse.then(llm.expand(counts[m])), and its inverse for images that are
   made; without balancing they are identities of the same types.
 - A plan that balances is within the caps of a rank, or CapError is raised. With `fills` no rank is
-  without an example where there are enough of them.
+  without an example where there are enough of them that no ranks share.
 orchmllm.plan.microbatches.assert_invariants checks plans of whole steps.
 """
 

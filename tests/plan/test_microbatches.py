@@ -236,6 +236,9 @@ def test_without_balancing_every_rank_keeps_its_order() -> None:
     share = np.arange(LAYOUT.num_examples).reshape(32, 30)
     for k, (at, _) in enumerate(plans):
         np.testing.assert_array_equal(at, share[:, 10 * k: 10 * k + 10].ravel())
+    few = batch_layout(range(8), [9] * 8, [1, 1, 1, 5])  # three have nothing in the second one
+    off = replace(off, fills=True)
+    assert_invariants(few, plan_microbatches(few, off, 2), off)
 
 
 def capped(cap: int, spec_: PlanSpec = BALANCED, **of_phases: int) -> PlanSpec:
