@@ -7,11 +7,16 @@ from dataclasses import replace
 
 import pytest
 
+from orchmllm.comm.exchange import RowGather
 from orchmllm.config.balance import BalanceConfig, PhaseConfig
 from orchmllm.config.job import resolve
 from orchmllm.config.recipe import RecipeError, load_recipe
-from orchmllm.plan.assign import PHASES
+from orchmllm.loader.indices import batch_layout
+from orchmllm.orchestrator import Orchestrator
+from orchmllm.plan.assign import PHASES, PlanSpec
+from orchmllm.plan.cost import CostModel
 from orchmllm.plan.gain import Gain, GainMeter, describe, spread
+from orchmllm.plan.room import Limit
 from orchmllm.plan.step import plan_step
 from orchmllm.sharding.loads import loads_of
 from orchmllm.sharding.memory import MemoryModel
@@ -144,6 +149,30 @@ def one_refuses(world, run) -> list[bool]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(RunMemory, "refuses", lambda memory, plan: "no room" * (world.rank == 1))
         return [row["as_sampled"] for row in train(world, run, SyntheticDataset())]
+
+
+def as_sampled(world, spec: PlanSpec, lengths: list[int]) -> tuple[int, str]:
+    """Microbatches of texts on two ranks, as few as the caps allow, and why they must not run."""
+    layout = batch_layout(range(len(lengths)), lengths, [len(lengths) // 2] * 2)
+    micro, why = Orchestrator(spec, RowGather(1)).plan_as_sampled(layout, 0)
+    return len(micro), why
+
+
+ROOM = {"room": (Limit(60, {"llm": 1}),)}
+SHARED = {"balance": replace(MEASURED, llm=PhaseConfig(max_rank_tokens=60, max_shares=2))}
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("lengths, limits, count, why", [
+    ([30, 40, 20, 10], ROOM, 2, ""),
+    ([50, 70, 20, 10], ROOM, 2, "a rank would hold more than its max_rank_tokens or its memory "),
+    ([100, 9, 9, 9], SHARED, 0, "balance.llm.max_rank_tokens = 60 is below the 100 positions of "),
+])
+def test_as_many_microbatches_as_the_caps_ask_for(lengths, limits, count, why):
+    """Where such a step is balanced, both ranks share the example of 100 positions."""
+    spec = PlanSpec({"llm": CostModel(1, 0)}, {}, 1, 2, **{"balance": MEASURED, **limits})
+    [(found, told)] = run_ranks(as_sampled, 1, spec, lengths)
+    assert found == count and bool(told) == bool(why) and told.startswith(why)
 
 
 @pytest.mark.dist
