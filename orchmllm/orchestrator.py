@@ -138,8 +138,7 @@ class Orchestrator:
     def _misfit(self, plan: StepPlan) -> str:
         """Why a plan as sampled must not run, "" if it may."""
         if not plan.is_within_caps:
-            return "a rank would hold more than its max_rank_tokens" + (
-                " or its memory allows" * bool(plan.spec.room))
+            return "a rank would hold more than its max_rank_tokens or its memory allows"
         if self.spec.fills and not plan.llm.target_sizes.all():
             return "a rank would have no example"
         return self.refuses(plan)

@@ -103,8 +103,7 @@ def assert_invariants(layout: BatchLayout, plans: Plans, spec: PlanSpec) -> None
                 one.room for one in _limited(plan.layout, spec)], "planned by other limits"
             for one in (plan, replace(plan, spec=spec.without_room)):
                 assert one.is_within_caps, "a rank is above a cap"
-        if fills and plan.pieces is None:
-            assert plan.llm.target_sizes.all(), "a rank has no example"
+        assert not fills or plan.pieces or plan.llm.target_sizes.all(), "a rank has no example"
 
 
 def _counts(layout: BatchLayout, spec: PlanSpec) -> Iterator[int]:

@@ -180,12 +180,11 @@ class RunMemory:
             self.known["measured"] = taken
             try:
                 self._choose()
+                recompute(model, self.choice)
             except ValueError as error:  # but the steps did fit
                 self.known["measured"] = 0.0  # or no later start would try
                 self._log(f"warning: steps take {taken:.3g} of the memory that was predicted, by "
                           f"which {error}; what is recomputed stays as it is")
-                return
-            recompute(model, self.choice)
 
     def exhausted(self, step: Step, phase: str | None) -> tuple[str, dict]:
         """When memory has run out in a step: what helps, in words, and what the next start has to

@@ -204,7 +204,7 @@ def test_the_core_writes_no_more_than_it_has_room_for() -> None:
     """An order in which an item comes twice, and examples without a phase."""
     with pytest.raises(ValueError, match="order must have every item once"):
         core().expand_order(np.zeros(3, np.int64), np.array([10**6, 0, 0]))
-    with pytest.raises(ValueError, match="share must be 2-D, with a phase"):
+    with pytest.raises(ValueError, match="share has no phases"):
         core().assign_microbatches(np.zeros((7, 0), np.int64), 2)
 
 
