@@ -120,7 +120,7 @@ def _counts(layout: BatchLayout, spec: PlanSpec) -> Iterator[int]:
                            "positions of one item: no number of microbatches helps")
     held = example_positions(layout, spec)
     sizes, caps = sizes_and_caps(held, with_caps(layout, spec, held))
-    least = max(1, *(-(-sizes.sum(axis=0) // (caps * layout.num_ranks))).tolist())
+    least = max(1, *(-(-sizes.sum(axis=0) // caps // layout.num_ranks)).tolist())
     if spec.balance.enabled:
         yield from range(least, 4 * least + 9)
         return

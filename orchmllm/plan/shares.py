@@ -199,14 +199,13 @@ def _most_held(spec: PlanSpec) -> float:
 
 def _num_ranks(layout: BatchLayout, spec: PlanSpec) -> np.ndarray:
     """(n,) ranks that should share each example."""
-    lengths, most = layout.tokens_per_example, most_shares(
-        spec.balance, spec.ranks_per_node, layout.num_ranks)
+    lengths, d = layout.tokens_per_example, layout.num_ranks
     cost, held = spec.costs["llm"](lengths), max(_most_held(spec), 1)
     size = np.where(lengths > held, lengths / (LARGE * held), 1.0)
-    of_all = cost * float(layout.num_ranks)  # which may pass 2**63
-    if of_all.max(initial=0) > WAITS * cost.sum():
-        size = np.maximum(size, of_all / (LARGE * cost.sum()))
-    return np.minimum(2 ** np.ceil(np.log2(size)).astype(np.int64), most)
+    if cost.max(initial=0) * float(d) > WAITS * cost.sum():  # the product may pass 2**63
+        size = np.maximum(size, cost * float(d) / (LARGE * cost.sum()))
+    return np.minimum(2 ** np.ceil(np.log2(size)).astype(np.int64),
+                      most_shares(spec.balance, spec.ranks_per_node, d))
 
 
 def _runs(layout: BatchLayout, example: int, num_ranks: int, can_cut: np.ndarray
