@@ -100,7 +100,7 @@ Array place_shares(const Array& share, const Array& count, const Array& home, i6
 }
 
 Array assign_microbatches(const Array& share, i64 num_microbatches) {
-  if (share.ndim() != 2) throw std::invalid_argument("share must be 2-D");
+  if (share.ndim() != 2 || !share.shape(1)) throw std::invalid_argument("share has no phases");
   check_count("num_microbatches", num_microbatches);
   const auto phases = static_cast<std::size_t>(share.shape(1));
   const View<i64> s{share.data(), static_cast<std::size_t>(share.size())};
@@ -125,8 +125,7 @@ py::tuple shorten_step(const Array& cost, const Array& longest, const Array& siz
   check_size("cost", c.size, n == 0 ? 0 : c.size / n * n);
   check_size("size", s.size, n * r.size);
   homes(micro_of, n, num_microbatches);
-  Array out(micro_of.size());
-  std::copy_n(micro_of.data(), n, out.mutable_data());
+  Array out(micro_of.size(), micro_of.data());  // a copy
   double time = 0;
   {
     i64* moved = out.mutable_data();
@@ -170,6 +169,9 @@ py::tuple group_by_rank(const Array& rank_of, i64 num_ranks) {
 Array expand_order(const Array& order, const Array& counts) {
   const View<i64> c = weights(counts, "counts");
   const View<i64> o = homes(order, c.size, static_cast<i64>(c.size));
+  orchmllm::i128 size = 0;
+  for (const i64 item : o) size += c[static_cast<std::size_t>(item)];
+  if (size != total(c)) throw std::invalid_argument("order must have every item once");
   Array result(total(c));
   i64* out = result.mutable_data();
   py::gil_scoped_release release;
@@ -179,14 +181,13 @@ Array expand_order(const Array& order, const Array& counts) {
 
 Array heaviest_holder(const Array& example, const Array& rank, const Array& bytes,
                       const Array& home, i64 num_ranks) {
-  Array result(home.size());
+  Array result(home.size(), home.data());  // a copy
   i64* out = result.mutable_data();
   py::gil_scoped_release release;
   const View<i64> held = weights(bytes, "bytes"), own = view(home, "home");
   const View<i64> e = homes(example, held.size, static_cast<i64>(own.size));
   const View<i64> r = homes(rank, held.size, num_ranks);
   if (!std::is_sorted(e.begin(), e.end())) throw std::invalid_argument("example must ascend");
-  std::copy(own.begin(), own.end(), out);
   orchmllm::heaviest_holder(e, r, held, num_ranks, own.size, out);
   return result;
 }

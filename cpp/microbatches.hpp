@@ -35,7 +35,7 @@ inline std::vector<i32> heaviest_first(View<i64> weight, std::size_t most) {
 // stays lowest (then: whose sum of phases stays lowest, then the lowest index).
 inline void assign_microbatches(View<i64> share, std::size_t phases, std::size_t num_microbatches,
                               i64* step_of) {
-  const std::size_t n = phases == 0 ? 0 : share.size / phases;
+  const std::size_t n = share.size / phases;
   std::vector<i64> largest(n), load(num_microbatches * phases);
   for (std::size_t i = 0; i < n; ++i) {
     largest[i] = *std::max_element(share.begin() + i * phases, share.begin() + (i + 1) * phases);

@@ -14,8 +14,7 @@ class PriceLimit {
     std::vector<i32> sample;
     i128 held = 0;
     for (std::size_t i = 0; i < p_.weight.size; i += stride) {
-      if (p_.weight[i] == 0) continue;
-      sample.push_back(static_cast<i32>(i));
+      if (p_.weight[i] > 0) sample.push_back(static_cast<i32>(i));
     }
     std::sort(sample.begin(), sample.end(), [&](i32 a, i32 b) {
       return cheaper(a, b) || (!cheaper(b, a) && a < b);

@@ -141,7 +141,7 @@ class StepShortening {
   }
 
   // Costs, and the time of num_ranks ranks that each example's longest item takes, without the
-  // bits that would overflow.
+  // bits with which what is added up over microbatches and phases would overflow.
   void scale(View<i64> cost, View<i64> longest) {
     i64 largest = 1;
     std::vector<i64> total(p_);
@@ -149,8 +149,8 @@ class StepShortening {
       total[x % p_] += cost[x];
       largest = std::max(largest, longest[x]);
     }
-    const auto phases = static_cast<i64>(p_);
-    while (static_cast<i128>(largest >> drop_) * d_ * phases > i128{1} << 60) ++drop_;
+    const auto phases = static_cast<i64>(p_), roofs = static_cast<i64>(k_ * p_);
+    while (static_cast<i128>(largest >> drop_) * d_ * roofs > i128{1} << 60) ++drop_;
     for (const i64 t : total) {
       while ((t >> drop_) > (i64{1} << 60) / phases) ++drop_;
     }

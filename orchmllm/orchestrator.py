@@ -32,6 +32,7 @@ from orchmllm.comm.agree import describe, raise_first, require_agreement
 from orchmllm.comm.exchange import RaggedGather, RowGather, gather_texts
 from orchmllm.comm.ilp import SharedPrograms
 from orchmllm.plan.assign import NodeSolver, PlanSpec, digest_of_arrays
+from orchmllm.plan.balance import CapError
 from orchmllm.plan.layout import NO_EXAMPLES, BatchLayout
 from orchmllm.plan.microbatches import assert_invariants, plan_microbatches
 from orchmllm.plan.step import StepPlan, plan_step
@@ -122,10 +123,14 @@ class Orchestrator:
         """The same step unbalanced: every example stays on the rank that drew it, the loss and the
         gradients are the same. And why it must not run so, "" if it may. Collective: what a rank
         knows of its memory may change at another moment than on the others."""
-        why = "it cannot be planned"
+        micro, why, spec = [], "it cannot be planned", self.spec.as_sampled
+        if not num_microbatches:  # which are as many as memory asks for
+            spec = replace(spec, room=self.spec.room)
         try:
-            micro = self._planned(layout, num_microbatches, self.spec.as_sampled)
+            micro = self._planned(layout, num_microbatches, spec)
             why = next(filter(None, (self._misfit(m.plan) for m in micro)), "")
+        except CapError as error:
+            why = str(error)
         finally:  # also where this rank alone has an error, which COMMIT shares
             refused = self._commit_gather(np.array([int(why != "")])).any()
         return micro, why or "another rank refuses it" * bool(refused)
@@ -133,7 +138,7 @@ class Orchestrator:
     def _misfit(self, plan: StepPlan) -> str:
         """Why a plan as sampled must not run, "" if it may."""
         if not plan.is_within_caps:
-            return "a rank would hold more than its max_rank_tokens"
+            return "a rank would hold more than its max_rank_tokens or its memory allows"
         if self.spec.fills and not plan.llm.target_sizes.all():
             return "a rank would have no example"
         return self.refuses(plan)

@@ -32,7 +32,8 @@ from orchmllm.models.whole_flops import plan_spec
 from orchmllm.papers.mixes import MODELS
 from orchmllm.plan.assign import PHASES, PhasePolicy, PlanSpec
 from orchmllm.plan.layout import ENCODERS
-from orchmllm.plan.step import plan_step
+from orchmllm.plan.rearrange import Exchange
+from orchmllm.plan.step import RankPlan, plan_step
 from orchmllm.tools.predict.workload import sample_layout
 
 MODEL, NODES, PER_NODE = MODELS["10b"], 4, 2
@@ -51,13 +52,13 @@ def spec_of(policy: PhasePolicy) -> PlanSpec:
     return plan_spec(resolve(recipe, WORLD, PER_NODE))
 
 
-def exchange_step(mine, spec: PlanSpec, scale: int) -> None:
-    """Everything that a step moves, forward and back."""
+def exchange_step(mine: RankPlan, texts: Exchange, spec: PlanSpec, scale: int) -> None:
+    """Everything that a step moves, forward and back. texts: of positions of the LLM."""
     for phase in ENCODERS:
         width = max(1, spec.row_bytes[phase] // scale)
         exchange_rows(torch.zeros(len(mine.encode[phase].send_index), width, dtype=torch.uint8),
                       mine.encode[phase])
-    exchange_rows(torch.zeros(len(mine.llm.send_index), 2, dtype=torch.int32), mine.llm)
+    exchange_rows(torch.zeros(len(texts.send_index), 2, dtype=torch.int32), texts)
     for phase in ENCODERS:
         features = torch.zeros(len(mine.feature[phase].send_index),
                                max(1, spec.feature_bytes // scale // 4), requires_grad=True)
@@ -88,11 +89,12 @@ def run_rank(rank: int, args: argparse.Namespace) -> dict:
 
 
 def measure(rank: int, plans: list, spec: PlanSpec, scale: int) -> dict:
-    mine = [plan.for_rank(rank) for plan in plans]
+    mine = [(plan.for_rank(rank), plan.llm.exchange(plan.layout.tokens_per_example, rank))
+            for plan in plans]
     dist.barrier()
     before, started = sent_bytes(), time.perf_counter()
-    for part in mine:
-        exchange_step(part, spec, scale)
+    for part, texts in mine:
+        exchange_step(part, texts, spec, scale)
     dist.barrier()
     seconds, sent = time.perf_counter() - started, sent_bytes() - before
     total = torch.tensor([float(sent if rank % PER_NODE == 0 else 0)], dtype=torch.float64)

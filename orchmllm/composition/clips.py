@@ -33,7 +33,7 @@ def windows(
 
 
 def packed_conv1d(x: Tensor, conv: nn.Conv1d, lengths: np.ndarray) -> tuple[Tensor, np.ndarray]:
-    """`conv_transformer` (kernel 3, padding 1) on each clip alone.
+    """`conv` (kernel 3, padding 1) on each clip alone.
 
     x: (R, C_in), lengths: (n,) rows per clip. Returns (R', C_out) and the n new lengths,
     ceil(length / stride).

@@ -313,11 +313,11 @@ def _storage(tensor: Tensor) -> int:
     return tensor.untyped_storage()._cdata
 
 
-def fitted(sizes: Sequence[int], values: Sequence[int], degree: int = 2) -> list[Fraction]:
-    """Coefficients of 1, n, n * n, ... through the first of the values at sizes n. Raises
+def fitted(sizes: Sequence[int], values: Sequence[int]) -> list[Fraction]:
+    """Coefficients of 1, n and n * n through the first three of the values at sizes n. Raises
     ValueError if they do not predict the others."""
-    known = list(zip(map(Fraction, sizes), map(Fraction, values), strict=True))[:degree + 1]
-    out = [Fraction(0)] * (degree + 1)
+    known = list(zip(map(Fraction, sizes), map(Fraction, values), strict=True))[:3]
+    out = [Fraction(0)] * 3
     for at, (x, y) in enumerate(known):  # by Lagrange
         terms, below = [y], Fraction(1)
         for k, (other, _) in enumerate(known):

@@ -121,18 +121,14 @@ def answers_with_loss(head: nn.Linear, targets: Tensor, rows: int) -> Iterator[l
 
 
 class LossHead(nn.Linear):
-    """lm_head with the summed loss, which FSDP2 has to see as this module's forward (it gathers the
-    weight for that)."""
+    """A head with the summed loss, of which bytes and time are counted."""
 
     def __init__(self, hidden_size: int, vocab_size: int) -> None:
         super().__init__(hidden_size, vocab_size, bias=False)
 
-    def forward(self, x: Tensor, labels: Tensor | None, chunk_rows: int = 0) -> Tensor:
-        """x: (R, D), labels (R,) -> a scalar in max(float32, x's dtype); without labels the logits
-        (R, V) in x's dtype. chunk_rows: rows whose logits exist at a time; 0 or at least R: all at
-        once."""
-        if labels is None:
-            return super().forward(x)
+    def forward(self, x: Tensor, labels: Tensor, chunk_rows: int) -> Tensor:
+        """x: (R, D), labels (R,) -> a scalar in max(float32, x's dtype). chunk_rows: rows whose
+        logits exist at a time; 0 or at least R: all at once."""
         if 0 < chunk_rows < len(x):
             return _ChunkedLoss.apply(x, self.weight, labels, chunk_rows, torch.is_grad_enabled())
         logits = super().forward(x)

@@ -309,11 +309,10 @@ def assign_microbatches(costs: np.ndarray, num_microbatches: int) -> np.ndarray:
     """
     num_microbatches = at_least_1("num_microbatches", num_microbatches)
     costs = np.asarray(costs)
-    if costs.ndim != 2:
-        raise ValueError(f"costs must be 2-D, got shape {costs.shape}")
+    if costs.ndim != 2 or not costs.shape[1]:
+        raise ValueError(f"costs must be 2-D, with a phase, got shape {costs.shape}")
     columns = [as_int64(f"costs[:, {p}]", costs[:, p]) for p in range(costs.shape[1])]
-    table = (np.stack([_share(column) for column in columns], axis=1) if columns
-             else np.zeros((len(costs), 0), np.int64))
+    table = np.stack([_share(column) for column in columns], axis=1)
     return core().assign_microbatches(np.ascontiguousarray(table), num_microbatches)
 
 

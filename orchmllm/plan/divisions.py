@@ -66,8 +66,9 @@ def divided(
     if spec.fills:
         alike = at_least(alike, layout.tokens_per_example, count, layout.num_ranks)
     caps = np.maximum(caps, sizes.max(axis=0, initial=0))  # items of one may go to several ranks
-    room = np.maximum((PACKABLE * layout.num_ranks * caps).astype(np.int64),
-                      sizes.sum(axis=0) // count)
+    every = sizes.sum(axis=0)  # no room has to be larger; caps may pass 2**63 times the ranks
+    room = np.maximum(np.minimum(PACKABLE * layout.num_ranks * caps, every).astype(np.int64),
+                      every // count)
     shorten = partial(
         core().shorten_step, costs.ravel(), longest.ravel(), sizes.ravel(), room,
         num_ranks=layout.num_ranks, num_microbatches=count,
@@ -92,7 +93,7 @@ def _slots(cost: np.ndarray, sizes: np.ndarray, caps: np.ndarray, num_slots: int
     The most expensive examples are packed first; where that fails those that are the largest for
     their cap; and where that fails these into the first slot that has room. cost: (n,), sizes:
     (n, c), caps: (c,)."""
-    if (sizes.sum(axis=0) > num_slots * caps).any():
+    if (sizes.sum(axis=0) > float(num_slots) * caps).any():
         return None
     share = np.zeros(len(cost)) if not len(caps) else (
         sizes / np.maximum(caps, 1)).max(axis=1)

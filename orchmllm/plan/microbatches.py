@@ -80,10 +80,13 @@ def assert_invariants(layout: BatchLayout, plans: Plans, spec: PlanSpec) -> None
       the pieces of examples, which cover each of them once.
     - No rank holds more positions than a phase's max_rank_tokens, or than its memory has room for
       by spec.room, unless the step has no plan below that.
-    - With spec.fills every rank of every microbatch has an example, where there are enough."""
+    - With spec.fills every rank of every microbatch has an example, where there are enough, they
+      are divided by balancing, and ranks share none: those that share several may leave too few of
+      the others."""
     at = np.concatenate([positions for positions, _ in plans])
     assert np.array_equal(np.sort(at), np.arange(layout.num_examples)), "not every example once"
-    enough = layout.num_examples >= len(plans) * layout.num_ranks and not spec.group_size
+    fills = spec.fills and spec.balance.enabled and not spec.group_size and (
+        layout.num_examples >= len(plans) * layout.num_ranks)
     for positions, plan in plans:
         assert np.array_equal(plan.layout.example_id, layout.example_id[positions])
         for phase in spec.phases:
@@ -100,7 +103,7 @@ def assert_invariants(layout: BatchLayout, plans: Plans, spec: PlanSpec) -> None
                 one.room for one in _limited(plan.layout, spec)], "planned by other limits"
             for one in (plan, replace(plan, spec=spec.without_room)):
                 assert one.is_within_caps, "a rank is above a cap"
-        assert not (spec.fills and enough) or plan.llm.target_sizes.all(), "a rank has no example"
+        assert not fills or plan.pieces or plan.llm.target_sizes.all(), "a rank has no example"
 
 
 def _counts(layout: BatchLayout, spec: PlanSpec) -> Iterator[int]:
@@ -117,7 +120,7 @@ def _counts(layout: BatchLayout, spec: PlanSpec) -> Iterator[int]:
                            "positions of one item: no number of microbatches helps")
     held = example_positions(layout, spec)
     sizes, caps = sizes_and_caps(held, with_caps(layout, spec, held))
-    least = max(1, *(-(-sizes.sum(axis=0) // (caps * layout.num_ranks))).tolist())
+    least = max(1, *(-(-sizes.sum(axis=0) // caps // layout.num_ranks)).tolist())
     if spec.balance.enabled:
         yield from range(least, 4 * least + 9)
         return

@@ -200,10 +200,10 @@ def _most_held(spec: PlanSpec) -> float:
 def _num_ranks(layout: BatchLayout, spec: PlanSpec) -> np.ndarray:
     """(n,) ranks that should share each example."""
     lengths, d = layout.tokens_per_example, layout.num_ranks
-    cost, held = spec.costs["llm"](lengths), _most_held(spec)
+    cost, held = spec.costs["llm"](lengths), max(_most_held(spec), 1)
     size = np.where(lengths > held, lengths / (LARGE * held), 1.0)
-    if cost.max(initial=0) * d > WAITS * cost.sum():
-        size = np.maximum(size, cost * d / (LARGE * cost.sum()))
+    if cost.max(initial=0) * float(d) > WAITS * cost.sum():  # the product may pass 2**63
+        size = np.maximum(size, cost * float(d) / (LARGE * cost.sum()))
     return np.minimum(2 ** np.ceil(np.log2(size)).astype(np.int64),
                       most_shares(spec.balance, spec.ranks_per_node, d))
 

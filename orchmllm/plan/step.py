@@ -11,15 +11,15 @@ Invariants:
 - feature[m] = encode[m].inverse.then(llm.expand(counts[m])), and its inverse for images that are
   made; without balancing they are identities of the same types.
 - A plan that balances is within the caps of a rank, or CapError is raised. With `fills` no rank is
-  without an example where there are enough of them.
+  without an example where there are enough of them that no ranks share.
 orchmllm.plan.microbatches.assert_invariants checks plans of whole steps.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from functools import cached_property, partial
+from functools import cached_property
 from types import MappingProxyType
 
 import numpy as np
@@ -284,24 +284,21 @@ class StepPlan:
         return RankPlan(
             rank=rank, encode=encode, feature=feature, media=media, grid=grid, taken=taken,
             examples=examples, example_ids=layout.example_id[examples],
-            row=np.stack([example, start, parts.tokens_per_example[mine]], 1), shared=shared,
-            make_llm=partial(self.llm.exchange, parts.tokens_per_example, rank),
-        )
+            row=np.stack([example, start, parts.tokens_per_example[mine]], 1), shared=shared)
 
 
 @dataclass(frozen=True)
 class RankPlan:
-    """One rank's part of a StepPlan. llm, which has an entry per position of the text, is computed
-    when it is first read: training never does.
+    """One rank's part of a StepPlan.
 
-    encode[m], feature[m], llm: Exchange of input rows, feature rows, text positions.
+    encode[m], feature[m]: Exchange of input rows, feature rows.
     media[m] (n_m, 2): (example position in the global batch, segment within the example) of what
     this rank encodes, in slot order; grid[m] (n_m, 3). taken[m] (k_m, 2): the same of the features
     that its LLM takes, in the order of its row. examples (n_r,): positions in the global
     batch of what its LLM processes; example_ids (n_r,) their dataset indices. row (k, 3): of each
     piece in its row, the example (position in the global batch), the first position in it, and how
     many follow. shared: what its attention needs of other ranks, None where no rank of its node
-    shares an example. make_llm: computes llm.
+    shares an example.
     """
 
     rank: int
@@ -314,11 +311,6 @@ class RankPlan:
     example_ids: np.ndarray
     row: np.ndarray
     shared: SharedRows | None
-    make_llm: Callable[[], Exchange]
-
-    @cached_property
-    def llm(self) -> Exchange:
-        return self.make_llm()
 
 
 def phase_figures(

@@ -175,12 +175,11 @@ def _size(value: Tensor) -> float:
     return float(value.abs().max()) if value.numel() else 0.0
 
 
-def planned_row(whole: WholeModel, examples: Sequence[ProcessedExample],
-                layout: BatchLayout | None = None, spec: PlanSpec = SPEC) -> PackedExamples:
-    """The batch of the first rank of `layout` (default: the only one), whose encoders are planned.
-    examples: of all ranks, with the parts of their media."""
-    layout = layout or BatchLayout.concat([e.lengths for e in examples], [len(examples)])
-    plan = plan_step(layout, spec)
+def planned_row(whole: WholeModel, examples: Sequence[ProcessedExample]) -> PackedExamples:
+    """The batch of one rank, whose encoders are planned. examples: with the parts of their
+    media."""
+    layout = BatchLayout.concat([e.lengths for e in examples], [len(examples)])
+    plan = plan_step(layout, SPEC)
     micro = Microbatch(plan, plan.for_rank(0), positions=np.arange(len(examples)))
     media = {phase: Media.here([
         whole.encoders.described(phase, examples[e].parts[s])

@@ -1,5 +1,6 @@
 """Whether a model of transformers may be trained in packed rows with planned encoders: proven on a
-small model like it, once for each configuration, processor and version, and kept on the disk."""
+small model like it. A proof that was passed is kept on the disk, for each configuration, processor
+and version."""
 
 from __future__ import annotations
 
@@ -57,19 +58,20 @@ def prove(folder: Path, processor: Processor, log: Callable[[str], object]) -> N
     said = {name: value for name, value in config.to_diff_dict().items()
             if name not in ("_name_or_path", "transformers_version", "dtype")}
     started = time.process_time()
-    verdict = kept(["proof", repr(sorted(said.items())), processor.digest, _code(config),
-                    has_pyav()],
-                   lambda: _verdict(config, processor, meta_model(str(folder)).generator))
+    try:  # what is raised is not kept: it may be of this machine, such as a disk that is full
+        found = kept(["proof", repr(sorted(said.items())), processor.digest, _code(config),
+                      has_pyav()],
+                     lambda: _difference(config, processor, meta_model(str(folder)).generator))
+    except Exception as error:  # whatever the model's own code raises
+        kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
+        raise ValueError(f"{folder}: {kind}{' '.join(str(error).split())}: {_CURE}") from error
     seconds = time.process_time() - started
-    if verdict["why"]:
-        raise ValueError(f"{folder}: {verdict['why']}: {_CURE}")
     log(f"model.proof: a small {config.model_type} is trained as transformers trains examples\n"
-        f"  to {verdict['difference']:.0e} of a gradient ({seconds:.1f} s of CPU)")
+        f"  to {found:.0e} of a gradient ({seconds:.1f} s of CPU)")
 
 
-def _verdict(config: Any, processor: Processor, generator: nn.Module | None = None
-             ) -> dict[str, Any]:
-    """why: it cannot be trained; "" if it can."""
+def _difference(config: Any, processor: Processor, generator: nn.Module | None) -> float:
+    """The largest one, as a share of a gradient. Raises whatever the model's own code raises."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # sizes are small
     try:
@@ -78,11 +80,7 @@ def _verdict(config: Any, processor: Processor, generator: nn.Module | None = No
             found = generator.compared()
             config = copy.deepcopy(config)
             del config.generator_config
-        found = max(found, compare(*_small(config, processor)))
-        return {"why": "", "difference": found}
-    except Exception as error:  # whatever the model's own code raises
-        kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
-        return {"why": kind + " ".join(str(error).split())}
+        return max(found, compare(*_small(config, processor)))
     finally:
         torch.set_num_threads(threads)
 

@@ -176,8 +176,14 @@ class RunMemory:
         peaks = [self.memory.peaks(loads_of(plan), self.choice) for plan in step.plans]
         self._predicted.append(np.max([m for p in peaks for m in p.values()], axis=0))
         if len(self._predicted) == WARM_UP:
-            self.known["measured"] = float((peak_bytes / np.max(self._predicted, axis=0)).max())
-            self._choose()
+            self.known["measured"] = taken = float(
+                (peak_bytes / np.max(self._predicted, axis=0)).max())
+            try:
+                self._choose()
+            except ValueError as error:  # but the steps did fit
+                self.known["measured"] = 0.0  # or no later start would try
+                self._log(f"warning: steps take {taken:.3g} of the memory that was predicted, by "
+                          f"which {error}; what is recomputed stays as it is")
             recompute(model, self.choice)
 
     def exhausted(self, step: Step, phase: str | None) -> tuple[str, dict]:

@@ -200,6 +200,14 @@ def test_maps_equal_their_twins(problem) -> None:
                           reference.heaviest_holder(example, home, weight % 5, own))
 
 
+def test_the_core_writes_no_more_than_it_has_room_for() -> None:
+    """An order in which an item comes twice, and examples without a phase."""
+    with pytest.raises(ValueError, match="order must have every item once"):
+        core().expand_order(np.zeros(3, np.int64), np.array([10**6, 0, 0]))
+    with pytest.raises(ValueError, match="share has no phases"):
+        core().assign_microbatches(np.zeros((7, 0), np.int64), 2)
+
+
 @thorough
 @given(problems(max_items=60), st.floats(1, 2), st.sampled_from(["greedy", "least_move"]))
 def test_token_cap_holds_or_says_so(problem, room, policy) -> None:

@@ -100,6 +100,15 @@ def test_the_setting_of_dynamic_batches() -> None:
     assert np.mean(found) <= 1.05 and max(found) <= 1.1
 
 
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("most", [2**61, sys.maxsize])
+def test_a_cap_that_is_none(most: int) -> None:
+    for count in (None, 2):
+        plans = [plan_batches([5, 6, 7, 8, 9, 100, 3, 2], 4, num_microbatches=count, max_tokens=n)
+                 for n in (10**6, most)]
+        assert plans[0] == plans[1]
+
+
 def test_costs_in_any_unit_give_the_same_plan() -> None:
     lengths = np.random.default_rng(0).lognormal(6, 1, 64).astype(int)
     costs = QUADRATIC(lengths)

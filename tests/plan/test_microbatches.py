@@ -131,6 +131,14 @@ def test_of_many_examples_the_longest_move(largest: int, cut: bool) -> None:
     assert after <= 0.3 * before and np.bincount(got, minlength=8).min() > 0
 
 
+def test_the_times_of_many_microbatches_are_added_up_without_overflow() -> None:
+    """The longest item of each takes 2**60 on all ranks together."""
+    cost, nothing = np.full(16, 2**50), np.zeros(0, np.int64)
+    _, time = core().shorten_step(
+        cost, cost, nothing, nothing, np.arange(16), 2**10, 16, 1, False)
+    assert time == cost.sum()
+
+
 @thorough
 @given(st.integers(0, 3), st.integers(0, 2**32))
 def test_tables_of_examples(phases: int, seed: int) -> None:
@@ -228,6 +236,9 @@ def test_without_balancing_every_rank_keeps_its_order() -> None:
     share = np.arange(LAYOUT.num_examples).reshape(32, 30)
     for k, (at, _) in enumerate(plans):
         np.testing.assert_array_equal(at, share[:, 10 * k: 10 * k + 10].ravel())
+    few = batch_layout(range(8), [9] * 8, [1, 1, 1, 5])  # three have nothing in the second one
+    off = replace(off, fills=True)
+    assert_invariants(few, plan_microbatches(few, off, 2), off)
 
 
 def capped(cap: int, spec_: PlanSpec = BALANCED, **of_phases: int) -> PlanSpec:

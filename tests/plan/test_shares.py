@@ -167,6 +167,28 @@ def test_what_is_longer_than_a_rank_may_hold_is_shared():
     [(_, plan)] = plan_microbatches(layout, limited, 1)
     assert plan.positions("llm").max() <= 960 and plan.pieces.is_shared.any()
     assert plan.spec.room == limited.room
+    with pytest.raises(CapError, match="no plan found in which every rank keeps below what its"):
+        plan_step(layout, spec(room=(Limit(60, {"llm": 100}),)))  # none for a single position
+
+
+def texts(lengths: list[int], sizes: list[int]) -> BatchLayout:
+    return BatchLayout.concat([BatchLayout.from_segments(i, 1, [(TEXT, text_lengths(n))])
+                               for i, n in enumerate(lengths)], sizes)
+
+
+def test_an_example_whose_cost_times_the_ranks_passes_63_bits_is_shared():
+    given = replace(spec(), costs={"llm": CostModel(0, 2**12, unit=1)})
+    layout = texts([2**20, *[64] * 4096], [4097, *[0] * 4095])
+    assert plan_step(layout, given).pieces.is_shared.sum() > 1
+
+
+def test_shared_examples_may_leave_a_rank_without_an_example():
+    """Three on each of two nodes and one on a third leave one whole example to the fourth."""
+    layout = texts([51, 51, 51, 51, 51, 51, 44, 450], [3, 0, 3, 0, 1, 0, 1, 0])
+    given = replace(spec(2, 2, fills=True), costs={"llm": CostModel(1, 0, unit=1)})
+    plans = plan_microbatches(layout, given, 1)
+    assert_invariants(layout, plans, given)
+    assert plans[0][1].llm.target_sizes.tolist() == [6, 3, 6, 3, 1, 0, 2, 1]
 
 
 def test_as_few_microbatches_as_the_caps_allow_where_an_example_is_shared():

@@ -4,6 +4,7 @@ to refuse by what differs."""
 from __future__ import annotations
 
 import functools
+import tempfile
 from collections.abc import Callable
 
 import pytest
@@ -12,12 +13,12 @@ import torch.nn.functional as F
 import transformers
 from torch import nn
 
+from orchmllm.counts import kept
 from orchmllm.data.text.processor import Processor
-from orchmllm.models.families import read_config
 from orchmllm.models.whole_model import meta_model
 from orchmllm.proof.compare import EXACT, compare
 from orchmllm.proof.examples import made_by
-from orchmllm.proof.prove import _verdict
+from orchmllm.proof.prove import prove
 from tests.lib import tiny_models
 from tests.lib.any_models import examples_of
 from tests.lib.processors import FAMILIES
@@ -173,13 +174,19 @@ ODD = ("qwen2_5_omni", "audioflamingo3")
 
 @pytest.mark.parametrize("name", [
     name if name in ODD else pytest.param(name, marks=pytest.mark.slow) for name in ADMITTED])
-def test_examples_are_those_that_transformers_runs(name, tmp_path):
+def test_examples_are_those_that_transformers_runs(name, tmp_path, monkeypatch):
     """The rule of positions of Qwen2.5-Omni needs what its template writes after a medium; the
-    processor of Audio Flamingo 3 takes one clip."""
+    processor of Audio Flamingo 3 takes one clip. What this machine lacked once is not kept."""
     if name in FAMILIES:
         FAMILIES[name](transformers)  # imports a processor that would need torchvision
     write_model(name, tmp_path)
-    assert _verdict(read_config(tmp_path), Processor(tmp_path))["why"] == ""
+    monkeypatch.setattr(kept, "FOLDER", str(tmp_path / "counts"))
+    processor, said = Processor(tmp_path), []
+    with monkeypatch.context() as patch, pytest.raises(ValueError, match="FileNotFoundError: .*"):
+        patch.setattr(tempfile, "tempdir", str(tmp_path / "missing"))
+        prove(tmp_path, processor, said.append)
+    prove(tmp_path, processor, said.append)
+    assert len(said) == 1 and "is trained as transformers trains examples\n" in said[0]
 
 
 def test_a_proof_where_no_clip_could_be_read_has_none(tmp_path, monkeypatch):

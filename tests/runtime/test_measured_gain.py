@@ -7,11 +7,16 @@ from dataclasses import replace
 
 import pytest
 
+from orchmllm.comm.exchange import RowGather
 from orchmllm.config.balance import BalanceConfig, PhaseConfig
 from orchmllm.config.job import resolve
 from orchmllm.config.recipe import RecipeError, load_recipe
-from orchmllm.plan.assign import PHASES
+from orchmllm.loader.indices import batch_layout
+from orchmllm.orchestrator import Orchestrator
+from orchmllm.plan.assign import PHASES, PlanSpec
+from orchmllm.plan.cost import CostModel
 from orchmllm.plan.gain import Gain, GainMeter, describe, spread
+from orchmllm.plan.room import Limit
 from orchmllm.plan.step import plan_step
 from orchmllm.sharding.loads import loads_of
 from orchmllm.sharding.memory import MemoryModel
@@ -146,6 +151,30 @@ def one_refuses(world, run) -> list[bool]:
         return [row["as_sampled"] for row in train(world, run, SyntheticDataset())]
 
 
+def as_sampled(world, spec: PlanSpec, lengths: list[int]) -> tuple[int, str]:
+    """Microbatches of texts on two ranks, as few as the caps allow, and why they must not run."""
+    layout = batch_layout(range(len(lengths)), lengths, [len(lengths) // 2] * 2)
+    micro, why = Orchestrator(spec, RowGather(1)).plan_as_sampled(layout, 0)
+    return len(micro), why
+
+
+ROOM = {"room": (Limit(60, {"llm": 1}),)}
+SHARED = {"balance": replace(MEASURED, llm=PhaseConfig(max_rank_tokens=60, max_shares=2))}
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("lengths, limits, count, why", [
+    ([30, 40, 20, 10], ROOM, 2, ""),
+    ([50, 70, 20, 10], ROOM, 2, "a rank would hold more than its max_rank_tokens or its memory "),
+    ([100, 9, 9, 9], SHARED, 0, "balance.llm.max_rank_tokens = 60 is below the 100 positions of "),
+])
+def test_as_many_microbatches_as_the_caps_ask_for(lengths, limits, count, why):
+    """Where such a step is balanced, both ranks share the example of 100 positions."""
+    spec = PlanSpec({"llm": CostModel(1, 0)}, {}, 1, 2, **{"balance": MEASURED, **limits})
+    [(found, told)] = run_ranks(as_sampled, 1, spec, lengths)
+    assert found == count and bool(told) == bool(why) and told.startswith(why)
+
+
 @pytest.mark.dist
 def test_a_step_that_one_rank_refuses_stays_balanced_on_all(tmp_path):
     run = replace(run_recipe(tmp_path, train={"num_steps": 2}, every_steps=-1),
@@ -172,4 +201,4 @@ def test_a_step_that_would_not_fit_stays_balanced_and_is_said(tmp_path):
             f"step {late[0]} is not measured as sampled: a rank is predicted to need "
             f"{max(memory):.3g} GB of {sum(memory) / 2:.3g}",
             f"step {late[1]} is not measured as sampled: a rank would hold more than its "
-            "max_rank_tokens"]
+            "max_rank_tokens or its memory allows"]

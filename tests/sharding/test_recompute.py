@@ -171,6 +171,21 @@ def test_what_steps_take_decides_once_more():
     assert again.choice == memory.choice and "before" not in said[-1]
 
 
+def test_a_run_goes_on_where_what_steps_took_fits_no_choice():
+    """And starts again: caps of memory alone made it fit."""
+    said, known, (_, _, plan) = [], {}, planned()
+    fsdp, several = replace(AUTO, memory_gb=0.0023), {"accumulation_steps": 3}
+    memory = run_memory(said, known, fsdp, **several)
+    first, step = dict(memory.choice), SimpleNamespace(plans=[plan])
+    predicted = np.max([*memory.memory.peaks(loads_of(plan), first).values()], axis=0)
+    for _ in range(4):
+        memory.measure(step, 1.3 * predicted, build(DEEP))
+    assert memory.choice == first and said[-1].startswith(
+        "warning: steps take 1.3 of the memory that was predicted, by which the recipe does not")
+    again = run_memory(said, json.loads(json.dumps(known)), fsdp, **several)
+    assert again.choice == first and again.spec.digest == memory.spec.digest
+
+
 def test_the_smallest_gpu_decides():
     one = recipe(model=DEEP, fsdp=replace(AUTO, memory_gb=0.0))
     memory = RunMemory(one, SyntheticDataset(), range(24), plan_spec(resolve(one, 3, 8)), 3, 9e9,
