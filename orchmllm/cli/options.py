@@ -6,12 +6,12 @@ import argparse
 import difflib
 import functools
 import re
-import sys
 import textwrap
 from collections.abc import Callable, Iterable, Sequence
 from typing import NoReturn
 
 from orchmllm.data.storage.clients import StorageError
+from orchmllm.launch import report_failure
 
 
 def in_one_line(command: Callable[[list[str]], int]) -> Callable[[list[str]], int]:
@@ -23,7 +23,7 @@ def in_one_line(command: Callable[[list[str]], int]) -> Callable[[list[str]], in
         except BrokenPipeError:  # as under `| head`, which is no error
             raise
         except (ValueError, OSError, StorageError) as error:
-            print(f"error: {error}", file=sys.stderr)
+            report_failure(f"error: {error}")
             return 2
     return answered
 
