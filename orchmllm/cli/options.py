@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import difflib
 import functools
+import operator
 import re
 import textwrap
 from collections.abc import Callable, Iterable, Sequence
@@ -84,6 +85,17 @@ class Parser(argparse.ArgumentParser):
         if chosen:
             message += did_you_mean(chosen[1], chosen[2].replace("'", "").split(", "))
         super().error(message)
+
+    def refuse_without(self, args: argparse.Namespace, needed: str, *flags: str) -> None:
+        """An error where one of the flags is given, and not the one without which it has no effect.
+        """
+        def value(flag: str) -> tuple[object, object]:
+            name = flag[2:].replace("-", "_")
+            return getattr(args, name), self.get_default(name)
+
+        for flag in flags if not value(needed)[0] else ():
+            if operator.ne(*value(flag)):
+                self.error(f"{flag} has no effect without {needed}")
 
     def add_recipe(self, text: str = "every key of it is in docs/recipe.md",
                    before: str = "") -> None:

@@ -54,6 +54,7 @@ def main(argv: list[str]) -> int:
                      "and above 0 and at most 1")
     if args.top_p < 1 and not args.temperature:
         parser.error("--top-p needs --temperature above 0: at 0 nothing is drawn")
+    parser.refuse_without(args, "--out", "--steps", "--guidance", "--size")
     print(_answer(args, lambda text: print(text, file=sys.stderr, flush=True)))
     return 0
 
