@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import difflib
 import functools
-import operator
 import re
 import textwrap
 from collections.abc import Callable, Iterable, Sequence
@@ -89,12 +88,9 @@ class Parser(argparse.ArgumentParser):
     def refuse_without(self, args: argparse.Namespace, needed: str, *flags: str) -> None:
         """An error where one of the flags is given, and not the one without which it has no effect.
         """
-        def value(flag: str) -> tuple[object, object]:
+        for flag in flags:
             name = flag[2:].replace("-", "_")
-            return getattr(args, name), self.get_default(name)
-
-        for flag in flags if not value(needed)[0] else ():
-            if operator.ne(*value(flag)):
+            if not getattr(args, needed[2:]) and getattr(args, name) != self.get_default(name):
                 self.error(f"{flag} has no effect without {needed}")
 
     def add_recipe(self, text: str = "every key of it is in docs/recipe.md",

@@ -39,9 +39,8 @@ def look_at_data(recipe: Recipe, log: Callable[[str], object]) -> str:
     """Before there are ranks: rows of each source go the whole way to a model, and ranks that start
     here need not look again. Returns the ledgers as JSON. Raises ValueError, see build_dataset."""
     dataset = build_dataset(recipe, seen=True)
-    ledgers = survey(dataset.sources, dataset.reader, recipe.data, log, decode=True)
-    os.environ["ORCHMLLM_LEDGERS"] = json.dumps(
-        [ledger.saved() for ledger in ledgers[:MOST_LEDGERS]])
+    ledgers = survey(dataset.sources, dataset.reader, recipe.data, log, decode=True)[:MOST_LEDGERS]
+    os.environ["ORCHMLLM_LEDGERS"] = json.dumps([ledger.saved() for ledger in ledgers])
     return os.environ["ORCHMLLM_LEDGERS"]
 
 

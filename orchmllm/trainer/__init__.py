@@ -78,15 +78,15 @@ class Trainer(StepTrainer):
                 self._validate()
                 self._sample()
             except AgreedError as e:
-                error = e
                 self.optimizer.zero_grad(set_to_none=True)
                 try:
                     if self._unread is not None:  # it counts: its update was made
                         self._tell()
                 except AgreedError as earlier:  # of that step, and so the cause
-                    error = earlier
-                self.checkpointer.keep(self.progress, error)
-                raise error
+                    self.checkpointer.keep(self.progress, earlier)
+                    raise
+                self.checkpointer.keep(self.progress, e)
+                raise
             if self.recipe.balance.enabled:
                 self.display.check_gain()
 

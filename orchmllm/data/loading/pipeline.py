@@ -31,8 +31,8 @@ class Feed(Protocol):
 
     config_digest: configuration that all ranks have to share, as 64 bits. lookahead: steps that are
     planned beyond the one that is loaded, for worker processes that want work early; it may change
-    from step to step, alike on all ranks. knows_all: whether every rank draws the whole global batch (only headers travel then).
-    num_dropped: see Orchestrator.gather_layout.
+    from step to step, alike on all ranks. knows_all: whether every rank draws the whole global
+    batch (only headers travel then). num_dropped: see Orchestrator.gather_layout.
     """
 
     config_digest: int

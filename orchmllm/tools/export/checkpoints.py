@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
 
 from orchmllm.config.model import LoraConfig, ModelConfig, PartConfig
@@ -38,23 +39,15 @@ def model_of(state: dict) -> ModelConfig:
                          f"of orchmllm: {e}") from None
 
 
-def is_other(path: Path, state: dict) -> bool:
-    """Whether a tokenizer is not the one whose digest a checkpoint records; one of before that was
-    recorded is not known."""
+def other_tokenizer(folder: Path, state: dict) -> str:
+    """A warning where the tokenizer of a model's folder is not the one whose digest its checkpoint
+    records, in its state.json; else ""."""
     from orchmllm.data.text.tokenizer import ChatTokenizer
 
-    trained = state.get("attempt", {}).get("settings", {}).get("content.tokenizer")
-    try:
-        return trained is not None and ChatTokenizer(path).digest != trained
-    except ValueError:  # not one that a run can be trained with
-        return True
-
-
-def other_tokenizer(folder: Path, state: dict) -> str:
-    """A warning where the tokenizer of a model's folder is not the one that its checkpoint, whose
-    state.json is `state`, was trained with; else ""."""
-    if not is_other(folder, state):
-        return ""
+    trained = state["attempt"]["settings"].get("content.tokenizer")
+    with suppress(ValueError):  # of a tokenizer that no run can be trained with
+        if trained in (None, ChatTokenizer(folder).digest):
+            return ""
     return (f"warning: the tokenizer of {folder} is not the one that the checkpoint was trained "
             "with (tokenizer.json, chat template or special tokens): the same text may be other "
             "token ids")
