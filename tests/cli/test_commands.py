@@ -64,6 +64,7 @@ def test_versions(capsys):
     (["report", "runs/x", "--gpu", "h200"], "--gpu has no effect without --score"),
     (["report", "runs/x", "--mix", "omni"], "--mix has no effect without --score"),
     (["generate", "runs/x", "What?", "--steps", "9"], "--steps has no effect without --out"),
+    (["generate", "runs/x", "What?", "--out", "nowhere/x.png"], "nowhere is no folder"),
     (["compose", "--llm", "a", "--vision", "b", "--out", "c", "--audio-packed"],
      "--audio-packed has no effect without --audio"),
     (["compose", "--llm", "a", "--audio", "b", "--out", "c", "--max-pixels", "9"],

@@ -23,16 +23,14 @@ def checkpoint_in(folder: Path) -> Path:
 
 
 def model_of(state: dict) -> ModelConfig:
-    """The shapes that a checkpoint was saved with; keys that came later have their defaults. Raises
-    ValueError for those of another version."""
+    """The model section that a checkpoint was saved with. Raises ValueError for that of another
+    version."""
     try:
         model = state["model"]
         lora = model.get("lora", {})
         return ModelConfig(
-            **{part: PartConfig(frozen=model[part]["frozen"]) for part in EVERY_PHASE
-               if part in model},
-            **{name: model[name] for name in ("pretrained", "config", "connectors_frozen")
-               if name in model},
+            **{part: PartConfig(frozen=model[part]["frozen"]) for part in EVERY_PHASE},
+            **{name: model[name] for name in ("pretrained", "config", "connectors_frozen")},
             lora=LoraConfig(**{**lora, "target_modules": tuple(lora.get("target_modules", ()))}))
     except (KeyError, TypeError) as e:
         raise ValueError("state.json is not that of a checkpoint of a run, or of a newer version "
