@@ -109,8 +109,7 @@ def _take_folder(store: dist.Store, world: launch.World, folder: Path | None,
         except FolderInUse as e:
             problem = str(e)
         store.set("folder", json.dumps(problem))
-    problem = json.loads(store.get("folder"))
-    if problem:
+    if problem := json.loads(store.get("folder")):
         dist.barrier()  # the store may live in a rank that would leave
     return unlock, problem
 
@@ -124,15 +123,14 @@ def _start_problems(
     from orchmllm.sharding.choice import check_layers
     from orchmllm.sharding.units import checkpoint_bytes
 
-    wrong = preflight.problems([lambda: find_sources(recipe.model)])
-    if wrong:
+    if wrong := preflight.problems([lambda: find_sources(recipe.model)]):
         return wrong  # the other checks read the folder, too
     checks = [lambda: _check_ranks(recipe, world, expected), lambda: check_layers(recipe)]
     if machine:
         checks += [check for _, check in preflight.checks(recipe, checkpoint_bytes(recipe))]
     if machine and world is None:
         checks.insert(0, lambda: check_folder(recipe.run.folder))
-    return [*wrong, *preflight.problems(checks)]
+    return preflight.problems(checks)
 
 
 def _check_ranks(recipe: Recipe, world: launch.World | None, expected: int) -> None:
