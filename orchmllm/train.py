@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import json
 import signal
-import sys
 import traceback
 from collections.abc import Callable
 from dataclasses import replace
@@ -22,9 +21,9 @@ from orchmllm import launch
 if __name__ == "__main__":
     launch.interrupt_quietly()
 
-from orchmllm.cli.options import recipe_parser
+from orchmllm.cli.options import in_one_line, recipe_parser
 from orchmllm.comm.errors import AgreedError
-from orchmllm.config.recipe import Recipe, RecipeError, explain, read_recipe
+from orchmllm.config.recipe import Recipe, explain, read_recipe
 from orchmllm.runtime import preflight
 from orchmllm.runtime.local_ranks import run_local
 from orchmllm.runtime.run_lock import FolderInUse, check_folder, lock_folder
@@ -110,8 +109,7 @@ def _take_folder(store: dist.Store, world: launch.World, folder: Path | None,
         except FolderInUse as e:
             problem = str(e)
         store.set("folder", json.dumps(problem))
-    problem = json.loads(store.get("folder"))
-    if problem:
+    if problem := json.loads(store.get("folder")):
         dist.barrier()  # the store may live in a rank that would leave
     return unlock, problem
 
@@ -125,15 +123,14 @@ def _start_problems(
     from orchmllm.sharding.choice import check_layers
     from orchmllm.sharding.units import checkpoint_bytes
 
-    wrong = preflight.problems([lambda: find_sources(recipe.model)])
-    if wrong:
+    if wrong := preflight.problems([lambda: find_sources(recipe.model)]):
         return wrong  # the other checks read the folder, too
     checks = [lambda: _check_ranks(recipe, world, expected), lambda: check_layers(recipe)]
     if machine:
         checks += [check for _, check in preflight.checks(recipe, checkpoint_bytes(recipe))]
     if machine and world is None:
         checks.insert(0, lambda: check_folder(recipe.run.folder))
-    return [*wrong, *preflight.problems(checks)]
+    return preflight.problems(checks)
 
 
 def _check_ranks(recipe: Recipe, world: launch.World | None, expected: int) -> None:
@@ -155,14 +152,10 @@ def _announcement(recipe: Recipe, num: int) -> str:
     return f"{ranks}; data {data}; run folder {recipe.run.dir}"
 
 
+@in_one_line
 def main(argv: list[str]) -> int:
     args = parse(argv)
-    try:
-        loaded = read_recipe(args.recipe, args.overrides)
-        world = launch.current_world()
-    except (RecipeError, ValueError) as e:
-        print(f"error: {e}", file=sys.stderr)
-        return 2
+    loaded, world = read_recipe(args.recipe, args.overrides), launch.current_world()
     recipe = loaded.recipe
     ranks = world.world_size if world else args.ranks or recipe.launch.nproc_per_node
     starts = not (args.validate or args.print_config) and (
@@ -185,11 +178,7 @@ def main(argv: list[str]) -> int:
         from orchmllm.data.loading.ray_workers import own_cluster
         from orchmllm.runtime.build import look_at_data
 
-        try:
-            ledgers = look_at_data(recipe, launch.say)
-        except ValueError as e:
-            launch.report_failure(f"error: {e}")
-            return 2
+        ledgers = look_at_data(recipe, launch.say)
         world = world and replace(world, ledgers=ledgers)
     if world is None:
         with own_cluster(recipe.data):

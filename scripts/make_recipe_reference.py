@@ -45,7 +45,7 @@ RECIPE_HEAD = """# Recipe
 A recipe is a YAML file of sections. It has to name its data (`data.path` or `data.sources`) and its
 model (`model.pretrained` or `model.config`); all other keys have defaults. A value on the command
 line (`train.lr=1e-4`) replaces one of the file. Errors are listed all at once, each with its line,
-key, value and cure: unknown keys, wrong values, and keys that do not go together.
+key, value and cure.
 
     orchmllm train R.yaml --validate       # check it, start nothing
     orchmllm train R.yaml --print-config   # every key and where it comes from
@@ -229,12 +229,11 @@ A row has the first of these formats that it fits ([data.md](data.md#formats)); 
 source names other columns. Where only the name of a field stands, its column is
 {", ".join(f"`{text}` ({field})" for field, text in USUAL.items())},
 or has the field's name.
-[CONTRIBUTING.md](../CONTRIBUTING.md) shows how a format is added.
 """
 KEYS_HEAD = """\
 ### Keys that change what is learnt
 
-Other keys are not read, and a run lists them when it starts. But these are:
+Other keys are not read, and a run lists them when it starts. These are read:
 """
 REFUSED_HEAD = """\
 A row with one of these is refused, and the error says how to mend it:

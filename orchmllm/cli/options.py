@@ -6,12 +6,12 @@ import argparse
 import difflib
 import functools
 import re
-import sys
 import textwrap
 from collections.abc import Callable, Iterable, Sequence
 from typing import NoReturn
 
 from orchmllm.data.storage.clients import StorageError
+from orchmllm.launch import report_failure
 
 
 def in_one_line(command: Callable[[list[str]], int]) -> Callable[[list[str]], int]:
@@ -23,7 +23,7 @@ def in_one_line(command: Callable[[list[str]], int]) -> Callable[[list[str]], in
         except BrokenPipeError:  # as under `| head`, which is no error
             raise
         except (ValueError, OSError, StorageError) as error:
-            print(f"error: {error}", file=sys.stderr)
+            report_failure(f"error: {error}")
             return 2
     return answered
 
@@ -84,6 +84,14 @@ class Parser(argparse.ArgumentParser):
         if chosen:
             message += did_you_mean(chosen[1], chosen[2].replace("'", "").split(", "))
         super().error(message)
+
+    def refuse_without(self, args: argparse.Namespace, needed: str, *flags: str) -> None:
+        """An error where one of the flags is given, and not the one without which it has no effect.
+        """
+        for flag in flags:
+            name = flag[2:].replace("-", "_")
+            if not getattr(args, needed[2:]) and getattr(args, name) != self.get_default(name):
+                self.error(f"{flag} has no effect without {needed}")
 
     def add_recipe(self, text: str = "every key of it is in docs/recipe.md",
                    before: str = "") -> None:

@@ -20,7 +20,7 @@ from orchmllm.orchestrator import Orchestrator
 from orchmllm.plan.assign import PlanSpec
 from orchmllm.runtime.preflight import check_vocabulary
 
-MOST_LEDGERS = 300  # that the environment of the ranks has room for
+MOST_CHARS = 100_000  # of a variable in the environment of the ranks, which has room for 131,000
 
 
 def build_dataset(recipe: Recipe, log: Callable[[str], object] = lambda line: None, *,
@@ -37,11 +37,13 @@ def build_dataset(recipe: Recipe, log: Callable[[str], object] = lambda line: No
 
 def look_at_data(recipe: Recipe, log: Callable[[str], object]) -> str:
     """Before there are ranks: rows of each source go the whole way to a model, and ranks that start
-    here need not look again. Returns the ledgers as JSON. Raises ValueError, see build_dataset."""
+    here need not look again. Returns the ledgers as JSON, as many as fit. Raises ValueError."""
     dataset = build_dataset(recipe, seen=True)
-    ledgers = survey(dataset.sources, dataset.reader, recipe.data, log, decode=True)
-    os.environ["ORCHMLLM_LEDGERS"] = json.dumps(
-        [ledger.saved() for ledger in ledgers[:MOST_LEDGERS]])
+    ledgers = [ledger.saved() for ledger in survey(
+        dataset.sources, dataset.reader, recipe.data, log, decode=True)]
+    while len(json.dumps(ledgers)) > MOST_CHARS:
+        ledgers.pop()
+    os.environ["ORCHMLLM_LEDGERS"] = json.dumps(ledgers)
     return os.environ["ORCHMLLM_LEDGERS"]
 
 

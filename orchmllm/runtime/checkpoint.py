@@ -308,8 +308,7 @@ def problem_of(path: Path, part: int = 0, parts: int = 1) -> str:
 
 def _root_cause(error: BaseException) -> BaseException:
     """torch wraps errors in a CheckpointException (a BaseException) that holds all ranks' ones."""
-    failures = getattr(error, "failures", None)
-    if failures:
+    if failures := getattr(error, "failures", None):
         error = next(iter(failures.values()))
         error = error[0] if isinstance(error, tuple) else error
     return error

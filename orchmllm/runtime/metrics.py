@@ -136,6 +136,5 @@ def _drop_torn_line(path: Path) -> None:
         end = f.seek(0, os.SEEK_END)
         f.seek(max(0, end - MAX_ROW_BYTES))
         tail = f.read()
-        torn = len(tail) - tail.rfind(b"\n") - 1
-        if torn:
+        if torn := len(tail) - tail.rfind(b"\n") - 1:
             f.truncate(end - torn)

@@ -23,12 +23,12 @@ SPARE_BYTES = 64 << 20  # for logs and the state of a checkpoint
 
 
 def problems(checks: Iterable[Callable[[], object]]) -> list[str]:
-    """What each check says that raises ValueError, once."""
+    """What each check says that raises ValueError or OSError, once."""
     found = []
     for check in checks:
         try:
             check()
-        except ValueError as e:
+        except (ValueError, OSError) as e:
             found.append(str(e))
     return list(dict.fromkeys(found))
 

@@ -80,6 +80,7 @@ class RunCheckpoints(Checkpointer):
         one that cannot be written is told, not raised."""
         if self.config.every_steps < 0:
             return
+        self.wait()  # raises where the save before failed, whatever this one may
         self._saved_at = time.monotonic()
         state = {
             **progress.to_json(), "model": asdict(self._recipe.model), "memory": self.memory,
@@ -99,7 +100,10 @@ class RunCheckpoints(Checkpointer):
         if self.rank or self.config.every_steps < 0 or not minutes or (
                 time.monotonic() - self._saved_at < 60 * minutes):
             return False
-        free = shutil.disk_usage(self._recipe.run.folder).free
+        try:
+            free = shutil.disk_usage(self._recipe.run.folder).free
+        except OSError:  # the folder was deleted: a save makes it again, or tells what is wrong
+            return True
         needed = sum(t.numel() * t.element_size() for t in self._tensors().values())  # of all ranks
         if free >= 2 * needed + SPARE_BYTES:
             return True

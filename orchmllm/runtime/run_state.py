@@ -132,8 +132,8 @@ class Progress:
 
     @classmethod
     def from_json(cls, state: dict) -> Progress:
-        known = {f.name: state[f.name] for f in fields(cls) if f.name in state}
-        return cls(**{**known, "media": MediaCount(**state["media"])})
+        return cls(**{f.name: state[f.name] for f in fields(cls)} | {
+            "media": MediaCount(**state["media"])})
 
 
 class Incidents:

@@ -79,8 +79,12 @@ class Trainer(StepTrainer):
                 self._sample()
             except AgreedError as e:
                 self.optimizer.zero_grad(set_to_none=True)
-                if self._unread is not None:  # it counts: its update was made
-                    self._tell()
+                try:
+                    if self._unread is not None:  # it counts: its update was made
+                        self._tell()
+                except AgreedError as earlier:  # of that step, and so the cause
+                    self.checkpointer.keep(self.progress, earlier)
+                    raise
                 self.checkpointer.keep(self.progress, e)
                 raise
             if self.recipe.balance.enabled:

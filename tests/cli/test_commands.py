@@ -60,7 +60,15 @@ def test_versions(capsys):
 @pytest.mark.parametrize("argv, text", [
     (["train", "r.yaml", "--valdate"], "option --valdate; did you mean --validate?"),
     (["dry-run", "r.yaml", "--netwrok", "4"], "option --netwrok; did you mean --network?"),
-    (["train"], "RECIPE is missing"), (["plan", "job", "r.yaml"], "--ranks is missing")])
+    (["train"], "RECIPE is missing"), (["plan", "job", "r.yaml"], "--ranks is missing"),
+    (["report", "runs/x", "--gpu", "h200"], "--gpu has no effect without --score"),
+    (["report", "runs/x", "--mix", "omni"], "--mix has no effect without --score"),
+    (["generate", "runs/x", "What?", "--steps", "9"], "--steps has no effect without --out"),
+    (["generate", "runs/x", "What?", "--out", "nowhere/x.png"], "nowhere is no folder"),
+    (["compose", "--llm", "a", "--vision", "b", "--out", "c", "--audio-packed"],
+     "--audio-packed has no effect without --audio"),
+    (["compose", "--llm", "a", "--audio", "b", "--out", "c", "--max-pixels", "9"],
+     "--max-pixels has no effect without --generator")])
 def test_a_wrong_command_line_names_the_cure(argv, text, capsys):
     code, said = said_by(argv, capsys)
     assert code == 2 and text in said

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import subprocess
 from dataclasses import replace
 
 import numpy as np
@@ -161,3 +162,15 @@ def test_what_was_seen_before_the_ranks_is_kept_for_the_report(tmp_path, monkeyp
     assert f"<td>{name}</td><td>6</td><td>media</td><td class=n>6</td>" in shown.replace(
         " class=n>6</td><td>media", ">6</td><td>media")
     assert "in refused rows" in shown and "83.3%" in shown
+
+
+def test_ledgers_of_many_sources_fit_into_the_environment(tmp_path, monkeypatch):
+    monkeypatch.delenv("ORCHMLLM_LEDGERS", raising=False)
+    lines(tmp_path, None, [said("What?", "red")])
+    sources = ", ".join(f"{{path: {tmp_path}/data.jsonl, name: {'源' * 60}{i}}}"
+                        for i in range(300))
+    recipe = load_recipe(RECIPES / "demo.yaml", [
+        "data.path=", f"data.sources=[{sources}]", f"model.config={tmp_path}/model",
+        "data.num_validation=0", f"data.index_dir={tmp_path}/index", f"run.dir={tmp_path}/run"])
+    assert 200 < len(json.loads(look_at_data(recipe, lambda line: None))) < 300
+    subprocess.run(["true"], check=True)  # else: Argument list too long

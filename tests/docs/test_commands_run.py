@@ -27,6 +27,7 @@ ELSEWHERE = {
     "orchmllm init my/data.jsonl --model": "tests/tools/init/test_init.py",
     "orchmllm init my/data --model": "tests/tools/init/test_init.py",
     "orchmllm generate models/": "tests/tools/generate/test_whole_models.py",
+    "orchmllm generate runs/mine --out": "tests/tools/generate/test_pictures.py",
     "orchmllm papers reproduce compare": "tests/papers/test_evidence.py",
     "orchmllm papers reproduce orchmllm|": "tests/papers/test_evidence.py",
     "make demo": "tests/e2e/test_demo.py",

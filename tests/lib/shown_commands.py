@@ -20,7 +20,7 @@ from tests.lib.whole_folders import write_model, write_rows
 # In a reader's order: the tasks make the runs that other pages name.
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"),
                                      key=lambda page: (page.name != "tasks.md", page))]
-PROGRAMS = ("orchmllm", "python", "torchrun", "make", "sbatch", "diff", "pip", "scripts/", ". ")
+PROGRAMS = ("orchmllm ", "python", "torchrun", "make", "sbatch", "diff", "pip", "scripts/", ". ")
 # What the pages leave open, and what is made small.
 INSTEAD = (
     (r"\b(RECIPE|R\.yaml|R)(?=\s|$)", "small.yaml"), (r"YOUR\.jsonl", "demo_data/data.jsonl"),

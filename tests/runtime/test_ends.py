@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 from dataclasses import replace
 from pathlib import Path
@@ -151,6 +152,14 @@ def saved_by_time(world, run: Recipe, trouble: str) -> tuple[list[str], list[int
         due.append(step.index) if row["save_due"] else None))
     if trouble == "full":
         run_checkpoints.shutil.disk_usage = lambda _: SimpleNamespace(free=0)
+    forward = trainer.model.forward
+
+    def loses_its_folder(batch):
+        if trouble == "deleted" and world.rank == 0 and trainer.progress.step == 1:
+            shutil.rmtree(run.run.folder)
+        return forward(batch)
+
+    trainer.model.forward = loses_its_folder
     publish, calls = trainer.checkpointer._publish, iter([True])
 
     def fails(*arguments) -> None:
@@ -168,12 +177,38 @@ def saved_by_time(world, run: Recipe, trouble: str) -> tuple[list[str], list[int
     ("", [0, 1, 2, 3], [3, 4], "saved step 1: "),
     ("full", [], [4], "no checkpoint after 1e-09 minutes (checkpoint.every_minutes): the 0 GB"),
     ("fails", [0, 1, 2, 3], [3, 4], "OSError: the disk is gone; earlier checkpoints are untouched; "
-                                    "the run goes on")])
+                                    "the run goes on"),
+    ("deleted", [0, 1, 2, 3], [3, 4], "saved step 4: ")])
 def test_a_save_by_time_never_ends_the_run(tmp_path, trouble, due, left, says):
     run = of_run(tmp_path)
     run = replace(run, train=replace(run.train, num_steps=4),
-                  checkpoint=CheckpointConfig(every_minutes=1e-9, asynchronous=trouble != "fails"))
+                  checkpoint=CheckpointConfig(every_minutes=1e-9, asynchronous=not trouble))
     for rank, found in enumerate(run_ranks(saved_by_time, 2, run, trouble)):
         said, steps, names = found
         assert steps == due and names == [f"step_{n:08d}" for n in left]
         assert any(says in line for line in said) == (rank == 0)
+
+
+def failed_before_one_by_time(world, run: Recipe) -> str:
+    """How a run ends whose save after step 2, in a thread, fails before one that is due by time."""
+    trainer = Trainer(run, world, dataset=SyntheticDataset())
+    publish = trainer.checkpointer._publish
+
+    def fails(step: int, *arguments) -> None:
+        if step == 2 and world.rank == 0:
+            raise OSError("the disk is gone")
+        publish(step, *arguments)
+
+    trainer.checkpointer._publish = fails
+    try:
+        trainer.run()
+    except AgreedError as e:
+        return str(e)
+    finally:
+        trainer.close()
+    return "finished"
+
+
+def test_a_save_by_time_hides_no_failure_of_another(tmp_path):
+    run = replace(of_run(tmp_path), checkpoint=CheckpointConfig(every_steps=2, every_minutes=1e-9))
+    assert "the disk is gone" in run_ranks(failed_before_one_by_time, 1, run)[0]

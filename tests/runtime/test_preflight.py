@@ -23,6 +23,7 @@ PROBLEMS = {
     "model.config=FOLDER/wide checkpoint.every_steps=1": "but 3 more checkpoints of ",
     "fsdp.llm_checkpointing=full:99": "fsdp.llm_checkpointing=full:99: names 99 layers, but there ",
     "data.path=FOLDER/shard-{0..2}.tar": "shard-0.tar is missing",
+    f"data.path=FOLDER/{'x' * 300}.jsonl": "File name too long",
     "run.trackers=[tensorboard]": "run.trackers = ('tensorboard',): the package tensorboard is "
                                   "not installed: pip install tensorboard, or leave it out",
     "run.trackers=[wand]": "run.trackers = ('wand',): did you mean 'wandb'? choose of tensorboard",
@@ -88,3 +89,12 @@ def test_a_start_is_refused_with_all_problems(folder, demo_corpus, under, monkey
     out, error = capsys.readouterr()
     assert "file cannot be written" in error and "nowhere: no such file" in error
     assert out.endswith(f"run folder {folder / 'file'}\n") and out.count("\n") == 1
+
+
+def test_a_start_names_a_file_that_cannot_be_read(folder, demo_corpus, capsys):
+    """Which --validate does not open."""
+    (folder / "bad.jsonl").symlink_to("/proc/self/mem")  # an error of the disk to every reader
+    assert main([DEMO, *demo_of(demo_corpus), f"run.dir={folder / 'run'}", *TINY,
+                 f"data.path={folder / 'bad.jsonl'}"]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: ") and "bad.jsonl" in error and "Input/output" in error, error

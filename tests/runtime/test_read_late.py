@@ -128,6 +128,13 @@ def test_an_error_of_all_ranks_keeps_the_step_that_was_not_told_yet(tmp_path):
     assert told[-1][0] == 5 and "step_00000006" in end
 
 
+def test_steps_are_kept_where_the_one_that_was_not_told_yet_fails_as_well(tmp_path):
+    """What it failed by is the cause, and is told."""
+    run = run_recipe(tmp_path, every_steps=0)
+    (_, _, end), _ = run_ranks(trained, 2, run, True, bad=(5,), error=6)
+    assert "step 5: loss nan" in end and "step_00000005" in end
+
+
 @pytest.mark.slow  # five runs
 def test_a_stop_and_an_error_keep_the_steps_that_were_done(tmp_path):
     """The next start goes on with their weights."""

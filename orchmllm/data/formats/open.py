@@ -202,8 +202,6 @@ def _explained(config: SourceConfig) -> Iterator[None]:
     except (UnicodeDecodeError, RowError) as error:
         raise ValueError(f"{config.path}: {error}") from error
     except (StorageError, OSError) as error:
-        if not is_url(config.path):
-            raise
         path = without_query(config.path)
         raise ValueError(f"{'' if path in str(error) else path + ': '}{error}") from error
 

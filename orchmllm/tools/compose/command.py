@@ -45,8 +45,9 @@ def main(argv: list[str]) -> int:
         parser.error("name --llm, --out, and --vision or --audio")
     if args.tiles < 0 or min(args.audio_stack, args.side, args.max_pixels) < 1:
         parser.error("--tiles cannot be below 0, nor --audio-stack, --side or --max-pixels below 1")
-    if args.vae and not args.generator:
-        parser.error("--vae has no effect without --generator")
+    parser.refuse_without(args, "--vision", "--tiles")
+    parser.refuse_without(args, "--audio", "--audio-stack", "--audio-packed")
+    parser.refuse_without(args, "--generator", "--vae", "--side", "--max-pixels")
     if args.out.exists():
         raise ValueError(f"--out {args.out} exists already: name a new folder")
     from orchmllm.hf.folder import PARTS

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
 
 from orchmllm.config.model import LoraConfig, ModelConfig, PartConfig
@@ -22,39 +23,29 @@ def checkpoint_in(folder: Path) -> Path:
 
 
 def model_of(state: dict) -> ModelConfig:
-    """The shapes that a checkpoint was saved with; keys that came later have their defaults. Raises
-    ValueError for those of another version."""
+    """The model section that a checkpoint was saved with. Raises ValueError for that of another
+    version."""
     try:
         model = state["model"]
         lora = model.get("lora", {})
         return ModelConfig(
-            **{part: PartConfig(frozen=model[part]["frozen"]) for part in EVERY_PHASE
-               if part in model},
-            **{name: model[name] for name in ("pretrained", "config", "connectors_frozen")
-               if name in model},
+            **{part: PartConfig(frozen=model[part]["frozen"]) for part in EVERY_PHASE},
+            **{name: model[name] for name in ("pretrained", "config", "connectors_frozen")},
             lora=LoraConfig(**{**lora, "target_modules": tuple(lora.get("target_modules", ()))}))
     except (KeyError, TypeError) as e:
         raise ValueError("state.json is not that of a checkpoint of a run, or of a newer version "
                          f"of orchmllm: {e}") from None
 
 
-def is_other(path: Path, state: dict) -> bool:
-    """Whether a tokenizer is not the one whose digest a checkpoint records; one of before that was
-    recorded is not known."""
+def other_tokenizer(folder: Path, state: dict) -> str:
+    """A warning where the tokenizer of a model's folder is not the one whose digest its checkpoint
+    records, in its state.json; else ""."""
     from orchmllm.data.text.tokenizer import ChatTokenizer
 
-    trained = state.get("attempt", {}).get("settings", {}).get("content.tokenizer")
-    try:
-        return trained is not None and ChatTokenizer(path).digest != trained
-    except ValueError:  # not one that a run can be trained with
-        return True
-
-
-def other_tokenizer(folder: Path, state: dict) -> str:
-    """A warning where the tokenizer of a model's folder is not the one that its checkpoint, whose
-    state.json is `state`, was trained with; else ""."""
-    if not is_other(folder, state):
-        return ""
+    trained = state["attempt"]["settings"].get("content.tokenizer")
+    with suppress(ValueError):  # of a tokenizer that no run can be trained with
+        if trained in (None, ChatTokenizer(folder).digest):
+            return ""
     return (f"warning: the tokenizer of {folder} is not the one that the checkpoint was trained "
             "with (tokenizer.json, chat template or special tokens): the same text may be other "
             "token ids")

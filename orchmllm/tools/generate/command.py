@@ -55,6 +55,9 @@ def main(argv: list[str]) -> int:
                      "and above 0 and at most 1")
     if args.top_p < 1 and not args.temperature:
         parser.error("--top-p needs --temperature above 0: at 0 nothing is drawn")
+    parser.refuse_without(args, "--out", "--steps", "--guidance", "--size")
+    if args.out and not args.out.parent.is_dir():  # before minutes of work
+        parser.error(f"--out {args.out}: {args.out.parent} is no folder; make it, or name another")
     print(_answer(args, lambda text: print(text, file=sys.stderr, flush=True)))
     return 0
 

@@ -20,6 +20,7 @@ from orchmllm.data.processed import ProcessedReader
 from orchmllm.data.survey import survey
 from orchmllm.data.text.processor import Processor
 from orchmllm.data.text.tokenizer import ChatTokenizer
+from orchmllm.hf.folder import PARTS
 from orchmllm.models.whole_flops import plan_spec
 from orchmllm.plan.assign import PHASES
 from orchmllm.plan.layout import AUDIO, MODALITIES, VISION, BatchLayout
@@ -65,7 +66,7 @@ checkpoint:
 
 # Of what `model` is in the recipe.
 WHOLE = "pretrained: {folder}  # a whole model of transformers, with its own processor"
-COMPOSED = "pretrained: {folder}  # composed of {parts}"
+COMPOSED = "{key}: {folder}  # composed of {parts}"
 DRAWN = "config: {folder}  # towers and an LLM that start from random weights (docs/models.md)"
 
 
@@ -122,7 +123,7 @@ def write_recipe(path: str, models: Mapping[str, Path], out: Path, trained: Path
         "source": source, "lengths": lengths, "shares": shares, "machine": machine,
         "run": json.dumps(f"runs/{Path(source.name).stem}"), "path": json.dumps(path),
         "rows": rows, "model": model, "held_out": min(64, rows // 10),
-        "lr": "1e-5" if models else "1e-3"}
+        "lr": "1e-5" if model.startswith("pretrained") else "1e-3"}
     out.write_text(TEXT.format(**values, batch=1, why="", steps=1, examples=1, sample=0, save=0),
                    encoding="utf-8")
     batch, why = _batch_size(load_recipe(out), layouts, machine)
@@ -146,6 +147,7 @@ def _model(source: DataSource, some: Sequence[int], models: Mapping[str, Path], 
         parts = Parts(models["llm"], models.get("vision"), models.get("audio"))
         compose(parts, made)
         return made, f"tokenizer of {models['llm']}, parts composed in {made}", COMPOSED.format(
+            key="pretrained" if (made / PARTS).is_file() else "config",
             folder=json.dumps(str(made)), parts=", ".join(map(str, models.values())))
     texts, kinds = [], set()
     for row in some:

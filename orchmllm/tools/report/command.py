@@ -31,6 +31,8 @@ def main(argv: list[str]) -> int:
     parser.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="run.dir of a run")
     cluster_options(parser)
     args, started = parser.parse_args(argv), time.perf_counter()
+    parser.refuse_without(args, "--score", "--gpu", "--network", "--gpus-per-node", "--measured",
+                          "--mix", "--lengths")
     out = args.out or args.run_dir / "report.html"
     run = read_run(args.run_dir)
     other = read_run(args.compare) if args.compare else None

@@ -126,10 +126,8 @@ def _read(path: Path) -> tuple[np.ndarray, dict[int, float | None], bool]:
 
 
 def _numbers(offset: int, row: dict) -> tuple[float | None, ...]:
-    """In the order of COLUMNS; None, and a number that a run did not log yet, becomes nan."""
+    """In the order of COLUMNS; None, and what not every run logs, becomes nan."""
     phases, times = row["phases"], row["measured"]
-    if "num_ranks" not in row:  # of an older version, whose rows all have cpu_s
-        row["num_ranks"] = len(row["cpu_s"]["llm"])
     return (offset, row["step"], *[row.get(name) for name in NUMBERS],
             *[phases.get(p, {}).get(name) for p in EVERY_PHASE for name in PHASE_METRICS],
             *(_measured_numbers(times) if times else NOTHING_MEASURED))

@@ -164,8 +164,7 @@ def _slowest(run: RunLog) -> list[str]:
     ranks = {p: run[f"{p}.measured.rank"] for p in EVERY_PHASE}
     waits = {p: np.where(np.isfinite(ranks[p]), waits[p], 0.0) for p in EVERY_PHASE}
     if not any(np.isfinite(r).any() for r in ranks.values()):
-        return ["<p class=none>Not logged: <code>measured.slowest</code> is written by runs of "
-                "this version, of every step that was measured.</p>"]
+        return ["<p class=none>No step was measured yet.</p>"]
     rows = []
     for p in EVERY_PHASE:
         known = waits[p] > 0

@@ -20,9 +20,8 @@ PROBLEMS = ("steps without an update", "media not decoded", "restarts")  # of th
 
 
 def step_parts(run: RunLog) -> tuple[np.ndarray, dict[str, np.ndarray]]:
-    """(n,) the steps that were measured, and (n,) seconds of each of PARTS in them. What a run of
-    an older version did not log is part of the rest. Waiting is of rank 0; the time in which it
-    waited for the slowest rank's work counts as that work."""
+    """(n,) the steps that were measured, and (n,) seconds of each of PARTS in them. Waiting is of
+    rank 0; the time in which it waited for the slowest rank's work counts as that work."""
     places = np.flatnonzero(np.isfinite(run["exchange.slowest_s"]))
 
     def logged(column: str) -> np.ndarray:

@@ -91,6 +91,11 @@ def test_the_models_that_are_named_are_composed(data, tmp_path, capsys):
             ((parts.vision,), "no --model is a causal LLM, which a composition needs: name one")):
         code, said = init(capsys, *other, *models)
         assert code == 2 and text in said and not list(tmp_path.glob("x.*"))
+    for path in (tmp_path / "m").rglob("*.safetensors"):  # what is left are shapes
+        path.unlink()
+    code, said = init(capsys, *other, parts.llm, "--model", parts.vision)
+    drawn = load_recipe(tmp_path / "x.yaml")
+    assert code == 0 and drawn.model.config == f"{tmp_path}/x.model" and drawn.train.lr == 1e-3
 
 
 def test_a_whole_model_is_trained_with_its_own_processor(tmp_path, capsys):
