@@ -11,6 +11,7 @@ import torch.distributed as dist
 from orchmllm.config.job import check_world, resolve
 from orchmllm.config.recipe import Recipe, load_recipe
 from orchmllm.config.schema import leaves
+from orchmllm.hf.sources import find_sources
 from orchmllm.tools.data import command as data
 from orchmllm.trainer import Trainer
 from tests.lib.commands import TINY, demo_of
@@ -58,7 +59,9 @@ def draw(num_ranks: int, seed: int, corpus: Path, folder: Path, without: Sequenc
     for path, values in rng.sample(drawn, rng.choice((5, 15, 30))):
         tried = [*overrides, *WITH.get(path, "").split(), f"{path}={rng.choice(values)}"]
         try:
-            check_world(resolve(load_recipe(DEMO, tried), num_ranks, num_ranks))
+            recipe = load_recipe(DEMO, tried)
+            check_world(resolve(recipe, num_ranks, num_ranks))
+            find_sources(recipe.model)
             overrides, taken = tried, taken + 1
         except ValueError:  # by itself, or beside what was drawn before
             refused += 1
