@@ -75,8 +75,8 @@ from scripts.count_code import count_parts, count_rooms, read_all
 # The end of a rank before its interpreter is taken apart took +13 of the base.
 # Media of rows that are held for steps ahead are bounded in bytes, shards with batches that differ
 # are refused, and readers of Ray that cannot be made end the run: +19 of the base.
-# What a walk in a fresh clone stumbled over, and scans that are counted by their headers, took +4 of
-# the base and +6 of the tools.
+# What a walk in a fresh clone stumbled over, and counting a JPEG's scans by their headers, took +4
+# of the base and +6 of the tools.
 MOST = {"base": 24_341, "tools": 5_164, "papers": 1_598, "cpp": 2_100}
 
 
