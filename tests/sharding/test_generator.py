@@ -99,8 +99,8 @@ def stock_loss(model, example, keys: dict[int, int]) -> tuple[torch.Tensor, torc
 
 
 def reference(model, rows, step) -> tuple[list[float], dict[str, torch.Tensor]]:
-    """(Both losses, the gradients of their weighted sum), one example after another. diffusers
-    rotates in float32, whose rounding would be seen."""
+    """(Both losses, the gradients of the weighted sum of their means), one example after another.
+    diffusers rotates in float32, whose rounding would be seen."""
     from diffusers.models.transformers import transformer_ltx
 
     model.generator.transformer.set_attn_processor(transformer_ltx.LTXVideoAttnProcessor())
@@ -111,7 +111,8 @@ def reference(model, rows, step) -> tuple[list[float], dict[str, torch.Tensor]]:
         segments = np.flatnonzero(rows.layout(i).modality == MADE).tolist()
         text, images = stock_loss(model, rows.load(i), {
             s: key_of(SEED, step.index, i, s) for s in segments})
-        (text + WEIGHT * images).backward()
+        (text / max(step.num_global_targets, 1)
+         + WEIGHT * images / max(step.num_made_rows, 1)).backward()
         totals = [totals[0] + float(text.detach()), totals[1] + float(images.detach())]
     return totals, models.gradients(model)
 
@@ -128,11 +129,7 @@ def compared(world, folder: Path, runs: list) -> list[dict]:
         learn = {n for n, p in trainer.model.hf.named_parameters() if p.requires_grad}
         try:
             for step in steps_of(trainer):
-                total = torch.zeros(2, dtype=torch.float64)
-                for micro in step.micro:
-                    out = trainer.model(trainer.orchestrator.dispatch(micro))
-                    (out[0] + WEIGHT * out[1]).backward()
-                    total += out.detach()
+                total = trainer._accumulate(step)
                 torch.distributed.all_reduce(total)
                 found, layout = gradients(trainer), step.layout
                 assert step.num_made_rows == layout.rows[layout.segments[MADE]].sum()
@@ -155,7 +152,7 @@ def compared(world, folder: Path, runs: list) -> list[dict]:
 
 
 def settings(folder: Path, dispatch: str = "tensors", **sections) -> list:
-    run = recipe(folder)
+    run = recipe(folder, generator_loss_weight=WEIGHT)
     run = replace(run, run=replace(run.run, seed=SEED), balance=replace(
         run.balance, dispatch=dispatch, generator=PhaseConfig(policy="greedy"),
         vision=PhaseConfig(policy="greedy")))
