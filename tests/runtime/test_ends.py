@@ -19,7 +19,7 @@ from orchmllm.runtime import run_checkpoints
 from orchmllm.runtime.preflight import SPARE_BYTES
 from orchmllm.runtime.stop import Stopped
 from orchmllm.trainer import Trainer
-from tests.lib.ranks import run_ranks
+from tests.lib.ranks import RankFailure, run_ranks
 from tests.lib.resume import run_recipe
 from tests.lib.synthetic import SyntheticDataset
 from tests.lib.training import listened
@@ -179,3 +179,11 @@ def test_a_save_by_time_never_ends_the_run(tmp_path, trouble, due, left, says):
         said, steps, names = found
         assert steps == due and names == [f"step_{n:08d}" for n in left]
         assert any(says in line for line in said) == (rank == 0)
+
+
+def test_a_save_that_the_recipe_asks_for_ends_the_run_where_it_fails(tmp_path):
+    run = replace(of_run(tmp_path), checkpoint=CheckpointConfig(every_steps=2, asynchronous=False))
+    with pytest.raises(RankFailure) as failure:
+        run_ranks(saved_by_time, 2, run, "fails")
+    for kind, text, _ in failure.value.errors.values():
+        assert kind == "CheckpointError" and "the disk is gone" in text
