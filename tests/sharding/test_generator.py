@@ -36,10 +36,10 @@ from tests.sharding.test_planned_phases import gradients, recipe, steps_of
 pytestmark = [pytest.mark.dist, pytest.mark.whole]
 NAME, SEED, WEIGHT = "qwen2_vl_whisper_llama", 3, 0.5
 # (Media that are read, images that are made) of each example. Of the steps of 8 examples the second
-# has one image, which another rank makes than has its text, so that ranks that make nothing send;
-# the third has none.
+# has media of one example alone, on another rank than its text, so that ranks that encode and make
+# nothing send; the third has none.
 COUNTS = [(1, 2), (0, 1), (2, 0), (0, 3), (1, 0), (0, 0), (2, 1), (0, 1),
-          *[(0, 0)] * 7, (0, 1), *[(1, 0)] * 8, (1, 1), (0, 2)]
+          *[(0, 0)] * 7, (2, 1), *[(1, 0)] * 8, (1, 1), (0, 2)]
 
 
 def write_folder(folder: Path, **makes) -> None:
