@@ -265,6 +265,8 @@ def test_auto_follows_the_step(enabled: bool) -> None:
     off = replace(BALANCED, balance=replace(BALANCED.balance, enabled=enabled))
     for spec_ in (capped(430, off), replace(off, room=(Limit(430, {"llm": 1}),))):
         assert [len(plan_microbatches(layout, spec_, 0)) for layout in texts] == [1, 3]
+        uneven = batch_layout(range(8), [150] * 4 + [50] * 4, [4, 4])
+        assert len(plan_microbatches(uneven, spec_, 0)) == 2 - enabled
     parts = [(VISION, SegmentLengths(n, n, 1, (1, 1, n))) for n in (300, 300)]
     images = BatchLayout.concat([BatchLayout.from_segments(i, 1, parts) for i in range(3)], [3])
     assert len(plan_microbatches(images, replace(off, room=(Limit(430, {"vision": 1}),)), 0)) == 3
