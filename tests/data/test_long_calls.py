@@ -145,12 +145,14 @@ class Recorded(Workers):
 
 
 def test_no_call_is_asked_for_twice(corpus):
-    """A step asks for its calls whenever another one is planned, and when it needs them."""
-    rows = opened(corpus)
+    """A step asks for its calls whenever another one is planned, and when it needs them. They take
+    unequally long."""
+    rows, wanted = opened(corpus), [3, 0, 3]
     with closing(Recorded(rows, 1)) as workers:
-        calls = long_calls.Calls(workers, rows, [call(rows, 3), call(rows, 3)], 0, 0)
+        calls = long_calls.Calls(workers, rows, [call(rows, i) for i in wanted], 0, 0)
         calls.ask()
-        assert len(calls.results()) == workers.asked == 2
+        assert [value.example_id for value, *_ in calls.results()] == wanted
+        assert workers.asked == 3
 
 
 def test_parts_come_first_and_to_as_many_workers(corpus, all_are_long):

@@ -242,6 +242,21 @@ def test_images_that_touch_are_refused_where_the_model_cannot_tell_them_apart(tm
     assert problem is None
 
 
+def test_an_index_after_a_row_was_mended_is_a_new_one(tmp_path):
+    write_rows(tmp_path, "qwen2_5_vl", SIZES)
+    image, aside = tmp_path / "1_0.png", tmp_path / "aside.png"
+    image.rename(aside)
+    rows = opened(tmp_path)
+    index, whole = ({"source": rows.sources[0], "reader": rows.reader, "num_workers": 1,
+                     "index_dir": tmp_path / name} for name in ("index", "whole"))
+    assert [*build_index(**index)[0].problems] == [1]
+    aside.rename(image)
+    (mended, count), (new, _) = build_index(**index), build_index(**whole)
+    assert count == 1
+    for path in new.folder.iterdir():
+        assert path.read_bytes() == (mended.folder / path.name).read_bytes()
+
+
 @pytest.mark.parametrize("has_index", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_an_image_that_fails_keeps_its_planned_length(tmp_path, has_index):
     write_rows(tmp_path, "qwen2_5_vl", SIZES)

@@ -22,6 +22,7 @@ import pytest
 from orchmllm.config.data import DataConfig
 from orchmllm.config.recipe import load_recipe
 from orchmllm.data.loading.ray_workers import Pool, RayWorkers, join_pool
+from orchmllm.data.loading.workers import answer_to
 from orchmllm.runtime.build import build_dataset
 from tests.lib.commands import make_demo_data, python
 from tests.lib.ranks import RankFailure, run_ranks
@@ -89,6 +90,22 @@ def listed(recipe: Path, name: str) -> str:
     return (recipe.parent / name / "quarantine.jsonl").read_text()
 
 
+def read_here_alone(world, recipe: Path, env: dict[str, str]) -> None:
+    """What a reader tells that it cannot read, and this rank can, did not fail."""
+    import ray
+
+    os.environ.update(env)
+    ray.init(address="auto")
+    rows, calls = build_dataset(load_recipe(recipe)), [((5,), {"segments": []})]
+    answer, error, traceback = answer_to(rows, "load", calls)
+    [(value, failed, seconds)] = answer
+    assert not failed
+    there = ray.put(([(value, [(0, "no such file", 1)], seconds)], error, traceback))
+    workers = RayWorkers(rows, ray.remote(Pool).remote(0), 1, 0)
+    [(_, failed, _)] = workers._come((0, 0, 0), "load", calls, ray.put([there]))
+    assert not failed
+
+
 @pytest.fixture(scope="module")
 def without(recipe) -> list:
     return run_ranks(losses, 2, recipe, "without", {})[0]
@@ -101,6 +118,7 @@ def test_losses_and_quarantine_are_those_without_ray(recipe):
     plain = run_ranks(losses, 1, recipe, "plain", {}, batch)
     with cluster(1):
         got = run_ranks(losses, 1, recipe, "ray", variables(), batch, "data.preprocess=ray")
+        run_ranks(read_here_alone, 1, recipe, variables())
     assert got == plain and sum(row[2] for row in plain[0])
     assert listed(recipe, "ray") == listed(recipe, "plain")
 
@@ -178,6 +196,18 @@ def test_calls_of_a_reader_that_is_lost_end_where_no_other_works():
             await asyncio.wait_for(made, 1.0)
 
     asyncio.run(lost())
+
+
+def test_calls_that_wait_for_readers_that_cannot_be_used_end():
+    async def waited() -> None:
+        pool = Pool(0)
+        load = asyncio.create_task(pool.load((0, 0, 0), "load", []))
+        await asyncio.sleep(0)
+        pool._refuse("node a", "other files")
+        await asyncio.wait_for(load, 60)
+
+    with pytest.raises(RuntimeError, match="node a cannot be used: other files"):
+        asyncio.run(waited())
 
 
 @pytest.mark.slow

@@ -99,6 +99,7 @@ def write_generator(parts: Parts) -> None:
     if parts.vae:
         diffusers.AutoencoderKL(
             block_out_channels=(4, 8), norm_num_groups=2, latent_channels=3, layers_per_block=1,
+            shift_factor=0.3,
             down_block_types=["DownEncoderBlock2D"] * 2, up_block_types=["UpDecoderBlock2D"] * 2,
         ).save_pretrained(parts.vae)
         channels = 3 * (parts.side // 2)**2

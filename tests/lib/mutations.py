@@ -265,6 +265,27 @@ MUTATIONS = [Mutation(*row) for row in (
      " & of_ranks.norms[0, 0].isfinite()\n", "\n",
      "tests/runtime/test_read_late.py::test_an_update_that_is_not_finite_is_not_made",
      "On a GPU a gradient that is not finite makes all weights nan."),
+    ("calls in the order of their time", DATA + "loading/long_calls.py",
+     "self._request([self._call(k) for k in rest])",
+     "self._request([self._call(k) for k in asked[-len(rest):]])",
+     "tests/data/test_long_calls.py::test_no_call_is_asked_for_twice",
+     "An example gets the text and media of another one."),
+    ("sizes of mended rows alone", "orchmllm/tools/data/build_index.py",
+     "if row in planned else old.sizes(row))]", "if row in planned else ())]",
+     "tests/data/test_processed.py::test_an_index_after_a_row_was_mended_is_a_new_one",
+     "After an index was brought up to date rows have the sizes of others' media."),
+    ("keys without gradients leave the exchange", "orchmllm/models/shared.py",
+     "if torch.is_grad_enabled() and not row.requires_grad:", "if False:",
+     "tests/sharding/test_shared_examples.py::test_gradients_come_to_keys_that_need_none",
+     "With a frozen LLM ranks that share an example wait forever."),
+    ("a rank without images leaves the exchange of gradients", "orchmllm/models/made.py",
+     "states.new_zeros(1, states.shape[1]) + states.sum()", "states.new_zeros(1, states.shape[1])",
+     "tests/sharding/test_generator.py", "The ranks that make images wait forever."),
+    ("a save that fails passes", RUNTIME + "run_checkpoints.py",
+     "            if not optional:\n                raise\n", "",
+     "tests/runtime/test_ends.py::"
+     "test_a_save_that_the_recipe_asks_for_ends_the_run_where_it_fails",
+     "A run without a checkpoint ends as if it had one."),
 )]
 
 

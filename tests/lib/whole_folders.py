@@ -82,7 +82,8 @@ def write_medium(kind: str, folder: Path, name: str, rng: np.random.Generator,
 def write_counted(folder: Path, counts: Sequence[int], kinds: Sequence[str] = ("image",), *,
                   longest: float = 1.0, named: bool = True, long_texts: Sequence[int] = ()) -> None:
     """data.jsonl with so many media in each example, of these kinds in turn. longest: see
-    write_medium; named: a text follows each medium; long_texts: examples with a long text."""
+    write_medium; named: a text follows each medium; long_texts: examples with a long text before
+    and in the answer."""
     rng = np.random.default_rng(0)
     with open(folder / "data.jsonl", "w", encoding="utf-8") as file:
         for i, count in enumerate(counts):
@@ -90,8 +91,9 @@ def write_counted(folder: Path, counts: Sequence[int], kinds: Sequence[str] = ("
             for k in range(count):
                 parts += [write_medium(kinds[k % len(kinds)], folder, f"{i}_{k}", rng, longest),
                           *[{"type": "text", "text": f" picture {k}"}] * named]
-            parts += [{"type": "text", "text": "so " * 200}] * (i in long_texts)
-            file.write(asked(parts, rng))
+            long_text = "so " * 100 * (i in long_texts)
+            parts += [{"type": "text", "text": long_text}] * (i in long_texts)
+            file.write(asked(parts, rng, long_text))
 
 
 def write_image(path: Path, rng: np.random.Generator) -> None:
@@ -124,12 +126,13 @@ def write_rows(folder: Path, count: int = 24, family: str = "") -> Path:
     return path
 
 
-def asked(parts: list[dict], rng: np.random.Generator) -> str:
-    """A line of data.jsonl: media with a question and its answer, both of any length."""
+def asked(parts: list[dict], rng: np.random.Generator, ends: str = "") -> str:
+    """A line of data.jsonl: media with a question and its answer, both of any length. ends: how
+    the answer does."""
     question = {"type": "text", "text": "What is " + "it? " * int(rng.integers(1, 9))}
     return json.dumps({"messages": [
         {"role": "user", "content": [*parts, question]},
-        {"role": "assistant", "content": "the red row " * int(rng.integers(1, 6))}]}) + "\n"
+        {"role": "assistant", "content": "the red row " * int(rng.integers(1, 6)) + ends}]}) + "\n"
 
 
 def write_clip(path: Path, seconds: float, rng: np.random.Generator, rate: int = 16000) -> None:

@@ -117,16 +117,18 @@ def test_shortening_a_step(count: int, phases: int, least: int, cut: bool, seed:
 
 
 @pytest.mark.parametrize("cut", [False, True])
-@pytest.mark.parametrize("largest", [2**22, 2**57])
-def test_of_many_examples_the_longest_move(largest: int, cut: bool) -> None:
-    """More than the core looks at one by one, and costs whose sums need more than 64 bits."""
+@pytest.mark.parametrize("largest, ranks", [(2**22, 16), (2**57, 16), (2**50, 2**14)])
+def test_of_many_examples_the_longest_move(largest: int, ranks: int, cut: bool) -> None:
+    """More than the core looks at one by one, and costs whose sums, or what all ranks wait for,
+    need more than 64 bits."""
     rng = np.random.default_rng(0)
     cost = rng.integers(1, 1000, (6000, 2)) * (largest >> 22)
     cost[:6, 0] = largest  # each in another microbatch
     micro = np.arange(6000) % 8
     nothing = np.zeros(0, np.int64)
-    got, _ = core().shorten_step(cost.ravel(), cost.ravel(), nothing, nothing, micro, 16, 8, 1, cut)
-    before, after = (reference.step_time(cost >> 10, cost >> 10, plan, 16, 8)
+    got, _ = core().shorten_step(cost.ravel(), cost.ravel(), nothing, nothing, micro, ranks, 8, 1,
+                                 cut)
+    before, after = (reference.step_time(cost >> 10, cost >> 10, plan, ranks, 8)
                      for plan in (micro, got))
     assert after <= 0.3 * before and np.bincount(got, minlength=8).min() > 0
 
@@ -274,6 +276,8 @@ def test_auto_follows_the_step(enabled: bool) -> None:
     off = replace(BALANCED, balance=replace(BALANCED.balance, enabled=enabled))
     for spec_ in (capped(430, off), replace(off, room=(Limit(430, {"llm": 1}),))):
         assert [len(plan_microbatches(layout, spec_, 0)) for layout in texts] == [1, 3]
+        uneven = batch_layout(range(8), [150] * 4 + [50] * 4, [4, 4])
+        assert len(plan_microbatches(uneven, spec_, 0)) == 2 - enabled
     parts = [(VISION, SegmentLengths(n, n, 1, (1, 1, n))) for n in (300, 300)]
     images = BatchLayout.concat([BatchLayout.from_segments(i, 1, parts) for i in range(3)], [3])
     assert len(plan_microbatches(images, replace(off, room=(Limit(430, {"vision": 1}),)), 0)) == 3

@@ -17,9 +17,10 @@ from orchmllm.comm.errors import AgreedError
 from orchmllm.config.recipe import CheckpointConfig, Recipe
 from orchmllm.data.media.medium import MediaError
 from orchmllm.runtime import run_checkpoints
+from orchmllm.runtime.preflight import SPARE_BYTES
 from orchmllm.runtime.stop import Stopped
 from orchmllm.trainer import Trainer
-from tests.lib.ranks import run_ranks
+from tests.lib.ranks import RankFailure, run_ranks
 from tests.lib.resume import run_recipe
 from tests.lib.synthetic import SyntheticDataset
 from tests.lib.training import listened
@@ -150,8 +151,9 @@ def saved_by_time(world, run: Recipe, trouble: str) -> tuple[list[str], list[int
     said, due = listened(), []
     trainer = Trainer(run, world, dataset=SyntheticDataset(), on_step=lambda step, row: (
         due.append(step.index) if row["save_due"] else None))
-    if trouble == "full":
-        run_checkpoints.shutil.disk_usage = lambda _: SimpleNamespace(free=0)
+    if trouble == "full":  # with room for one checkpoint
+        one = sum(t.numel() * t.element_size() for t in trainer.checkpointer._tensors().values())
+        run_checkpoints.shutil.disk_usage = lambda _: SimpleNamespace(free=one + SPARE_BYTES)
     forward = trainer.model.forward
 
     def loses_its_folder(batch):
@@ -175,7 +177,7 @@ def saved_by_time(world, run: Recipe, trouble: str) -> tuple[list[str], list[int
 
 @pytest.mark.parametrize("trouble, due, left, says", [
     ("", [0, 1, 2, 3], [3, 4], "saved step 1: "),
-    ("full", [], [4], "no checkpoint after 1e-09 minutes (checkpoint.every_minutes): the 0 GB"),
+    ("full", [], [4], "no checkpoint after 1e-09 minutes (checkpoint.every_minutes): the "),
     ("fails", [0, 1, 2, 3], [3, 4], "OSError: the disk is gone; earlier checkpoints are untouched; "
                                     "the run goes on"),
     ("deleted", [0, 1, 2, 3], [3, 4], "saved step 4: ")])
@@ -212,3 +214,11 @@ def failed_before_one_by_time(world, run: Recipe) -> str:
 def test_a_save_by_time_hides_no_failure_of_another(tmp_path):
     run = replace(of_run(tmp_path), checkpoint=CheckpointConfig(every_steps=2, every_minutes=1e-9))
     assert "the disk is gone" in run_ranks(failed_before_one_by_time, 1, run)[0]
+
+
+def test_a_save_that_the_recipe_asks_for_ends_the_run_where_it_fails(tmp_path):
+    run = replace(of_run(tmp_path), checkpoint=CheckpointConfig(every_steps=2, asynchronous=False))
+    with pytest.raises(RankFailure) as failure:
+        run_ranks(saved_by_time, 2, run, "fails")
+    for kind, text, _ in failure.value.errors.values():
+        assert kind == "CheckpointError" and "the disk is gone" in text

@@ -17,6 +17,7 @@ from orchmllm.config.balance import PhaseConfig
 from orchmllm.config.recipe import Recipe, RunConfig
 from orchmllm.models import shared
 from orchmllm.plan import shares as plans
+from orchmllm.plan.step import plan_step
 from orchmllm.runtime.preflight import checks
 from orchmllm.sharding import compiled
 from orchmllm.trainer import Trainer
@@ -25,6 +26,7 @@ from tests.lib.processors import FAMILIES
 from tests.lib.ranks import run_ranks
 from tests.lib.training import train
 from tests.lib.whole_folders import write_counted, write_model
+from tests.plan.test_shares import batch, spec
 from tests.sharding.test_planned_phases import (
     compared,
     frozen_compared,
@@ -35,8 +37,8 @@ from tests.sharding.test_planned_phases import (
 
 pytestmark = [pytest.mark.dist, pytest.mark.whole]
 # Media of each example: two long ones in the first step, one in the second, none in the third,
-# where a text is long; the last has 2 examples for up to 4 ranks.
-COUNTS = [18, 1, 0, 2, 0, 1, 12, 0, *[0, 16, *[0] * 6], *[0] * 8, 0, 30]
+# where a text is long; the last has one example for up to 4 ranks.
+COUNTS = [18, 1, 0, 2, 0, 1, 12, 0, *[0, 16, *[0] * 6], *[0] * 8, 30]
 LONG_TEXT = 20
 
 
@@ -50,14 +52,14 @@ def shares(run: Recipe, most: int = 4, **balance) -> Recipe:
 
 
 def test_gradients_are_those_of_stock_transformers(tmp_path):
-    """A composition on three ranks, of which two share; the third one takes part without a piece.
-    """
+    """A composition on three ranks, of which two share; the third one takes part without a piece,
+    in the last step without any example."""
     folder = tmp_path / "model"
     composed.write_composed("siglip_whisper_qwen2", folder)
     write_rows(folder, "image", "audio")
     run = shares(recipe(folder), 2)
     seen = run_ranks(compared, 3, folder, "siglip_whisper_qwen2", [run], timeout_s=300)[0]
-    assert all(step["shared"] for step in seen)
+    assert all(step["shared"] for step in seen) and 0 in seen[-1]["examples"]
 
 
 @pytest.mark.parametrize("name, kind", [("gemma3", "image"), *(
@@ -177,6 +179,25 @@ def test_a_node_that_shares_nothing_exchanges_nothing(tmp_path):
         count == layers * shares for rank in found for shares, count in rank)
     assert {shares for rank in found for shares, _ in rank} == {True, False}
     assert found[0] == found[1] and found[2] == found[3]
+
+
+def keys_of_a_rank_without_gradients(world) -> None:
+    """The keys of rank 0 learn; those of rank 1, as of a frozen LLM without media, do not."""
+    plan = plan_step(batch(np.random.default_rng(0), 2, np.array([900, 30])), spec())
+    mine = plan.for_rank(world.rank)
+    lengths = mine.row[:, 2]
+    key = torch.ones(1, 1, int(lengths.sum()), 2, requires_grad=world.rank == 0)
+    keys, values = shared.SharedExamples.of(
+        mine.shared, tuple(lengths.tolist()), None).keys_and_values(key, key)
+    assert keys.requires_grad
+    (keys.sum() + values.sum()).backward()
+    of_both = np.repeat([place is not None for place in mine.shared.places], lengths)
+    assert world.rank or np.array_equal(key.grad[0, 0, :, 0], 4 * of_both)
+
+
+def test_gradients_come_to_keys_that_need_none():
+    """Else the rank whose keys do need them waits forever."""
+    run_ranks(keys_of_a_rank_without_gradients, 2)
 
 
 @pytest.mark.parametrize("name, told", [

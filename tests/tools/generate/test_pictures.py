@@ -18,9 +18,12 @@ from orchmllm.batch import SequenceLengths
 from orchmllm.cli import dispatch
 from orchmllm.composition.codec import Codec
 from orchmllm.composition.generator import Generator, draw
+from orchmllm.data.formats.conversation import Turn
 from orchmllm.data.made import Made
+from orchmllm.data.media.medium import Medium
 from orchmllm.data.media.shapes import Size
 from orchmllm.data.text.processor import Processor
+from orchmllm.plan.layout import MADE, VISION
 from orchmllm.tools.compose.write import compose
 from orchmllm.tools.generate.pictures import write_pictures
 from tests.lib import composed
@@ -50,6 +53,14 @@ def test_images_are_cut_into_squares_and_put_together_again():
     assert rows.shape == (18, 48) and -1 <= rows.min() and rows.max() <= 1
     shown = image.resize((24, 12), Image.Resampling.LANCZOS)
     assert np.array_equal(codec.decoded(rows, grid), np.asarray(shown))
+
+
+def test_images_of_turns_that_are_not_learnt_are_not_made():
+    image = Medium(VISION, "a.png")
+    turns = Made("<made>", 9, 4, 400).told(tuple(
+        Turn(role, (image,), learnt) for role, learnt in (
+            ("user", False), ("assistant", False), ("assistant", True))))
+    assert [turn.parts[0].modality for turn in turns] == [VISION, VISION, MADE]
 
 
 def test_a_vae_that_decodes_what_it_encodes(tmp_path):
