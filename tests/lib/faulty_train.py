@@ -14,13 +14,17 @@ from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import torch
 
 from orchmllm import launch, train
+from orchmllm.batch import IGNORE_INDEX
 from orchmllm.config.balance import BalanceConfig
 from orchmllm.config.recipe import CheckpointConfig, FsdpConfig, LaunchConfig
+from orchmllm.data.lengths import MeasuredExample
 from orchmllm.runtime.local_ranks import run_local
 from orchmllm.runtime.run_lock import lock_folder
+from orchmllm.tools.doctor.synthetic import VOCAB
 from tests.lib.synthetic import SyntheticDataset, recipe
 
 ODD, AT, BATCH = 1, 3, 2  # the rank and the step of the fault; examples a rank
@@ -31,6 +35,18 @@ class Broken(SyntheticDataset):
 
     fault = None
     tokenizer = SimpleNamespace(end_id=1, decode=str)
+
+    @property
+    def reader(self):
+        """With what answers ask of it: the row of an example, learnt behind its last medium."""
+        found = super().reader
+        found.plan = lambda _, rows: [self._row(i) for i in rows]
+        return found
+
+    def _row(self, i: int) -> MeasuredExample:
+        ids, labels = (x.numpy() for x in self._text(i))
+        inside = np.cumsum((ids >= VOCAB)[::-1])[::-1] > 0
+        return MeasuredExample(self.layout(i), ids, (labels != IGNORE_INDEX) & ~inside, [], None)
 
     def load(self, i, **how):
         if self.fault is not None and how.get("segments") != ():  # that is what its layout asks for

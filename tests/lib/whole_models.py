@@ -118,6 +118,8 @@ def grids(media: dict[str, Tensor], count: int) -> list[tuple[int, int, int]]:
     pixels = media["pixel_values"]
     if pixels.dim() == 5 and "image_sizes" in media:  # tiles of zeros fill it up
         return [(int(one.flatten(1).any(1).sum()), 4, 4) for one in pixels]
+    if "image_sizes" in media:
+        return [(1, h // 4, w // 4) for h, w in media["image_sizes"].tolist()]
     return [(1, 4, 4)] * count
 
 

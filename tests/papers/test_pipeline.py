@@ -72,7 +72,7 @@ def test_orders_are_torchs():
     changes no gradient."""
     from tests.papers.pipelining import record
 
-    slots = [6, 2]
+    slots = [6, 4]  # torch takes no fewer than ranks
     for l, ranks in zip(slots, zip(*run_ranks(record, 4, slots), strict=True), strict=True):  # noqa: E741
         assert [r["ops"] for r in ranks] == named(4, l)
         for r in ranks:

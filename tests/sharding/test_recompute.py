@@ -317,16 +317,17 @@ def test_a_rank_without_memory_ends_all_and_the_next_start_recomputes_more(tmp_p
 @pytest.mark.slow
 @pytest.mark.dist
 @pytest.mark.parametrize("fault, says, saved", [
-    ("memory in the update", "it was the update, which needs no activations; what helps: more ", 3),
-    ("memory held out, validation", "could be recomputed: lower train.batch_size", 2),
-    ("memory held out, answers", "lower train.num_samples or train.sample_tokens", 3)])
+    ("memory in the update", "it was the update, which needs no activations; what helps: ", {3}),
+    ("memory held out, validation", "could be recomputed: lower train.batch_size", {2}),
+    # While these are made, the save after step 3 may not have ended.
+    ("memory held out, answers", "lower train.num_samples or train.sample_tokens", {2, 3})])
 def test_where_memory_ran_out_decides_what_is_told(tmp_path, capfd, fault, says, saved):
     """All ranks end with one text, nothing is left for the next start, and checkpoints stay."""
     assert run_local("tests.lib.faulty_train", [str(tmp_path), fault], 2) == 1
     errors = capfd.readouterr().err
     assert errors.count("error: rank 1 failed at step") == 1 and says in errors
     assert not (tmp_path / "recompute.json").exists()
-    assert (tmp_path / "checkpoints" / "latest").read_text() == f"step_{saved:08d}"
+    assert int((tmp_path / "checkpoints" / "latest").read_text()[len("step_"):]) in saved
 
 
 def trained(world, run, factor: float, stop: int) -> tuple[list[float], list[str], dict]:
@@ -363,7 +364,7 @@ def test_a_resume_goes_on_with_what_was_measured(tmp_path):
     those of a run that recomputes nothing; on other ranks it is chosen anew, and said."""
     run = run_recipe(tmp_path / "run")
     run = replace(run, model=DEEP, fsdp=replace(run.fsdp, activation_checkpointing="auto",
-                                                memory_gb=0.0035))
+                                                memory_gb=0.0045))
     losses, said, kinds = run_ranks(trained, 2, run, 2.0, 4)[0]
     assert len(said) == 2 and "before: vision none, audio none, llm none" in said[1]
     assert any(kind != "none" for stack in kinds.values() for kind in stack)

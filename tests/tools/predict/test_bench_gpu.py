@@ -62,10 +62,10 @@ def test_figures_are_consistent(report):
                for f in report["mixes"].values()), "balancing changed nothing"
 
 
-def test_every_rank_was_measured(report):
+def test_every_rank_was_measured(report, tmp_path):
     """That has something of a phase: the others take no time for it."""
     settings, args = report["settings"], script.parse(ARGS)
-    plans = script.plans_of(args, MODELS[args.model])
+    plans = script.plans_of(args, script.opened(args.model, tmp_path))
     for phase in PHASES:
         runs = report["ranks"][phase]
         assert len(runs) == 2 * settings["batches"] * 2
