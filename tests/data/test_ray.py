@@ -178,6 +178,7 @@ def loaded_by_two(world, folder: Path, env: dict[str, str]) -> tuple[list[int], 
     return tuple(replies)
 
 
+@pytest.mark.slow
 @pytest.mark.dist
 def test_two_loaders_ask_for_the_same_step_and_readers_cannot_be_made(tmp_path):
     with cluster(4):
