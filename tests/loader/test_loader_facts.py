@@ -359,8 +359,9 @@ def drop_in_block() -> tuple[str, set[str]]:
     """(the code of the README's drop-in block, the names that it says the user has)."""
     section = (ROOT / "README.md").read_text().split("## In your own training loop")[1]
     code, after = re.match(r".*?```python\n(.*?)```\n(.*?)\n\n##", section, re.S).groups()
-    return code, set(re.findall(r"`(\w+)`", re.match(r"\s*You have (.*?) already\.\sNo", after, re.S)[1]
-                               .replace("(the number of tokens of each example)", "")))
+    named = re.match(r"\s*You have (.*?) already\.\sNo", after, re.S)[1]
+    return code, set(re.findall(r"`(\w+)`", named.replace(
+        "(the number of tokens of each example)", "")))
 
 
 class Output(NamedTuple):
