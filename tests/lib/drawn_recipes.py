@@ -39,7 +39,8 @@ WITH = {  # what a value needs beside it
     "train.nonfinite": "checkpoint.every_steps=1",
     **{f"balance.{phase}.nodewise": f"balance.{phase}.policy=greedy"
        for phase in ("vision", "audio", "llm")}}
-LEFT_OUT = ("data.sources.", "data.remote.", "fsdp.compile")  # lists; takes minutes
+# Lists; takes minutes; needs a cluster.
+LEFT_OUT = ("data.sources.", "data.remote.", "fsdp.compile", "data.preprocess")
 VALUES = {leaf.path: drawn for leaf in leaves(Recipe) if leaf.path.startswith(SECTIONS)
           and not leaf.path.startswith(LEFT_OUT)
           and (drawn := NUMBERS.get(leaf.path) or [x for x in leaf.key.choices if x != leaf.default]
