@@ -63,7 +63,8 @@ def run_recipe(folder: str, fault: str):
             base.data, prefetch=1, num_validation=4 * ("held out" in fault)),
         launch=LaunchConfig(timeout_s=600, stall_timeout_s=500),
         checkpoint=CheckpointConfig(
-            every_steps={"folder": 0, "memory": 1}.get(fault.partition(" ")[0], -1)),
+            every_steps={"folder": 0, "memory": 1}.get(fault.partition(" ")[0], -1),
+            asynchronous="answers" not in fault),  # else the rank may end before the save does
         train=replace(base.train, num_steps=8, batch_size=BATCH,
                       validate_every_steps="validation" in fault,
                       sample_every="answers" in fault))

@@ -317,17 +317,16 @@ def test_a_rank_without_memory_ends_all_and_the_next_start_recomputes_more(tmp_p
 @pytest.mark.slow
 @pytest.mark.dist
 @pytest.mark.parametrize("fault, says, saved", [
-    ("memory in the update", "it was the update, which needs no activations; what helps: ", {3}),
-    ("memory held out, validation", "could be recomputed: lower train.batch_size", {2}),
-    # While these are made, the save after step 3 may not have ended.
-    ("memory held out, answers", "lower train.num_samples or train.sample_tokens", {2, 3})])
+    ("memory in the update", "it was the update, which needs no activations; what helps: more ", 3),
+    ("memory held out, validation", "could be recomputed: lower train.batch_size", 2),
+    ("memory held out, answers", "lower train.num_samples or train.sample_tokens", 3)])
 def test_where_memory_ran_out_decides_what_is_told(tmp_path, capfd, fault, says, saved):
     """All ranks end with one text, nothing is left for the next start, and checkpoints stay."""
     assert run_local("tests.lib.faulty_train", [str(tmp_path), fault], 2) == 1
     errors = capfd.readouterr().err
     assert errors.count("error: rank 1 failed at step") == 1 and says in errors
     assert not (tmp_path / "recompute.json").exists()
-    assert int((tmp_path / "checkpoints" / "latest").read_text()[len("step_"):]) in saved
+    assert (tmp_path / "checkpoints" / "latest").read_text() == f"step_{saved:08d}"
 
 
 def trained(world, run, factor: float, stop: int) -> tuple[list[float], list[str], dict]:
