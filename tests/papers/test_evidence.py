@@ -170,10 +170,10 @@ def test_every_table_and_figure_has_rows_with_a_verdict(rows, paper, tables, fig
 @pytest.mark.slow
 def test_what_is_said_of_single_rows(rows):
     said = {(row.where, row.what, row.case): row for paper in PAPERS for row in rows[paper]}
-    for model in ("MLLM-10B", "MLLM-18B", "MLLM-84B"):
+    # The paper: significantly lower. Of towers with GELU, over the three draws.
+    for model, ours in (("MLLM-10B", 0.25), ("MLLM-18B", 0.88), ("MLLM-84B", 1.11)):
         padded = said["Figure 11", "MFU of all padded below OrchMLLM's by", model]
-        # The paper: significantly lower. At 84B it is 1.11% over the three draws.
-        assert padded.ours < 1.2 and padded.verdict != "agrees"
+        assert padded.ours == pytest.approx(ours, abs=0.01) and padded.verdict != "agrees"
         assert said["Figure 8", "MFU over no balancing", model].paper == "1.5-2.0"
     assert said["Figure 17", "MFU over Megatron-like", "MLLM-72B"].verdict == "off"
     own = said["Figure 15", "MFU of recipes/disttrain_72b.yaml", "MLLM-72B"]
