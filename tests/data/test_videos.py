@@ -6,10 +6,12 @@ from __future__ import annotations
 import os
 import re
 import signal
+import time
 from contextlib import closing
 
 import av
 import numpy as np
+import psutil
 import pytest
 
 from orchmllm.data.media import av_process
@@ -277,6 +279,19 @@ def test_a_process_that_dies_or_hangs_costs_one_file(videos, monkeypatch):
         with pytest.raises(RowError, match="no answer within .*; the file is damaged"):
             expand(medium, VideoSampling(), {})
     assert len(expand(medium, VideoSampling(), {})) == 3
+
+
+def test_what_was_asked_for_is_not_held(videos):
+    data = (videos / "plain.mp4").read_bytes()
+    expand(Medium(VISION, "x", data=data), VideoSampling(), {})
+    process = psutil.Process(av_process._child.process.pid)
+    before = process.memory_info().rss
+    free = (200 << 20).to_bytes(4, "big") + b"free" + bytes((200 << 20) - 8)
+    assert len(expand(Medium(VISION, "x", data=data + free), VideoSampling(), {})) == 3
+    deadline = time.monotonic() + 20
+    while process.memory_info().rss > before + (50 << 20):
+        assert time.monotonic() < deadline, "the file is held until the next request"
+        time.sleep(0.02)
 
 
 def test_a_fork_leaves_the_process_to_the_one_that_started_it(videos):
