@@ -1,19 +1,19 @@
 """A length index: the lengths of every row of a source, built once, read by memory map.
 
-    <index_dir>/<source>-<key>/  table.i64 start.i64 targets.i64 problems.jsonl
+    <index_dir>/<source>-<key>/  table.i64 start.i64 targets.i64 sizes.i64 problems.jsonl
 
 The key is the size and time of the source's files, the tokenizer, the geometry of the media and
 what the recipe says of the source: whatever changes lengths, changes the key. The arrays are int64
-without a header: table (s, 7) [modality, rows, attn_len, num_tokens, t, h, w]; start (n + 1,) first
-segments of the rows; targets (n,). For a processor of transformers there is sizes, too: (k, 2),
-see orchmllm.data.media.shapes.Size. orchmllm.tools.data.build_index writes it.
+without a header: table (s, 7) [modality, rows, attn_len, num_tokens, t, h, w]; start (n + 1, 2):
+the first segment and the first medium of each row; targets (n,); sizes (k, 2) of the media, see
+orchmllm.data.media.shapes.Size. Nothing is read before it is asked for: an index may be larger than
+the memory. orchmllm.tools.data.build_index writes it.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import cached_property
 from pathlib import Path
 
 import numpy as np
@@ -22,10 +22,10 @@ from orchmllm.data.formats.open import DataSource
 from orchmllm.data.formats.scanned import digest, sizes
 from orchmllm.data.lengths import LengthReader
 from orchmllm.data.media.medium import MediaError
-from orchmllm.plan.layout import TEXT, BatchLayout
+from orchmllm.plan.layout import BatchLayout
 from orchmllm.plan.rearrange import ranges
 
-VERSION = 8
+VERSION = 9
 ROWS_AT_ONCE = 100_000  # of an index that is read as a whole
 
 
@@ -35,10 +35,12 @@ class LengthIndex:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.table, self.start, self.targets = (
-            np.asarray(np.memmap(folder / f"{name}.i64", np.int64, "r")).reshape(shape)
-            for name, shape in (("table", (-1, 7)), ("start", -1), ("targets", -1)))
-        if not (len(self.table) == self.start[-1] and len(self.targets) == len(self.start) - 1):
+        self.table, start, self.targets, self._sizes = (
+            _mapped(folder / f"{name}.i64").reshape(shape) for name, shape in (
+                ("table", (-1, 7)), ("start", (-1, 2)), ("targets", -1), ("sizes", (-1, 2))))
+        self.start, self._media = start.T
+        if [len(self.table), len(self._sizes)] != start[-1].tolist() or (
+                len(self.targets) != len(start) - 1):
             raise ValueError("its files do not have the same rows")
         with (folder / "problems.jsonl").open(encoding="utf-8") as f:
             self.problems = {p.pop("row"): MediaError(p.pop("file"), **p)
@@ -48,27 +50,20 @@ class LengthIndex:
         return len(self.targets)
 
     def sizes(self, row: int) -> list[tuple[int, int]]:
-        """Sizes of the media of a row, where a processor of transformers made the lengths."""
-        start, end = self._media[self.start[row: row + 2]].tolist()
+        """Sizes of the media of a row."""
+        start, end = self._media[row: row + 2].tolist()
         return list(map(tuple, self._sizes[start:end].tolist()))
-
-    @cached_property
-    def _sizes(self) -> np.ndarray:
-        """(k, 2), see `sizes`; a file of nothing cannot be mapped."""
-        path = self.folder / "sizes.i64"
-        sizes = np.memmap(path, np.int64, "r") if path.stat().st_size else np.empty(0, np.int64)
-        return np.asarray(sizes).reshape(-1, 2)
-
-    @cached_property
-    def _media(self) -> np.ndarray:
-        """(s + 1,) media before each segment."""
-        return np.append(0, np.cumsum(self.table[:, 0] != TEXT))
 
     def layout(self, rows: np.ndarray, example_ids: np.ndarray) -> BatchLayout:
         """Lengths of rows of the source. rows, example_ids: (n,) int64."""
         start, counts = self.start[rows], self.start[rows + 1] - self.start[rows]
         return BatchLayout.from_table(example_ids, self.targets[rows], counts,
                                       self.table[ranges(start, counts)])
+
+
+def _mapped(path: Path) -> np.ndarray:
+    """A file of int64; one of nothing cannot be mapped."""
+    return np.asarray(np.memmap(path, np.int64, "r")) if path.stat().st_size else np.empty(0, int)
 
 
 def usable_rows(indexes: Sequence[LengthIndex]) -> Iterator[BatchLayout]:
@@ -120,5 +115,5 @@ def open_index(source: DataSource, reader: LengthReader, index_dir: Path) -> Len
         return None
     try:
         return LengthIndex(folder)
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError, LookupError) as error:
         raise ValueError(f"{folder}: damaged index ({error}); delete it") from error

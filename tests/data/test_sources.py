@@ -21,6 +21,7 @@ from tests.lib.formats import llava_row, write_jsonl
 from tests.lib.sources import medium_at, opened
 
 TEXT_ROW = llava_row([("text", "hello")], "one")
+SEEN_ROW = llava_row([("image", "0.png"), ("text", "what?")], "one")
 
 
 def shard(path: Path, keys: str) -> bytes:
@@ -57,10 +58,11 @@ def test_text_that_is_not_utf_8_makes_its_row_unusable(reader, folder, tmp_path)
 
 
 def test_a_damaged_index_is_named(reader, tmp_path):
-    path = write_jsonl(tmp_path / "a.jsonl", [TEXT_ROW] * 3)
+    Image.new("RGB", (64, 32)).save(tmp_path / "0.png")
+    path = write_jsonl(tmp_path / "a.jsonl", [SEEN_ROW] * 4)
     dataset = opened(path, reader, tmp_path)
     index, _ = build_index(dataset.sources[0], dataset.reader, tmp_path / "index", num_workers=1)
-    for name in ("table", "start", "targets"):
+    for name in ("table", "start", "targets", "sizes"):
         file = index.folder / f"{name}.i64"
         content = file.read_bytes()
         for damaged in (content[:-56], content[:-3], content + content[-16:], b""):
@@ -226,7 +228,8 @@ def test_an_index_belongs_to_what_the_source_says(folder, reader, tmp_path, monk
 def test_a_killed_build_goes_on_where_it_was(reader, tmp_path, monkeypatch, lost):
     """Wherever it is killed, the index is what it would have been. lost: what a disk without power
     has forgotten beside: the end of a file, or of the journal."""
-    rows = [{**TEXT_ROW, "id": str(k)} if k % 7 else {"wrong": k} for k in range(20)]
+    Image.new("RGB", (64, 32)).save(tmp_path / "0.png")
+    rows = [(TEXT_ROW, SEEN_ROW)[k % 2] if k % 7 else {"wrong": k} for k in range(20)]
     dataset = opened(write_jsonl(tmp_path / "a.jsonl", rows), reader, tmp_path)
     source, reader = dataset.sources[0], dataset.reader
     monkeypatch.setattr(build_index_module, "CHUNK", 4)
@@ -251,6 +254,9 @@ def test_a_killed_build_goes_on_where_it_was(reader, tmp_path, monkeypatch, lost
     for path in whole.folder.iterdir():
         assert path.read_bytes() == (index.folder / path.name).read_bytes()
     assert {*os.listdir(index.folder)} == {*os.listdir(whole.folder)}
+    [size] = index.sizes(1)
+    for k in range(20):
+        assert index.sizes(k) == [size] * (k % 2 and k % 7 > 0)
 
 
 def test_a_tar_of_a_split_that_is_not_there_is_an_error(tmp_path):

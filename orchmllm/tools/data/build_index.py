@@ -30,8 +30,8 @@ JOURNAL = "written.jsonl"
 
 class Part(NamedTuple):
     """Rows of a chunk. table: (s, 7) int64 [modality, rows, attn_len, num_tokens, t, h, w];
-    counts, targets: (n,) segments and labels of each row; problems: row, file, reason, segment,
-    modality; sizes: of the images, where a processor of transformers made the lengths."""
+    counts: (n, 2) segments and media of each row; targets: (n,) labels; problems: row, file,
+    reason, segment, modality; sizes: of the media."""
 
     table: np.ndarray
     counts: np.ndarray
@@ -105,21 +105,21 @@ class _Written:
         for file, size in zip(self._files, sizes, strict=True):
             file.truncate(size)
         self._journal = open(folder / JOURNAL, "w", encoding="utf-8")
-        self._segments = sizes[0] // (7 * 8)
+        self._end = np.array([sizes[0] // (7 * 8), sizes[3] // (2 * 8)])  # segments, media
         if self.rows:
             self._note()
         else:
-            self._files[1].write(bytes(8))  # the first row begins at 0
+            self._files[1].write(bytes(16))  # the first row begins at 0
 
     def add(self, part: Part) -> None:
         """Writes rows that follow."""
-        start = self._segments + np.cumsum(part.counts)
+        start = self._end + np.cumsum(part.counts, axis=0)
         problems = "".join(json.dumps(problem) + "\n" for problem in part.problems)
         for file, data in zip(self._files, (
                 part.table, start, part.targets, np.array(part.sizes, np.int64),
                 problems.encode()), strict=True):
             file.write(data if isinstance(data, bytes) else data.astype(np.int64).tobytes())
-        self.rows, self._segments = self.rows + len(part.counts), int(start[-1])
+        self.rows, self._end = self.rows + len(part.counts), start[-1]
         self._note()
 
     def _note(self) -> None:
@@ -185,6 +185,7 @@ def _index_chunk(
                 for row, p in ((row, found.problem) for row, found in planned.items()) if p]
     table = np.column_stack(
         [every.modality, every.rows, every.attn_len, every.num_tokens, every.grid])
-    sizes = [size for row in rows
-             for size in (planned[row].sizes if row in planned else old.sizes(row))]
-    return Part(table, every.segments_per_example, every.num_targets, problems, sizes), len(planned)
+    sizes = [planned[row].sizes if row in planned else old.sizes(row) for row in rows]
+    counts = np.column_stack([every.segments_per_example, [len(found) for found in sizes]])
+    media = [size for found in sizes for size in found]
+    return Part(table, counts, every.num_targets, problems, media), len(planned)
