@@ -156,6 +156,8 @@ class Trainer(StepTrainer):
         due = partial(self.progress.is_due, num_steps=self.recipe.train.num_steps)
         if due(self.recipe.train.validate_every_steps) and not stop:
             self._validate()
+        if stop:
+            self.optimizer.zero_grad(set_to_none=True)  # of the next step
         if stop == FOLDER_TAKEN:
             self.checkpointer.rescue(self.progress)
         if save or stop or due(self.recipe.checkpoint.every_steps):
