@@ -57,22 +57,34 @@ def a_reader(raylet: int = 0) -> psutil.Process:
                 if p.name().startswith("ray::Reader") and p.ppid() != raylet)
 
 
-def stop_a_reader(raylet: int) -> None:
-    """One of another node does nothing for HUNG_S."""
+def said(logs: Path) -> str:
+    """What the pool and its readers have logged."""
+    return "".join(path.read_text() for path in logs.glob("worker-*.err"))
+
+
+def stop_a_reader(raylet: int, logs: Path) -> None:
+    """One of another node does nothing for HUNG_S, and until a rank has waited for it."""
     reader = a_reader(raylet)
+
+    def go_on() -> None:
+        deadline = time.monotonic() + 120
+        while f", process {reader.pid}" not in said(logs) and time.monotonic() < deadline:
+            time.sleep(1)
+        reader.send_signal(signal.SIGCONT)
+
     reader.send_signal(signal.SIGSTOP)
-    threading.Timer(HUNG_S, reader.send_signal, [signal.SIGCONT]).start()
+    threading.Timer(HUNG_S, go_on).start()
 
 
 def losses(world, recipe: Path, name: str, env: dict[str, str], *overrides: str,
-           killed: int = 0) -> list:
+           killed: int = 0, logs: Path = Path()) -> list:
     """killed: a node's process that is killed in step 5, while the reader of the other node is
     stopped, since step 2; that one is killed in step 9."""
     os.environ.update(env)
 
     def on_step(step, row: dict) -> None:
         if killed and world.rank == 0 and step.index == 2:
-            stop_a_reader(killed)
+            stop_a_reader(killed, logs)
         if killed and world.rank == 0 and step.index == 5:
             lost = [p for p in psutil.process_iter() if p.ppid() == killed]
             os.kill(killed, signal.SIGKILL)
@@ -249,13 +261,13 @@ def test_a_node_a_reader_and_room_are_lost(recipe, without):
         logs = Path(nodes.head_node.get_logs_dir_path())
         [raylet] = nodes.list_all_nodes()[-1].all_processes["raylet"]
         got = run_ranks(losses, 2, recipe, "lost", variables(), "data.preprocess=ray",
-                        killed=raylet.process.pid)[0]
-        said = "".join(path.read_text() for path in logs.glob("worker-*.err"))
+                        killed=raylet.process.pid, logs=logs)[0]
+        told = said(logs)
     assert got == without
     assert listed(recipe, "lost") == listed(recipe, "without")
-    assert "data.preprocess: lost: node " in said and "Ray starts another reader" in said
+    assert "data.preprocess: lost: node " in told and "Ray starts another reader" in told
     assert re.search(r"step \d+, rank \d has waited 10 s for what it needs of \d+ examples, first "
-                     r"\S+data.jsonl, row \d+: node \S+, process \d+", said)
+                     r"\S+data.jsonl, row \d+: node \S+, process \d+", told)
 
 
 @pytest.mark.slow
