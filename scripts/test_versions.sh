@@ -4,8 +4,9 @@
 #
 # oldest: first the lower bounds of pyproject.toml, for the loader; then those of
 # orchmllm/loader/versions.py, for transformers' Trainer and its models' encoders; then the first
-# transformers of orchmllm/models/families.py, for the trainer. newest: what pip finds. Each has an environment of its own in build/versions. PIP_EXTRA_INDEX_URL may name
-# PyTorch's CPU index, whose torch is 5 GB smaller. The nodes are network namespaces, which need root.
+# transformers of orchmllm/models/families.py, for the trainer. newest: what pip finds. Each has an
+# environment of its own in build/versions. PIP_EXTRA_INDEX_URL may name PyTorch's CPU index, whose
+# torch is 5 GB smaller. The nodes are network namespaces, which need root.
 set -eu
 python=$1
 end=${2:?"name an end: make test-versions END=oldest, or END=newest"}
@@ -21,6 +22,9 @@ floor() {  # of a package of versions.py
 }
 first() {  # transformers that the trainer takes
     sed -n 's/^FIRST, BEFORE = (\([0-9]*\), \([0-9]*\)).*/\1.\2/p' orchmllm/models/families.py
+}
+extras() {  # NAME>=VERSION of what some models need, likewise
+    sed -n 's/^\(lora\|generator\) = \["\(.*\)>=\(.*\)"\]/\2'"$1"'\3/p' pyproject.toml
 }
 pip() {
     "$venv/bin/python" -m pip --disable-pip-version-check install -q "$@"
@@ -57,12 +61,12 @@ oldest)
     pip "transformers==$(floor transformers).*" "accelerate==$(floor accelerate).*"
     said
     clients "$@"
-    pip "transformers==$(first).*"
+    pip "transformers==$(first).*" $(extras ==)
     said
     trainer "$@"
     ;;
 newest)
-    pip --upgrade $tools $(bounds '>=') accelerate
+    pip --upgrade $tools $(bounds '>=') $(extras '>=') accelerate
     pip --no-deps --no-build-isolation -e .
     said
     loader "$@"
