@@ -48,6 +48,7 @@ trainer() {
 clients() {  # without what needs TRL or torchvision, or reads a class that is newer than 5.17
     run tests/encoders tests/loader/test_trainer_losses.py "$@" \
         --deselect tests/encoders/test_encoder_families.py::test_a_field_left_out_fails_loudly \
+        --deselect tests/encoders/test_image_bytes.py::test_an_image_that_the_encoder_would_not_see_travels_as_float32 \
         --deselect tests/loader/test_trainer_losses.py::test_losses_that_balancing_changes_are_refused_with_the_cure \
         --deselect tests/loader/test_trainer_losses.py::test_models_with_encoders_are_trained_as_in_one_process
 }
