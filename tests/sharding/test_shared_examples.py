@@ -13,9 +13,10 @@ import pytest
 import torch
 import transformers
 
+from orchmllm.batch import SequenceLengths
 from orchmllm.config.balance import PhaseConfig
 from orchmllm.config.recipe import Recipe, RunConfig
-from orchmllm.models import shared
+from orchmllm.models import packing, shared
 from orchmllm.plan import shares as plans
 from orchmllm.plan.step import plan_step
 from orchmllm.runtime.preflight import checks
@@ -181,23 +182,28 @@ def test_a_node_that_shares_nothing_exchanges_nothing(tmp_path):
     assert found[0] == found[1] and found[2] == found[3]
 
 
-def keys_of_a_rank_without_gradients(world) -> None:
-    """The keys of rank 0 learn; those of rank 1, as of a frozen LLM without media, do not."""
-    plan = plan_step(batch(np.random.default_rng(0), 2, np.array([900, 30])), spec())
+def keys_of_ranks_without_gradients(world) -> bool:
+    """The keys of rank 0 learn; those of the others, as of a frozen LLM without media, do not.
+    Whether this rank has a piece."""
+    plan = plan_step(batch(np.random.default_rng(0), 3, np.array([900, 300, 300])), spec())
     mine = plan.for_rank(world.rank)
     lengths = mine.row[:, 2]
     key = torch.ones(1, 1, int(lengths.sum()), 2, requires_grad=world.rank == 0)
-    keys, values = shared.SharedExamples.of(
-        mine.shared, tuple(lengths.tolist()), None).keys_and_values(key, key)
+    examples = shared.SharedExamples.of(mine.shared, tuple(lengths.tolist()), None)
+    keys, values = examples.keys_and_values(key, key)
     assert keys.requires_grad
     (keys.sum() + values.sum()).backward()
     of_both = np.repeat([place is not None for place in mine.shared.places], lengths)
     assert world.rank or np.array_equal(key.grad[0, 0, :, 0], 4 * of_both)
+    masks = packing._Masks(SequenceLengths.from_lengths(lengths.tolist(), key.device), None,
+                           examples)
+    assert packing._counted(None, key.detach(), key, key, masks, None).requires_grad
+    return bool(of_both.any())
 
 
 def test_gradients_come_to_keys_that_need_none():
-    """Else the rank whose keys do need them waits forever."""
-    run_ranks(keys_of_a_rank_without_gradients, 2)
+    """Else the ranks whose keys do need them wait forever, and so for a rank without a piece."""
+    assert run_ranks(keys_of_ranks_without_gradients, 3)[0::2] == [True, False]
 
 
 @pytest.mark.parametrize("name, told", [
