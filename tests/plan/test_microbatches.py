@@ -23,7 +23,7 @@ from orchmllm.plan.geometry import SegmentLengths
 from orchmllm.plan.layout import VISION, BatchLayout
 from orchmllm.plan.microbatches import assert_invariants, plan_microbatches
 from orchmllm.plan.room import Limit, Share, caps_below
-from orchmllm.plan.step import StepPlan, imbalance, plan_step
+from orchmllm.plan.step import StepPlan, imbalance, plan_step, sampled_costs
 from orchmllm.tools.predict.workload import sample_layout
 from tests.plan.test_balance_properties import thorough
 from tests.plan.test_plan_schemes import LAYOUT, every_phase, spec
@@ -74,6 +74,15 @@ def with_long_texts(tail: float) -> BatchLayout:
     long = rng.random(128) < 0.15
     lengths[long] = np.minimum(rng.lognormal(8.5, tail, long.sum()), 32_000)
     return batch_layout(range(128), lengths.astype(int) + 1, [16] * 8)
+
+
+def test_a_step_as_sampled_is_cut_in_order():
+    """The cost of each rank's first half, and of its second one."""
+    layout = batch_layout(range(6), [10, 20, 30, 40, 50, 60], [4, 2])
+    sizes = [[[10, 20], [50]], [[30, 40], [60]]]
+    cost = BALANCED.costs["llm"]
+    want = [[cost(np.array(rank)).sum() for rank in micro] for micro in sizes]
+    assert np.array_equal(sampled_costs(layout, BALANCED, "llm", 2), want)
 
 
 @pytest.mark.parametrize("cap", [0, 32_001])

@@ -44,9 +44,12 @@ def saved_while_learning(world, folder: Path) -> list[float]:
     keeper.save(1, weights, {})
     for weight in weights.values():
         weight += 1
-    gather.go.set()
+    threading.Timer(0.5, gather.go.set).start()
+    keeper.save(2, weights, {})  # waits for the one before
+    first = folder / "step_00000001"
+    assert first.is_dir()
     keeper.wait()
-    keeper.load(keeper.saved, weights)
+    keeper.load(first, weights)
     return [float(weight.abs().max()) for weight in weights.values()]
 
 

@@ -88,6 +88,10 @@ def stories(world, folder: Path) -> None:
     run.save(1, "b1")
     assert sound_tags(root) == {"step_00000001": "b1"}
 
+    root = folder / "numbers"  # go on where the first ones are deleted
+    Run(root, "never", 1).save(1, "a1").save(2, "a2").save(3, "a3")
+    assert json.loads((root / "step_00000003" / "manifest.json").read_text())["sequence"] == 3
+
     root = folder / "cut off"
     Run(root, "never", 2).save(8, "a8").save(9, "a9")
     path = root / "step_00000009" / "manifest.json"
