@@ -77,9 +77,9 @@ def with_long_texts(tail: float) -> BatchLayout:
 
 
 def test_a_step_as_sampled_is_cut_in_order():
-    """The cost of each rank's first half, and of its second one."""
-    layout = batch_layout(range(6), [10, 20, 30, 40, 50, 60], [4, 2])
-    sizes = [[[10, 20], [50]], [[30, 40], [60]]]
+    """The larger half of each rank's examples comes first."""
+    layout = batch_layout(range(6), [10, 20, 30, 40, 50, 60], [3, 3])
+    sizes = [[[10, 20], [40, 50]], [[30], [60]]]
     cost = BALANCED.costs["llm"]
     want = [[cost(np.array(rank)).sum() for rank in micro] for micro in sizes]
     assert np.array_equal(sampled_costs(layout, BALANCED, "llm", 2), want)
