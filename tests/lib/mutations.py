@@ -271,7 +271,7 @@ MUTATIONS = [Mutation(*row) for row in (
      "tests/data/test_long_calls.py::test_no_call_is_asked_for_twice",
      "An example gets the text and media of another one."),
     ("sizes of mended rows alone", "orchmllm/tools/data/build_index.py",
-     "if row in planned else old.sizes(row))]", "if row in planned else ())]",
+     "if row in planned else old.sizes(row) for", "if row in planned else () for",
      "tests/data/test_processed.py::test_an_index_after_a_row_was_mended_is_a_new_one",
      "After an index was brought up to date rows have the sizes of others' media."),
     ("keys without gradients leave the exchange", "orchmllm/models/shared.py",
