@@ -239,8 +239,9 @@ def report_failure(message: str) -> None:
         print(message, file=sys.stderr, flush=True)
         return
     info = {"py_callstack": message, "timestamp": str(int(time.time())), "time_s": time.time()}
-    Path(path).write_text(json.dumps({"message": {"message": message, "extraInfo": info}}),
-                          encoding="utf-8")
+    aside = Path(path).with_name(f"part_{Path(path).name}")  # this rank may be killed as it writes
+    aside.write_text(json.dumps({"message": {"message": message, "extraInfo": info}}), "utf-8")
+    aside.replace(path)
 
 
 def exit_now(code: int, message: str) -> None:
