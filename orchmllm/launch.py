@@ -9,6 +9,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -233,15 +234,15 @@ def hosts_store(world: World) -> bool:
 
 def report_failure(message: str) -> None:
     """Tells why this rank fails: to the elastic launcher, which shows one rank's message instead of
-    every rank's, or on stderr where there is none."""
-    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
-    if not path:
-        print(message, file=sys.stderr, flush=True)
-        return
-    info = {"py_callstack": message, "timestamp": str(int(time.time())), "time_s": time.time()}
-    aside = Path(path).with_name(f"part_{Path(path).name}")  # this rank may be killed as it writes
-    aside.write_text(json.dumps({"message": {"message": message, "extraInfo": info}}), "utf-8")
-    aside.replace(path)
+    every rank's, or on stderr where there is none, or its file cannot be written."""
+    if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+        info = {"py_callstack": message, "timestamp": str(int(time.time())), "time_s": time.time()}
+        aside = f"{path}.{threading.get_ident()}"  # the launcher may kill this rank as it writes
+        with suppress(OSError):
+            Path(aside).write_text(json.dumps({"message": {"message": message, "extraInfo": info}}))
+            os.replace(aside, path)
+            return
+    print(message, file=sys.stderr, flush=True)
 
 
 def exit_now(code: int, message: str) -> None:

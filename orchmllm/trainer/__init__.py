@@ -154,10 +154,10 @@ class Trainer(StepTrainer):
     def _after_step(self, stop: int, save: bool) -> None:
         """Validates, saves and samples where it is due; leaves if any rank was told to stop."""
         due = partial(self.progress.is_due, num_steps=self.recipe.train.num_steps)
-        if due(self.recipe.train.validate_every_steps) and not stop:
-            self._validate()
         if stop:
             self.optimizer.zero_grad(set_to_none=True)  # of the next step
+        elif due(self.recipe.train.validate_every_steps):
+            self._validate()
         if stop == FOLDER_TAKEN:
             self.checkpointer.rescue(self.progress)
         if save or stop or due(self.recipe.checkpoint.every_steps):

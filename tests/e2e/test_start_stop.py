@@ -3,11 +3,13 @@ starts. Moments are told by what the process does, not by time."""
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -28,6 +30,24 @@ pytestmark = pytest.mark.dist
 def start(data: Path, folder: Path, *options: str) -> subprocess.Popen:
     return subprocess.Popen([sys.executable, *options, *train_args(data, folder)], cwd=ROOT,
                             stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def test_the_launcher_reads_an_error_whole_or_not_at_all(tmp_path, monkeypatch, capfd):
+    """torchrun's agent fails by a file that is empty. Threads of a rank may report together."""
+    path = tmp_path / "error.json"
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(path))
+    with ThreadPoolExecutor(8) as threads:
+        list(threads.map(launch.report_failure, ["it failed"] * 64))
+    assert json.loads(path.read_text())["message"]["message"] == "it failed"
+    assert [*tmp_path.iterdir()] == [path]
+    with monkeypatch.context() as patch, pytest.raises(SystemExit):
+        patch.setattr(os, "replace", Mock(side_effect=SystemExit))  # as if it were killed before
+        launch.report_failure("another")
+    assert json.loads(path.read_text())["message"]["message"] == "it failed"
+    assert not capfd.readouterr().err
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "none" / "error.json"))
+    launch.report_failure("nowhere to write")
+    assert capfd.readouterr().err == "nowhere to write\n"
 
 
 @pytest.mark.parametrize("flags, num, also", [

@@ -131,7 +131,7 @@ def _tell(folder: Path) -> None:
     for name, stream in (("stdout", sys.stdout), ("stderr", sys.stderr)):
         for path in sorted(folder.glob(f"{name}*")):
             stream.write(path.read_text(encoding="utf-8", errors="replace"))
-    errors = [json.loads(p.read_text(encoding="utf-8"))["message"] for p in folder.glob("error*")]
+    errors = [json.loads(p.read_text(encoding="utf-8"))["message"] for p in folder.glob("error?")]
     if errors:
         first = min(errors, key=lambda error: error["extraInfo"]["time_s"])
         print(first["message"], file=sys.stderr)

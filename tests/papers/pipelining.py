@@ -85,8 +85,7 @@ def record(world, slots: list[int]) -> list[dict]:
 
 
 def timed(world, runs: list[tuple[int, list, list]]) -> list[dict]:
-    """Per run (l, seconds, order): wall seconds of a step, the least of three, and its gradients.
-    """
+    """Per run (l, seconds, order): the least wall seconds of three steps, and the gradients."""
     import torch.distributed as dist
 
     out = []

@@ -197,7 +197,7 @@ def serve(fd: int) -> None:
                 channel.send(*answer)
         except OSError:
             return
-        request = data = answer = None  # which could be a GiB, until the next request
+        request = data = answer = None  # else up to a GiB is held until the next request
 
 
 _FUNCTIONS = {function.__name__: function for function in (
