@@ -42,7 +42,7 @@ def _turned(x: Tensor, cos: Tensor, sin: Tensor, direction: float) -> Tensor:
     # Not addcmul_, which rounds once where transformers rounds product and sum: equal bits.
     out_a.add_(b, alpha=-direction)
     out_b.add_(a, alpha=direction)
-    return out.to(x.dtype)
+    return out
 
 
 def _narrow(x: Tensor) -> Tensor:

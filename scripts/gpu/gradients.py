@@ -34,8 +34,8 @@ EXAMPLES = 24
 # attention is in half precision alone on a GPU.
 KINDS = {
     "float32": (FsdpConfig(), 1e-4),
-    "bfloat16": (FsdpConfig(compute_dtype="bfloat16"), 0.05),
-    "bfloat16 compiled": (FsdpConfig(compute_dtype="bfloat16", compile=True), 0.05),
+    "bfloat16": (FsdpConfig(compute_dtype="bfloat16"), 0.02),
+    "bfloat16 compiled": (FsdpConfig(compute_dtype="bfloat16", compile=True), 0.02),
 }
 Gradients = dict[str, torch.Tensor]
 
