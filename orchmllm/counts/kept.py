@@ -15,7 +15,7 @@ from uuid import uuid4
 
 FOLDER = f"{os.environ.get('XDG_CACHE_HOME') or '~/.cache'}/orchmllm/counts"
 # Of this package, by which counts and proofs differ.
-_CODE = ("comm", "composition", "counts", "data", "encoders", "models", "plan", "proof",
+_CODE = ("comm", "composition", "counts", "data", "encoders", "models", "plan", "proof", "sharding",
          "tools/predict")
 log = logging.getLogger("orchmllm.counts")
 

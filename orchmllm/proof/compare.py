@@ -1,5 +1,6 @@
 """A model on one packed row with planned encoders, compared with stock transformers, one example
-after the other: the loss and the gradient of every parameter."""
+after the other, and its compiled blocks with those that are not: the loss and the gradient of every
+parameter."""
 
 from __future__ import annotations
 
@@ -24,6 +25,7 @@ from orchmllm.plan.assign import PHASES, BalancePolicy, PlanSpec
 from orchmllm.plan.cost import CostModel
 from orchmllm.plan.layout import BatchLayout
 from orchmllm.plan.step import plan_step
+from orchmllm.sharding.compiled import compile_whole
 
 SPEC = PlanSpec(
     costs=dict.fromkeys(PHASES, CostModel(1, 0)), row_bytes={}, feature_bytes=1, ranks_per_node=1,
@@ -37,12 +39,16 @@ _ROUNDING = 1e-15
 Gradients = dict[str, Tensor]
 
 
-def compare(hf: nn.Module, examples: Sequence[ProcessedExample]) -> float:
+def compare(hf: nn.Module, examples: Sequence[ProcessedExample], *, compiled: bool = False
+            ) -> float:
     """The largest difference of the gradient of a parameter, or of the loss, as a share of its
     largest value. hf: in float64 and train mode. examples: with the tensors of all media, and with
-    the parts of each. Raises ValueError naming the parameter if rounding does not explain it."""
+    the parts of each. compiled: whether blocks will be. Raises ValueError naming the parameter if
+    rounding does not explain it."""
+    examples = [*map(in_float64, examples)]
     with InFloat64():
-        return _compare(hf, [*map(in_float64, examples)])
+        found = _compare(hf, examples)
+    return max(found, _compare_compiled(hf, examples)) if compiled else found
 
 
 def _compare(hf: nn.Module, examples: Sequence[ProcessedExample]) -> float:
@@ -56,15 +62,36 @@ def _compare(hf: nn.Module, examples: Sequence[ProcessedExample]) -> float:
     if not largest > 0:
         raise ValueError("nothing has a gradient")
     check_loss(hf, examples)
-    whole = WholeModel(copy.deepcopy(hf), torch.float64)
-    whole.encoders = PlannedEncoders(whole.hf)
-    got = whole(planned_row(whole, examples))
-    got.backward()
-    found, name = difference((float(got.detach()), gradients(whole.hf)), (loss, wanted))
+    found, name = difference(packed(hf, examples), (loss, wanted))
     if not found <= max(EXACT, _TIMES * noise):
         raise ValueError(f"the {name} differs by {found:.1e} of its size from what transformers "
                          f"computes example by example, where rounding explains {noise:.1e}")
     return found
+
+
+def _compare_compiled(hf: nn.Module, examples: Sequence[ProcessedExample]) -> float:
+    """What torch makes of the blocks before it generates code, which no mode changes."""
+    try:
+        found, name = difference(packed(hf, examples, "aot_eager"), packed(hf, examples))
+    finally:
+        torch.compiler.reset()  # else numbers in which models differ are no constants
+    if not found <= MOST:
+        raise ValueError(f"the {name} differs by {found:.1e} of its size where torch "
+                         f"{torch.__version__} compiles the blocks (fsdp.compile=false does not)")
+    return found
+
+
+def packed(hf: nn.Module, examples: Sequence[ProcessedExample], backend: str | None = None
+           ) -> tuple[float, Gradients]:
+    """As `stock`, of one packed row with planned encoders. backend: of torch.compile; None: nothing
+    is compiled."""
+    whole = WholeModel(copy.deepcopy(hf), torch.float64)
+    whole.encoders = PlannedEncoders(whole.hf)
+    if backend is not None:
+        compile_whole(whole, torch.device("cpu"), backend)
+    loss = whole(planned_row(whole, examples))
+    loss.backward()
+    return float(loss.detach()), gradients(whole.hf)
 
 
 @torch.no_grad()

@@ -23,10 +23,11 @@ if TYPE_CHECKING:
 GRAPHS = 64  # of all blocks together: phases, with and without gradients, and a margin
 
 
-def compile_whole(whole: WholeModel, device: torch.device) -> None:
+def compile_whole(whole: WholeModel, device: torch.device, backend: str = "inductor") -> None:
     """Compiles the blocks of a model of transformers in place, of the LLM and of towers, not of a
     generator, which reads lengths. Raises ValueError where the LLM's attention has no kernel that
-    can be compiled: on a GPU it is torch's flash attention alone (orchmllm.models.attention_op)."""
+    can be compiled: on a GPU it is torch's flash attention alone (orchmllm.models.attention_op).
+    backend: of torch.compile."""
     text = whole.hf.config.get_text_config(decoder=True)
     size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     if not attention_op.has_kernel(device, whole.dtype, size):
@@ -36,13 +37,13 @@ def compile_whole(whole: WholeModel, device: torch.device) -> None:
             "size that is a multiple of 8 and at most 256, or fsdp.compile=false")
     for part, stack in whole.blocks().items():
         for block in stack if part != GENERATOR else ():
-            compile_block(block)
+            compile_block(block, backend)
 
 
-def compile_block(block: nn.Module, backend: str = "inductor") -> None:
+def compile_block(block: nn.Module, backend: str) -> None:
     """Compiles what a block computes in place, before it is sharded: its hooks, such as those of
     FSDP2, run outside of its graph. Something may run between its graphs, such as attention with a
-    mask for each example. backend: of torch.compile."""
+    mask for each example."""
     torch._dynamo.config.recompile_limit = GRAPHS
     # What norms and attention have of numbers is fixed: else torch traces each block twice.
     torch._dynamo.config.specialize_float = True

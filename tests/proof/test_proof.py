@@ -210,6 +210,21 @@ def test_an_example_without_positions_is_named(tmp_path):
         whole.join([ends_with_its_medium])
 
 
+def lost_by_compiling(x: torch.Tensor) -> torch.Tensor:
+    """As torch 2.11 lost the gradient of a function of autograd that returned what it was given."""
+    return 0.1 * (x.detach() if torch.compiler.is_compiling() else x)
+
+
+def test_blocks_that_are_compiled_are_compared_with_those_that_are_not(made):
+    build, examples = made
+    assert compare(build(), examples, compiled=True) <= EXACT
+    model = build()
+    of_mlp(lost_by_compiling)(model)
+    assert compare(model, examples) <= EXACT
+    with pytest.raises(ValueError, match="gradient of .*layers.0.* compiles the blocks .fsdp"):
+        compare(model, examples, compiled=True)
+
+
 @pytest.mark.parametrize("name", [
     name if name in FAST else pytest.param(name, marks=pytest.mark.slow) for name in MUTATIONS])
 def test_a_changed_model_is_refused_by_what_differs(name, made):

@@ -5,9 +5,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
-from unittest import mock
 
 import numpy as np
 import pytest
@@ -25,7 +23,6 @@ from orchmllm.plan.assign import PHASES
 from orchmllm.runtime.health import HangWatchdog
 from orchmllm.sharding import compiled
 from orchmllm.sharding.blocks import recompute
-from orchmllm.sharding.compiled import compile_block
 from tests.lib import whole_models as models
 from tests.lib.drawn import build, model_of
 from tests.lib.ranks import run_ranks
@@ -82,8 +79,7 @@ def test_blocks_of_a_phase_share_one_graph(choices):
     torch._dynamo.reset()
     counters.clear()
     made = [build(MODEL, torch.float64) for _ in range(2)]
-    with mock.patch.object(compiled, "compile_block", partial(compile_block, backend="aot_eager")):
-        compiled.compile_whole(made[0], torch.device("cpu"))
+    compiled.compile_whole(made[0], torch.device("cpu"), "aot_eager")
     data = SyntheticDataset(kinds=("TVT", "T", "VVT", "TT"))
     for choice in choices:
         for whole in made:
@@ -115,8 +111,7 @@ def test_blocks_of_models_of_transformers_are_compiled_once(name, graphs):
     torch._dynamo.reset()
     counters.clear()
     made = [WholeModel(models.build(name).double(), torch.float64).train() for _ in range(2)]
-    with mock.patch.object(compiled, "compile_block", partial(compile_block, backend="aot_eager")):
-        compiled.compile_whole(made[0], torch.device("cpu"))
+    compiled.compile_whole(made[0], torch.device("cpu"), "aot_eager")
     kinds, seen = models.kinds_of(name), []
     for step, sizes in enumerate(([1], [], [2, 5], [3, 1, 4], [5])):
         items = [Item(kinds[0], size) for size in sizes]

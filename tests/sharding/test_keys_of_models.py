@@ -20,7 +20,7 @@ from orchmllm.data.media_tensors import VIDEOS
 from orchmllm.data.stream import open_dataset
 from orchmllm.encoders.planned import PlannedEncoders
 from orchmllm.plan.layout import ENCODERS
-from orchmllm.sharding import compiled
+from orchmllm.sharding import load_whole
 from orchmllm.tools.data.build_index import build_index
 from orchmllm.trainer import Trainer
 from tests.lib import whole_models as models
@@ -122,8 +122,8 @@ def trainer_of(key: str, run: Recipe, world, **keys) -> Trainer:
     if "float32" in key:
         instead = mock.patch.object(PlannedEncoders, "prove", side_effect=ValueError("not proven"))
     elif key == "compile":
-        instead = mock.patch.object(compiled, "compile_block", partial(
-            compiled.compile_block, backend="aot_eager"))
+        instead = mock.patch.object(load_whole, "compile_whole", partial(
+            load_whole.compile_whole, backend="aot_eager"))
     with instead:
         return Trainer(run, world, **keys)
 

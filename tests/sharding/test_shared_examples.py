@@ -20,7 +20,7 @@ from orchmllm.models import packing, shared
 from orchmllm.plan import shares as plans
 from orchmllm.plan.step import plan_step
 from orchmllm.runtime.preflight import checks
-from orchmllm.sharding import compiled
+from orchmllm.sharding import load_whole
 from orchmllm.trainer import Trainer
 from tests.lib import composed
 from tests.lib.processors import FAMILIES
@@ -137,8 +137,8 @@ def test_gradients_where_three_ranks_share(ranks, tmp_path):
 
 def compared_compiled(world, *args) -> list[dict]:
     """Without the code generator, which takes minutes."""
-    with mock.patch.object(compiled, "compile_block", partial(
-            compiled.compile_block, backend="aot_eager")):
+    with mock.patch.object(load_whole, "compile_whole", partial(
+            load_whole.compile_whole, backend="aot_eager")):
         return compared(world, *args)
 
 
