@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import weakref
 
 import numpy as np
 import pytest
@@ -167,7 +168,9 @@ def one_after_the_other(world, dispatch: str) -> list[int]:
         loader = make()
         if world.rank == 0 and k == 2:
             kept = loader  # one rank drops this one later than the other
-        yielded = [loader.step.example_ids for _ in loader]
+        yielded = []
+        for _ in loader:  # not a comprehension, which is a frame of its own
+            yielded.append(loader.step.example_ids)
         held.append(len(os.listdir("/proc/self/fd")))
     del kept
     beside = [loader.step.example_ids + other.step.example_ids
@@ -180,6 +183,19 @@ def one_after_the_other(world, dispatch: str) -> list[int]:
 def test_a_loader_takes_the_groups_of_one_that_is_no_more(dispatch):
     for held in run_ranks(one_after_the_other, 2, dispatch):
         assert held[-1] == held[-2] == held[-3], held
+
+
+def kept_by_a_loop(world) -> object:
+    """Of what a loop drops."""
+    held = Texts()
+    seen = weakref.ref(held)
+    for _ in loader_of(Texts(), 4, collate_fn=collate, lengths=LENGTHS):
+        held = None
+    return seen()
+
+
+def test_what_a_loop_drops_is_freed_while_it_goes_on():
+    assert run_ranks(kept_by_a_loop, 1) == [None]
 
 
 def unbatched(world) -> str:

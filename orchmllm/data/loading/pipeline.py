@@ -188,7 +188,7 @@ class Prefetcher(Generic[T]):
 
     def __init__(self, items: Generator[T, None, None], ahead: int) -> None:
         self._wanted: SimpleQueue[bool] = SimpleQueue()  # True for each item, False: to stop
-        self._ready: SimpleQueue[tuple[Any, BaseException | None]] = SimpleQueue()
+        self._ready: SimpleQueue[tuple[Any, Any]] = SimpleQueue()  # item, what is raised
         for _ in range(ahead):
             self._wanted.put(True)
         begun = threading.Event()
@@ -228,7 +228,9 @@ def _work(items: Generator, wanted: SimpleQueue[bool], ready: SimpleQueue,
         while wanted.get():
             ready.put((next(items), None))
             begun.set()
-    except BaseException as error:  # for the caller's thread; StopIteration is the end
+    except StopIteration:  # the class: an error that was raised holds the frames of a loop
+        ready.put((None, StopIteration))
+    except BaseException as error:  # for the caller's thread
         ready.put((None, error))
     finally:
         begun.set()
