@@ -5,6 +5,10 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable
 
+import torch
+import torch.distributed as dist
+from torch import nn
+
 from orchmllm.config.recipe import Recipe
 from orchmllm.runtime.display import RunDisplay
 from orchmllm.trainer import Trainer
@@ -15,6 +19,13 @@ def listened() -> list[str]:
     said: list[str] = []
     RunDisplay.note = lambda _, text: said.append(text)
     return said
+
+
+def size_of_weights(model: nn.Module) -> float:
+    """The sum of their absolute values, in one collective of all ranks."""
+    total = torch.stack([p.detach().to_local().double().abs().sum() for p in model.parameters()])
+    dist.all_reduce(total := total.sum())
+    return float(total)
 
 
 def train(world, run: Recipe, dataset=None, on_step: Callable | None = None) -> list[dict]:

@@ -63,6 +63,9 @@ def test_cost_models() -> None:
     assert CostModel(1999, 0, constant=500)([0, 1, 2]).tolist() == [0, 2, 4]
     assert CostModel(7, 3, unit=1, padded=True).of_ranks(
         [1, 2, 5], np.array([2, 2, 0]), 3).tolist() == [5 * 7 + 25 * 3, 0, 2 * (2 * 7 + 4 * 3)]
+    for padded, held in ((True, [5, 0, 4]), (False, [5, 0, 3])):  # of 1 and 2, padded to 2
+        assert CostModel(7, 3, padded=padded).positions.of_ranks(
+            [1, 2, 5], np.array([2, 2, 0]), 3).tolist() == held
     with pytest.raises(ValueError, match=r"lengths\[0\].*overflows"):
         CostModel(1, 1)([2**32])
 

@@ -121,6 +121,12 @@ def test_token_cap_counts_held_lengths(problem, room, seed) -> None:
         assert (held_lengths + loads(tokens, rank_of, d)).max() <= cap
 
 
+def test_a_plan_that_keeps_to_the_cap_but_for_what_is_held_is_none() -> None:
+    with pytest.raises(CapError, match="max_rank_tokens = 5: no plan found"):
+        balance([4, 4], num_ranks=2, policy="least_move", home=[0, 1], max_rank_tokens=5,
+                held=[2, 0], held_lengths=[2, 0])
+
+
 @pytest.mark.parametrize(("change", "message"), [
     ({"policy": "greedy"}, "'greedy' does not honour held"),
     ({"policy": "none", "held": None, "held_lengths": [0, 9]}, "'none' does not honour held_len"),

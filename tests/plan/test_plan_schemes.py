@@ -21,6 +21,7 @@ from orchmllm.plan.assign import (
     feature_home,
 )
 from orchmllm.plan.balance import POLICIES, core, load_cap
+from orchmllm.plan.cost import CostModel
 from orchmllm.plan.geometry import SegmentLengths, text_lengths
 from orchmllm.plan.layout import AUDIO, ENCODERS, TEXT, VISION, BatchLayout
 from orchmllm.plan.microbatches import plan_microbatches
@@ -198,6 +199,18 @@ def test_whole_examples_keep_media_with_their_example() -> None:
     plan = plan_step(LAYOUT, spec(whole_examples=True, **every_phase("greedy")))
     assert all(move.source_rank[move.order].tolist() == move.target_rank.tolist()
                for move in plan.feature.values())
+
+
+def test_a_whole_example_costs_all_its_phases() -> None:
+    """The first of three is the smallest in each phase, and the largest in both."""
+    image = (VISION, SegmentLengths(5, 5, 1, (1, 1, 5)))
+    layout = BatchLayout.concat([
+        BatchLayout.from_segments(0, 1, [(TEXT, text_lengths(4)), image]),
+        *(BatchLayout.from_segments(k, 1, [(TEXT, text_lengths(8))]) for k in (1, 2))], [2, 1])
+    even = replace(spec(whole_examples=True, **every_phase("greedy")),
+                   costs=dict.fromkeys(PHASES, CostModel(1, 0, unit=1)))
+    alone, *others = assign_phases(layout, even)[1].tolist()
+    assert alone not in others
 
 
 def test_token_cap_holds_where_a_plan_without_it_is_above_it() -> None:

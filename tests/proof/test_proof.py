@@ -176,7 +176,8 @@ ODD = ("qwen2_5_omni", "audioflamingo3")
     name if name in ODD else pytest.param(name, marks=pytest.mark.slow) for name in ADMITTED])
 def test_examples_are_those_that_transformers_runs(name, tmp_path, monkeypatch):
     """The rule of positions of Qwen2.5-Omni needs what its template writes after a medium; the
-    processor of Audio Flamingo 3 takes one clip. What this machine lacked once is not kept."""
+    processor of Audio Flamingo 3 takes one clip. What this machine lacked once is not kept. Of the
+    other families blocks are compiled, too."""
     if name in FAMILIES:
         FAMILIES[name](transformers)  # imports a processor that would need torchvision
     write_model(name, tmp_path)
@@ -185,7 +186,7 @@ def test_examples_are_those_that_transformers_runs(name, tmp_path, monkeypatch):
     with monkeypatch.context() as patch, pytest.raises(ValueError, match="FileNotFoundError: .*"):
         patch.setattr(tempfile, "tempdir", str(tmp_path / "missing"))
         prove(tmp_path, processor, said.append)
-    prove(tmp_path, processor, said.append)
+    prove(tmp_path, processor, said.append, compiled=name not in ODD)
     assert len(said) == 1 and "is trained as transformers trains examples\n" in said[0]
 
 
@@ -217,7 +218,6 @@ def lost_by_compiling(x: torch.Tensor) -> torch.Tensor:
 
 def test_blocks_that_are_compiled_are_compared_with_those_that_are_not(made):
     build, examples = made
-    assert compare(build(), examples, compiled=True) <= EXACT
     model = build()
     of_mlp(lost_by_compiling)(model)
     assert compare(model, examples) <= EXACT

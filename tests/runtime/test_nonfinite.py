@@ -15,6 +15,7 @@ from orchmllm.runtime.run_state import NonFiniteError
 from orchmllm.trainer import Trainer
 from tests.lib.ranks import run_ranks
 from tests.lib.synthetic import SHALLOW, SyntheticDataset, recipe
+from tests.lib.training import size_of_weights
 
 pytestmark = pytest.mark.dist
 BAD = 3
@@ -33,13 +34,12 @@ def poisoned(
     world, run, calls: Collection[int] = (), steps: Collection[int] = (), empty: int = -1,
     damaged: str = "",
 ) -> tuple[list[tuple], list[str], str]:
-    """([(step, nonfinite, sum of |parameters| after it)], what is said of checkpoints, how the run
+    """([(step, nonfinite, size of the weights after it)], what is said of checkpoints, how the run
     ends). calls: steps, counted as they are trained, whose loss is not finite on the last rank;
     steps: those whose loss is finite on no rank, whenever they come; empty: one without targets;
     damaged: a file of the checkpoints that is half-written once a step was not finite."""
     def tell(step, row: dict) -> None:
-        seen.append((step.index, row["nonfinite"], sum(
-            float(p.detach().full_tensor().abs().sum()) for p in trainer.model.parameters())))
+        seen.append((step.index, row["nonfinite"], size_of_weights(trainer.model)))
         if damaged and row["nonfinite"]:
             (run.run.folder / "checkpoints" / damaged).write_text("{")
 

@@ -18,6 +18,7 @@ from orchmllm.trainer import Trainer
 from tests.lib.ranks import run_ranks
 from tests.lib.resume import BATCH, run_recipe
 from tests.lib.synthetic import SyntheticDataset
+from tests.lib.training import size_of_weights
 
 pytestmark = pytest.mark.dist
 
@@ -25,7 +26,7 @@ pytestmark = pytest.mark.dist
 def trained(world, run: Recipe, late: bool, bad: tuple[int, ...] = (), stop: int | None = None,
             error: int | None = None, loss_stays: bool = False,
             ) -> tuple[list[tuple], list[tuple], str]:
-    """(Steps as they were told, with the sum of the weights then; the order in which steps were
+    """(Steps as they were told, with the size of the weights then; the order in which steps were
     computed and told; how it ended). bad: losses of these passes are nan on rank 1, or, where
     the loss stays, their gradients. stop: rank 1 is
     asked to stop as it computes this step; error: all ranks fail then."""
@@ -33,9 +34,8 @@ def trained(world, run: Recipe, late: bool, bad: tuple[int, ...] = (), stop: int
 
     def tell(step, row: dict) -> None:
         order.append(("told", step.index))
-        total = sum(float(p.detach().full_tensor().double().sum())
-                    for p in trainer.model.parameters())
-        told.append((step.index, row["nonfinite"], row["skipped_steps"], str(row["loss"]), total))
+        told.append((step.index, row["nonfinite"], row["skipped_steps"], str(row["loss"]),
+                     size_of_weights(trainer.model)))
 
     def compute(step):
         order.append(("computed", step.index))
