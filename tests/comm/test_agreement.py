@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 import torch.distributed as dist
 
-from orchmllm.comm.agree import PlanMismatchError
+from orchmllm.comm.agree import PlanMismatchError, describe
 from orchmllm.comm.exchange import RaggedGather, RowGather, gather_texts
+from orchmllm.comm.ilp import SharedPrograms
 from orchmllm.config.balance import BalanceConfig
 from orchmllm.plan.assign import PhasePolicy
 from orchmllm.plan.cost import CostModel
@@ -114,15 +115,18 @@ def test_ranks_that_plan_other_steps_are_told():
         assert said.startswith(f"step {rank}: ranks disagree on step: no majority: rank 0 has 0, ")
 
 
-def gathers(world, per_node: int) -> tuple[list, list, list]:
-    """Rows of equal lengths, rows of which only later ranks' are longer than the capacity, and
-    texts."""
+def gathers(world, per_node: int) -> tuple[list, list, list, list]:
+    """Rows of equal lengths, rows of which only later ranks' are longer than the capacity, at last
+    by one, texts, and answers to two programs."""
     gather = RowGather(per_node)
     again = RowGather(per_node)  # a second set, as the validation loader has
-    rows, lengths = RaggedGather(again, 2)(np.arange(3 * world.rank + 1))
+    found = [RaggedGather(again, 2)(np.arange(n)) for n in (3 * world.rank + 1, 3)]
+    programs = SharedPrograms(gather)
+    programs.solve = lambda first, num_ranks: np.arange(first, first + num_ranks)
     return ([g(np.arange(3) + 10 * world.rank) for g in (gather, again, gather)],
-            [row[:n].tolist() for row, n in zip(rows, lengths, strict=True)],
-            gather_texts(gather, "äé☃" * world.rank))
+            [[row[:n].tolist() for row, n in zip(*one, strict=True)] for one in found],
+            gather_texts(gather, "äé☃" * world.rank),
+            programs.plan(lambda solve: [solve(k, num_ranks=2).tolist() for k in (3, 7)]))
 
 
 @pytest.mark.parametrize("num_ranks, per_node", [
@@ -135,9 +139,10 @@ def test_two_level_gather(num_ranks, per_node):
 def check(found: list) -> None:
     """What comes is whole on every rank, whatever texts are written in."""
     want = np.arange(3) + 10 * np.arange(len(found))[:, None]
-    for rows, ragged, texts in found:
+    for rows, (ragged, longer), texts, answers in found:
         assert all(np.array_equal(r, want) for r in rows)
         assert ragged == [[*range(3 * rank + 1)] for rank in range(len(found))]
+        assert longer == [[0, 1, 2]] * len(found) and answers == [[3, 4], [7, 8]]
         assert texts == ["äé☃" * rank for rank in range(len(found))]
 
 
@@ -164,7 +169,11 @@ def test_with_lengths_a_step_gathers_two_headers():
     assert max(moving) > 64
 
 
-def gathers_beside_uneven_groups(world) -> tuple[list, list, list]:
+def test_any_error_can_be_told_to_other_ranks():
+    assert describe(OSError("no \udc80.jpg")).encode() == b"OSError: no \\udc80.jpg"
+
+
+def gathers_beside_uneven_groups(world) -> tuple[list, list, list, list]:
     """The user's program may have made more groups on some ranks than on others."""
     dist.new_group([0, 1])
     return gathers(world, 2)

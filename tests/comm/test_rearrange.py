@@ -9,7 +9,7 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
-from orchmllm.comm.exchange import bytes_group, exchange_rows
+from orchmllm.comm.exchange import _summed, bytes_group, exchange_rows
 from orchmllm.comm.exchange_bytes import exchange_bytes
 from orchmllm.plan.rearrange import Rearrangement
 from tests.lib.ranks import run_ranks
@@ -120,6 +120,12 @@ def gradient_of_exchange(world) -> tuple[float, bool]:
 def test_gradients_return_to_their_rows():
     errors, reordered = zip(*run_ranks(gradient_of_exchange, 4), strict=True)
     assert max(errors) == 0.0 and any(reordered)
+
+
+def test_gradients_of_a_row_of_many_ranks_are_not_rounded_one_by_one():
+    """In bfloat16 256 and 1 are 256."""
+    found = _summed(torch.ones(300, 1).bfloat16(), torch.zeros(300).long(), [1] * 300, 1)
+    assert found.dtype is torch.bfloat16 and float(found) == 300
 
 
 def sent_bytes(world) -> list:
