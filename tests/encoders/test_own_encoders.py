@@ -9,9 +9,11 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from orchmllm import CostModel, Encoder, Packed, balance_encoders
 from orchmllm.encoders.infer import infer_encoders
+from orchmllm.encoders.items import Cropped
 from orchmllm.encoders.sharing import assign
 from orchmllm.encoders.table import GatheredItems
 from orchmllm.loader.loss_trial import _undisturbed
@@ -28,6 +30,18 @@ from tests.lib.ranks import each_in_one_world, run_ranks
 
 pytestmark = pytest.mark.dist
 EXACT = 1e-13
+
+
+def test_cropped_images_are_put_together_as_they_were():
+    """Wide, tall and square ones, from patches that moved, padded to the largest."""
+    sizes = torch.tensor([[2, 6], [6, 2], [4, 4]])
+    images = torch.zeros(3, 2, 6, 8)
+    for image, (height, width) in zip(images, sizes.tolist(), strict=True):
+        image[:, :height, :width] = torch.randn(2, height, width)
+    layout = Cropped("images", "sizes", lambda _: 2)
+    items = layout.describe(nn.Module(), {"images": images, "sizes": sizes})
+    built, found = layout.build(items.meta, items.values)
+    assert torch.equal(built, images[..., :6]) and found.tolist() == sizes.tolist()
 
 
 def two_towers(world, **options) -> dict:

@@ -7,6 +7,7 @@ import sys
 from dataclasses import replace
 from math import prod
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -119,6 +120,14 @@ def test_the_same_on_other_numbers_of_ranks(ranks, shard_size, choice, tmp_path)
     assert {*models.named_parts(models.build("qwen3_vl"), found)} == {"vision", "connector", "llm"}
     assert {n.split(".lora")[0].rpartition(".")[2] for n in found if n.endswith(ENDS)} == {
         "q_proj", "qkv"}
+
+
+def test_adapters_begin_as_those_of_peft():
+    weights = {name: torch.ones(shape) for name, shape in zip(
+        adapters.WEIGHTS, ((4, 900), (900, 4)), strict=True)}
+    seed_adapters(SimpleNamespace(named_parameters=weights.items), 0)
+    a, b = (weight.abs() for weight in weights.values())
+    assert 0.99 / 30 < float(a.max()) <= 1 / 30 and not b.any()
 
 
 def first_values(world, model: ModelConfig) -> dict[str, np.ndarray]:
