@@ -168,6 +168,14 @@ def check(ranks: int, folder: Path, runs: list, of_rank=compared) -> None:
         assert first["moved"] and second["moved"] and 0 in second["made"]
 
 
+def test_conditions_are_dropped_as_often_as_was_asked_for():
+    def kept(dropout: float) -> int:
+        return sum(bool(draw(key, 1, torch.zeros(1, 3), dropout)[2]) for key in range(200))
+
+    assert kept(0.0) == 200 and 160 < kept(0.1) < 195
+
+
+
 def test_gradients_are_those_of_a_loop_over_examples(tmp_path):
     """Where a layer of the generator is recomputed, and the text's loss is made by chunks. A medium
     that cannot be read teaches nothing."""
