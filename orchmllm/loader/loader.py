@@ -201,14 +201,17 @@ class BalancedDataLoader(DataLoader):
         """One pass. An iterator that is dropped after its first batch has cost no epoch, unless
         that was the last batch of the pass: a loop that counts its batches asks for no more. Raises
         RuntimeError, at its first batch, while another one is live."""
+        frame = sys._getframe(1)  # not in the generator, which it would hold
+        refuse_ahead(frame, self)
+        return self._pass(deque() if follow(frame, self) else None)
+
+    def _pass(self, ahead: deque[tuple] | None) -> Iterator[Any]:
         if self._live:
             raise RuntimeError(
                 "a second iterator of this BalancedDataLoader begins while another one is live; "
                 "they would share plans: end the first (exhaust it, or `del iterator`), or make a "
                 "second loader")
-        # A frame that this generator held would hold the generator.
-        refuse_ahead(sys._getframe(1), self)
-        self._ahead = deque() if follow(sys._getframe(1), self) else None
+        self._ahead = ahead
         before = self._done = self._next
         epoch, first, state = before
         orch = self._orchestrator
