@@ -201,7 +201,7 @@ class BalancedDataLoader(DataLoader):
         """One pass. An iterator that is dropped after its first batch has cost no epoch, unless
         that was the last batch of the pass: a loop that counts its batches asks for no more. Raises
         RuntimeError, at its first batch, while another one is live."""
-        frame = sys._getframe(1)  # not in the generator, which it would hold
+        frame = sys._getframe(1)  # a generator that kept this frame would be kept alive by it
         refuse_ahead(frame, self)
         return self._pass(deque() if follow(frame, self) else None)
 

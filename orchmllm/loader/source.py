@@ -265,7 +265,7 @@ def follow(frame: Any, loader: DataLoader) -> bool:
     attributes for its own and iterates it in this frame, as those of Fabric and of Ray do. Returns
     whether it may fetch batches before it hands them out; the loader's step and state are then
     those of the batch that was handed out."""
-    if frame.f_code.co_name != "__iter__":  # locals that are read live as long as their function
+    if frame.f_code.co_name != "__iter__":  # locals that were read stay alive until their call ends
         return False
     wrapper = frame.f_locals.get("self")
     if wrapper is loader or getattr(wrapper, "_original", None) is not loader._original:

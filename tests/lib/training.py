@@ -23,8 +23,9 @@ def listened() -> list[str]:
 
 def size_of_weights(model: nn.Module) -> float:
     """The sum of their absolute values, in one collective of all ranks."""
-    total = torch.stack([p.detach().to_local().double().abs().sum() for p in model.parameters()])
-    dist.all_reduce(total := total.sum())
+    sums = [p.detach().to_local().double().abs().sum() for p in model.parameters()]
+    total = torch.stack(sums).sum()
+    dist.all_reduce(total)
     return float(total)
 
 

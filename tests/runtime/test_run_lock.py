@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import io
 import json
 import os
 import re
@@ -12,6 +13,7 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import redirect_stderr
 from functools import partial
 
 import pytest
@@ -120,17 +122,16 @@ def test_the_lock_of_a_dead_host_is_taken_over(tmp_path, holder, capfd):
 
 
 @pytest.mark.parametrize("what", ["file", "folder"])
-def test_a_lock_that_was_deleted_is_made_again(tmp_path, what, capfd):
+def test_a_lock_that_was_deleted_is_made_again(tmp_path, what):
     run, path = tmp_path / "run", tmp_path / "run" / "run.lock"
-    unlock = lock_folder(run, renew_s=0.05)
-    path.unlink()
-    if what == "folder":
-        run.rmdir()
-    told = ""
-    while "the lock is made again" not in told:
-        time.sleep(0.01)
-        told += capfd.readouterr().err
-    assert ("with all that was in it" in told) == (what == "folder")
+    with redirect_stderr(io.StringIO()) as told:  # readouterr() can lose what a thread writes
+        unlock = lock_folder(run, renew_s=0.05)
+        path.unlink()
+        if what == "folder":
+            run.rmdir()
+        while "the lock is made again" not in told.getvalue():
+            time.sleep(0.01)
+    assert ("with all that was in it" in told.getvalue()) == (what == "folder")
     held = subprocess.run([sys.executable, "-c", HOLD, str(run)], cwd=ROOT, capture_output=True,
                           text=True, input="")
     assert f"being written by another run (process {os.getpid()} " in held.stderr

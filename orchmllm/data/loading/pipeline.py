@@ -228,7 +228,7 @@ def _work(items: Generator, wanted: SimpleQueue[bool], ready: SimpleQueue,
         while wanted.get():
             ready.put((next(items), None))
             begun.set()
-    except StopIteration:  # the class: an error that was raised holds the frames of a loop
+    except StopIteration:  # the one that was raised keeps the frames that it passed alive
         ready.put((None, StopIteration))
     except BaseException as error:  # for the caller's thread
         ready.put((None, error))

@@ -187,4 +187,5 @@ def _index_chunk(
         [every.modality, every.rows, every.attn_len, every.num_tokens, every.grid])
     sizes = [planned[row].sizes if row in planned else old.sizes(row) for row in rows]
     counts = np.column_stack([every.segments_per_example, [*map(len, sizes)]])
-    return Part(table, counts, every.num_targets, problems, sum(map(list, sizes), [])), len(planned)
+    media = [size for found in sizes for size in found]
+    return Part(table, counts, every.num_targets, problems, media), len(planned)
