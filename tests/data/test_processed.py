@@ -6,8 +6,10 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import re
 import shutil
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -277,13 +279,18 @@ def test_an_image_that_fails_keeps_its_planned_length(tmp_path, has_index):
     assert len(second) == 1 and torch.equal(rows.load(3).labels, good[3].labels)
 
 
-def test_a_row_that_has_changed_keeps_its_planned_length(tmp_path):
+@pytest.mark.parametrize("change", [
+    pytest.param(partial(re.sub, b"the row", b"the ROW"), id="other tokens"),
+    pytest.param(partial(re.sub, rb'"the row"(}.*?)("[^"]*")(}]}]})', rb'\2\1"the row"\3'),
+                 id="as many tokens, of which others are learnt"),
+])
+def test_a_row_that_has_changed_keeps_its_planned_length(tmp_path, change):
     write_rows(tmp_path, "mistral3", SIZES)
     rows = indexed(tmp_path)
     good, text = rows.load(1), rows.load(1, segments=[])
     path = tmp_path / "data.jsonl"
     stamp = path.stat().st_mtime_ns
-    path.write_bytes(path.read_bytes().replace(b"the row", b"the ROW"))
+    path.write_bytes(change(path.read_bytes()))
     os.utime(path, ns=(stamp, stamp))  # as a file system with coarse times may have it
     [(segment, reason)], example = failing(rows, 1)
     assert segment == 0 and "cannot be used as it was planned" in reason

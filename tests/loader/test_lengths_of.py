@@ -188,7 +188,11 @@ def test_lengths_by_what_collate_fn_makes_of_a_row_alone():
         sizes = torch.tensor([[row["n"]] for row in rows])
         return {"input_ids": torch.ones(len(rows), 8), "attention_mask": torch.arange(8) < sizes}
 
-    assert [lengths_by(padded)(i) for i in (0, 1)] == [3, 5]
+    def in_pairs(rows: list[dict]) -> dict:  # as for DPO
+        return padded([row for one in rows for row in (one, {"n": one["n"] - 2})])
+
+    for collate in (padded, in_pairs):
+        assert [lengths_by(collate)(i) for i in (0, 1)] == [3, 5]
     with pytest.raises(ValueError, match="row 0.*neither input_ids nor an attention_mask"):
         lengths_by(lambda rows: {"pixels": torch.ones(1, 3)})
     with pytest.raises(ValueError, match="draws random numbers"):

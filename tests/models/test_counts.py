@@ -58,6 +58,9 @@ def test_a_file_that_is_damaged_or_of_something_else_is_counted_again(tmp_path, 
         assert kept.kept(["a"], count) == {"flop": [1.5, 2.0]}
     assert len(times) == 6 and json.loads(path.read_text()) == good
     assert kept.kept(["b"], count) and len(times) == 7
+    with monkeypatch.context() as newer:
+        newer.setattr(kept, "_code", lambda: "of a newer version")
+        assert kept.kept(["a"], count) and len(times) == 8
     for folder in (str(path / "no folder"), "~nobody there/counts"):
         monkeypatch.setattr(kept, "FOLDER", folder)
         assert kept.kept(["a"], count) == {"flop": [1.5, 2.0]}

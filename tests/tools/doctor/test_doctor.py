@@ -129,6 +129,15 @@ def test_a_disk_that_fills_up(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+def test_a_check_that_breaks_has_failed():
+    def check():
+        yield Check("disk", True, "fine")
+        raise OSError("no /proc")
+
+    fine, broken = machine.guarded("speed", check)
+    assert fine.ok and not broken.ok and broken.what == "OSError: no /proc"
+
+
 def test_the_odd_rank_is_named():
     def rank(torch="2.11", speed=600.0, disk=True) -> list[Check]:
         return [Check("torch", True, torch, alike=True),

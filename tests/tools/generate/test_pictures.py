@@ -195,6 +195,17 @@ def test_weights_of_a_generator_are_read_from_its_folder(tmp_path):
     found = model.generator.transformer.state_dict()
     assert all(torch.equal(found[name], value) for name, value in own.state_dict().items())
     assert model.generator.connector.weight.std() > 0
+    settings = model.config.generator_config
+    assert settings["condition_dropout"] > 0  # --guidance needs what it makes of no condition
+
+    ids, made = torch.tensor([[5, 6, 7, 8, settings["token_id"]]]), model.generator.made
+    told = []
+    model.generator.made = lambda states, *args: told.append(states) or made(states, *args)
+    write_pictures(model, tmp_path / "model", {"input_ids": ids[:, :3]}, [*ids[0, 3:].tolist(), 9],
+                   Namespace(out=tmp_path / "a.png", size=None, steps=1, seed=0, guidance=1.0),
+                   told.append)
+    states = model(input_ids=ids, output_hidden_states=True).hidden_states[-1][0]
+    assert torch.allclose(told[0], states, rtol=0, atol=1e-12)  # with that of its token
 
 
 def test_a_token_that_the_tokenizer_has_not_is_told(tmp_path):
