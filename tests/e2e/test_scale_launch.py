@@ -10,10 +10,12 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
 
 from orchmllm.launch import ALLOCATOR, World, device_of, process_group, world_from
 from tests.lib.commands import ROOT
+from tests.lib.ranks import _context
 
 FOLDER = ROOT / "scripts" / "launch"
 SCRIPTS = sorted(FOLDER.glob("*.sh"))
@@ -210,6 +212,29 @@ def srun(rank: int, **changes: str) -> dict[str, str]:
     return {"SLURM_STEP_ID": "0", "SLURM_JOB_ID": "123456", "SLURM_PROCID": str(rank),
             "SLURM_LOCALID": str(rank % 8), "SLURM_NTASKS": "2560", "SLURM_NNODES": "320",
             "MASTER_ADDR": "node0", **changes}
+
+
+def attempt(number: int, rank: int, port: int) -> None:
+    """A rank of an attempt of torchrun, the first of which dies after a collective."""
+    os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
+    with process_group(World(rank, 2, rank, 2, "localhost", port, attempt=number), 20.0):
+        ranks = torch.ones(1)
+        torch.distributed.all_reduce(ranks)
+        if not number:
+            os._exit(9)
+        assert ranks == 2
+
+
+@pytest.mark.dist
+def test_a_restarted_attempt_does_not_connect_to_the_one_that_died():
+    store = torch.distributed.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    for number, code in enumerate((9, 0)):
+        ranks = [_context.Process(target=attempt, args=(number, r, store.port)) for r in (0, 1)]
+        for rank in ranks:
+            rank.start()
+        for rank in ranks:
+            rank.join()
+        assert [rank.exitcode for rank in ranks] == [code, code]
 
 
 def test_slurm_environment_gives_2560_ranks():
