@@ -207,12 +207,14 @@ class HangWatchdog:
         device = "cuda" if torch.cuda.is_available() else "cpu"
         launched, completed = count_collectives(device)
         # The host of a GPU runs ahead, so there the collectives tell who is behind. Groups of the
-        # CPU are not the same on all ranks.
-        counts = (launched, completed) if device == "cuda" else ()
+        # CPU are not the same on all ranks, and what they completed is not known for certain.
+        counts, told = (), f"{launched} collectives launched"
+        if device == "cuda":
+            counts, told = (launched, completed), f"{told} and {completed} completed"
         return Report(
             (self.step, self.clock.switches if self.clock else 0, *counts), waits,
-            f"step {self.step}, phase {phase}, at {where}, {launched} collectives launched and "
-            f"{completed} completed, examples {self.example_ids[:32]}")
+            f"step {self.step}, phase {phase}, at {where}, {told}, "
+            f"examples {self.example_ids[:32]}")
 
     def _compiles(self) -> bool:
         """Whether this rank is in torch.compile, which may take minutes."""

@@ -39,7 +39,8 @@ class Report(NamedTuple):
 
 def count_collectives(device: str) -> tuple[int, int]:
     """(launched, completed) collectives of this process on its device's groups, by torch's flight
-    recorder; (0, 0) where it does not record."""
+    recorder; (0, 0) where it does not record. Several threads complete those of a CPU and may be
+    recorded in another order, so that the second number is too small there."""
     c10d = torch._C._distributed_c10d
     name = "_dump_nccl_trace_json" if device == "cuda" else "_dump_fr_trace_json"
     if not hasattr(c10d, name):
