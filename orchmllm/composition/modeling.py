@@ -149,7 +149,6 @@ class ComposedPreTrainedModel(PreTrainedModel):
     base_model_prefix = "model"
     input_modalities = ("image", "audio", "text")
     supports_gradient_checkpointing = True
-    _skip_keys_device_placement = ("past_key_values",)
     _supports_flash_attn = _supports_sdpa = _supports_flex_attn = True
     _supports_attention_backend = True
 
@@ -233,7 +232,7 @@ class ComposedModel(ComposedPreTrainedModel):
         image_grid_thw: Tensor | None = None, input_features: Tensor | None = None,
         input_features_mask: Tensor | None = None, feature_attention_mask: Tensor | None = None,
         attention_mask: Tensor | None = None, position_ids: Tensor | None = None,
-        past_key_values: Any = None, inputs_embeds: Tensor | None = None, **options: Any,
+        inputs_embeds: Tensor | None = None, **options: Any,
     ) -> BaseModelOutputWithPast:
         """The last hidden states, (b, n, width), of input_ids (b, n), or of their inputs_embeds (b,
         n, width); media are as get_image_features and get_audio_features take them, and come with
@@ -253,7 +252,7 @@ class ComposedModel(ComposedPreTrainedModel):
             inputs_embeds = _placed(inputs_embeds, input_ids, self.config.audio_token_id, features)
         return self.language_model(
             inputs_embeds=inputs_embeds, attention_mask=attention_mask, position_ids=position_ids,
-            past_key_values=past_key_values, **options)
+            **options)
 
     def _embedded(self, ids: Tensor) -> Tensor:
         """Tokens that were added for media have no row in the table of the LLM."""
@@ -298,9 +297,8 @@ class ComposedForConditionalGeneration(ComposedPreTrainedModel, GenerationMixin)
         image_grid_thw: Tensor | None = None, input_features: Tensor | None = None,
         input_features_mask: Tensor | None = None, feature_attention_mask: Tensor | None = None,
         attention_mask: Tensor | None = None, position_ids: Tensor | None = None,
-        past_key_values: Any = None, inputs_embeds: Tensor | None = None,
-        labels: Tensor | None = None, logits_to_keep: int | Tensor = 0,
-        states_of: Tensor | None = None, **options: Any,
+        inputs_embeds: Tensor | None = None, labels: Tensor | None = None,
+        logits_to_keep: int | Tensor = 0, states_of: Tensor | None = None, **options: Any,
     ) -> CausalLMOutputWithPast:
         """Logits (b, k, vocabulary), see ComposedModel.forward; labels (b, n) as other models take
         them. states_of (s,): positions whose last states, (b, s, width), are given instead of all
@@ -309,18 +307,18 @@ class ComposedForConditionalGeneration(ComposedPreTrainedModel, GenerationMixin)
             input_ids=input_ids, pixel_values=pixel_values, image_grid_thw=image_grid_thw,
             input_features=input_features, input_features_mask=input_features_mask,
             feature_attention_mask=feature_attention_mask, attention_mask=attention_mask,
-            position_ids=position_ids, past_key_values=past_key_values,
-            inputs_embeds=inputs_embeds, **options)
+            position_ids=position_ids, inputs_embeds=inputs_embeds, **options)
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         logits = self.lm_head(out.last_hidden_state[:, kept])
         loss = None
         if labels is not None:
             loss = self.loss_function(logits=logits, labels=labels,
                                       vocab_size=self.config.text_config.vocab_size, **options)
-        return CausalLMOutputWithPast(
-            loss=loss, logits=logits, past_key_values=out.past_key_values,
-            hidden_states=out.hidden_states if states_of is None else
-            out.last_hidden_state[:, states_of], attentions=out.attentions)
+        told = {name: value for name, value in out.items()
+                if name in CausalLMOutputWithPast.__dataclass_fields__}  # the cache's name changes
+        if states_of is not None:
+            told["hidden_states"] = out.last_hidden_state[:, states_of]
+        return CausalLMOutputWithPast(loss=loss, logits=logits, **told)
 
 
 AutoModel.register(ComposedConfig, ComposedModel)

@@ -221,11 +221,13 @@ class WholeModel(nn.Module):
             return self.hf(**inputs, attention_mask=ones, use_cache=False)
 
     def _generated(self, inputs: dict[str, Any], asked: Mapping[str, Any]) -> list[int]:
-        """With the attention and the positions of transformers: one example is not packed."""
+        """With the attention and the positions of transformers: one example is not packed. Blocks
+        that are compiled would be compiled again for it."""
         del inputs["position_ids"]
         self._text._attn_implementation = self._stock_attention
         try:
-            return generated(self.hf, inputs, **asked)
+            with torch.compiler.set_stance("force_eager"):
+                return generated(self.hf, inputs, **asked)
         finally:
             self._text._attn_implementation = packing.NAME
 

@@ -53,7 +53,7 @@ def compile_block(block: nn.Module, backend: str) -> None:
 
     def forward(x: Tensor, *args: object, **kwargs: object) -> object:
         small = any(min(a.shape[:2]) < 2 for a in args if isinstance(a, Tensor))
-        if small or x.shape[-2] < 2 or kwargs.get("past_key_values") is not None:
+        if small or x.shape[-2] < 2:
             return _run(block, x, *args, **kwargs)
         _drop_collectors(block)
         args, kwargs = tree_map_only(Mirrored, towers.on_host, (args, kwargs))
