@@ -43,7 +43,7 @@ loader() {
 trainer() {
     run tests/models tests/sharding tests/comm --ignore tests/comm/test_programs.py \
         tests/e2e/test_trainer.py tests/e2e/test_missing_modality.py tests/e2e/test_whole_model.py \
-        tests/runtime/test_resume.py tests/tools/export "$@"
+        tests/runtime/test_resume.py tests/tools/export tests/tools/generate "$@"
     run -m slow tests/e2e/test_two_nodes.py
 }
 clients() {  # without what needs TRL or torchvision, or reads a class that is newer than 5.17

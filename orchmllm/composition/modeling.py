@@ -314,8 +314,9 @@ class ComposedForConditionalGeneration(ComposedPreTrainedModel, GenerationMixin)
         if labels is not None:
             loss = self.loss_function(logits=logits, labels=labels,
                                       vocab_size=self.config.text_config.vocab_size, **options)
+        # The cache has another name from transformers 5.24 on.
         told = {name: value for name, value in out.items()
-                if name in CausalLMOutputWithPast.__dataclass_fields__}  # the cache's name changes
+                if name in CausalLMOutputWithPast.__dataclass_fields__}
         if states_of is not None:
             told["hidden_states"] = out.last_hidden_state[:, states_of]
         return CausalLMOutputWithPast(loss=loss, logits=logits, **told)
