@@ -77,7 +77,7 @@ from scripts.count_code import count_parts, count_rooms, read_all
 # are refused, and readers of Ray that cannot be made end the run: +19 of the base.
 # What a walk in a fresh clone stumbled over, and counting a JPEG's scans by their headers, took +4
 # of the base and +6 of the tools.
-MOST = {"base": 24_370, "tools": 5_171, "papers": 1_598, "cpp": 2_100}
+MOST = {"base": 24_385, "tools": 5_171, "papers": 1_598, "cpp": 2_100}
 
 
 @pytest.fixture(scope="module")

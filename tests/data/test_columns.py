@@ -5,12 +5,15 @@ from __future__ import annotations
 
 import base64
 import json
+from contextlib import nullcontext
 
 import pyarrow.parquet
 import pytest
 
 from orchmllm.config.data import ColumnsConfig
-from orchmllm.data.formats.columns import Columns
+from orchmllm.data.formats.columns import DEEPEST, Columns, from_json
+from orchmllm.data.formats.rows import parse_json
+from orchmllm.data.media.medium import RowError
 from tests.lib.formats import write_jsonl
 from tests.lib.sources import opened
 
@@ -178,3 +181,12 @@ def test_files_of_energon_name_tars_in_its_folder(split, dataset, said, read, tm
         (tmp_path / ".nv-meta" / "dataset.yaml").write_text(f"{dataset}\n")
     with pytest.raises(ValueError, match=said):
         read(tmp_path, {})
+
+
+def test_json_that_is_nested_too_deeply_is_refused_by_every_python():
+    for depth, fits in ((DEEPEST, True), (DEEPEST + 1, False), (5000, False)):
+        value = "[" * depth + "]" * depth
+        with nullcontext() if fits else pytest.raises(RowError, match="is not JSON"):
+            from_json(value)
+        with nullcontext() if fits else pytest.raises(RowError, match="nested too deeply"):
+            parse_json(f'{{"a": {value[1:-1]}}}'.encode())

@@ -21,6 +21,7 @@ LISTS = ("messages", "history", "choices", "texts", "places", "segments", *MEDIA
 AROUND = {"rows", "segments"}  # hold the rows
 PLACES = AROUND | {"split"}  # say which rows a store has
 NONE = "-"  # the field of a preset is not read
+DEEPEST = 200  # levels of JSON
 _JSON = re.compile(r"\s*(\[.*\]|\{.*\})\s*", re.DOTALL)
 _STEP = re.compile(r"[^.\[\]]+|\[[^\]]*\]")
 _IN_TEXT = re.compile(r"\{([^{}:]+)(?::0(\d+))?\}")
@@ -131,10 +132,27 @@ def from_json(value: object) -> object:
     if not isinstance(value, str) or not value.strip():
         return value or None
     try:
-        return json.loads(value)
+        found = json.loads(value)
+        check_depth(found, value.count("[") + value.count("{"))
     except (ValueError, RecursionError) as error:
         raise RowError(f"a column, a tool or its call is not JSON ({error}): {value[:200]!r}"
                        ) from error
+    return found
+
+
+def check_depth(value: object, most: int) -> None:
+    """Raises RecursionError where JSON is nested more than DEEPEST levels deep, whatever the
+    version of Python: newer ones read more levels than others of their functions can walk through.
+    most: levels that it may have."""
+    level = [value]
+    for _ in range(DEEPEST if most > DEEPEST else 0):
+        level = [inner for outer in level
+                 for inner in (outer.values() if isinstance(outer, dict) else outer)
+                 if isinstance(inner, dict | list)]
+        if not level:
+            return
+    if most > DEEPEST:
+        raise RecursionError(f"nested more than {DEEPEST} levels deep")
 
 
 def _get(row: Mapping, name: str) -> object:

@@ -16,6 +16,7 @@ from typing import NamedTuple, NoReturn
 
 import numpy as np
 
+from orchmllm.data.formats.columns import check_depth
 from orchmllm.data.formats.scanned import File, cached, digest, read_bytes, scanned
 from orchmllm.data.formats.scans import scan_array, scan_lines
 from orchmllm.data.media.medium import RowError
@@ -123,6 +124,7 @@ def parse_json(data: bytes) -> dict:
     """One row. Raises RowError."""
     try:
         row = _DECODER.decode(data.decode("utf-8-sig").strip())
+        check_depth(row, data.count(b"[") + data.count(b"{"))
     except RowError:
         raise
     except RecursionError as error:
