@@ -7,7 +7,7 @@
 # make wheel: a wheel of this machine's Python and architecture for other machines, into dist/.
 # make test-versions END=oldest: the tests of what touches torch and transformers, and a launch on two
 # nodes, with the oldest versions that are supported; END=newest: with the newest there are;
-# END=2.11: with that version of torch, such as a machine with GPUs has, and the newest of the others.
+# END=2.11: with torch 2.11, which the runs on GPUs had, and the newest of the others.
 # PYTHON=python3.12 picks the interpreter; ARGS=... is passed on, e.g. ARGS=train.num_steps=40 to the
 # demo and ARGS=--durations=20 to the tests.
 

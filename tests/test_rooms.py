@@ -77,7 +77,9 @@ from scripts.count_code import count_parts, count_rooms, read_all
 # are refused, and readers of Ray that cannot be made end the run: +19 of the base.
 # What a walk in a fresh clone stumbled over, and counting a JPEG's scans by their headers, took +4
 # of the base and +6 of the tools.
-MOST = {"base": 24_385, "tools": 5_171, "papers": 1_598, "cpp": 2_100}
+# Fabric's and Ray's wrappers are looked for where they iterate alone, and JSON that is nested too
+# deeply is refused by every Python: +22 of the base. A sum in one pass: +1 of the tools.
+MOST = {"base": 24_384, "tools": 5_171, "papers": 1_598, "cpp": 2_100}
 
 
 @pytest.fixture(scope="module")

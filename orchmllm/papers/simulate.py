@@ -1,6 +1,8 @@
 """What a scheme of the papers would give on a recipe's own lengths.
 
     orchmllm papers simulate length-group recipes/mllm10b.yaml --mix natural
+
+Without --mix the lengths are those of the recipe's data.
 """
 
 from __future__ import annotations

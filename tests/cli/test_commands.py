@@ -27,7 +27,7 @@ def test_every_command_explains_itself(command, capsys, monkeypatch):
     said = capsys.readouterr().out
     assert stop.value.code == 0 and said.startswith(f"usage: orchmllm {command} ")
     assert len(said.splitlines()) <= 40 and max(map(len, said.splitlines())) <= 80
-    assert re.search(rf"^ *orchmllm {command} \S", said, re.M)  # an example; tests/docs run it
+    assert re.search(rf"^ +orchmllm {command} \S", said, re.M)  # an example; tests/docs run it
 
 
 def said_by(argv: list[str], capsys) -> tuple[object, str]:

@@ -21,7 +21,7 @@ LISTS = ("messages", "history", "choices", "texts", "places", "segments", *MEDIA
 AROUND = {"rows", "segments"}  # hold the rows
 PLACES = AROUND | {"split"}  # say which rows a store has
 NONE = "-"  # the field of a preset is not read
-DEEPEST = 200  # levels of JSON
+DEEPEST = 200  # levels of JSON in a row
 _JSON = re.compile(r"\s*(\[.*\]|\{.*\})\s*", re.DOTALL)
 _STEP = re.compile(r"[^.\[\]]+|\[[^\]]*\]")
 _IN_TEXT = re.compile(r"\{([^{}:]+)(?::0(\d+))?\}")
@@ -144,15 +144,14 @@ def check_depth(value: object, most: int) -> None:
     """Raises RecursionError where JSON is nested more than DEEPEST levels deep, whatever the
     version of Python: newer ones read more levels than others of their functions can walk through.
     most: levels that it may have."""
-    level = [value]
-    for _ in range(DEEPEST if most > DEEPEST else 0):
+    depth, level = 0, [value] if most > DEEPEST else []
+    while level:
+        if depth == DEEPEST:
+            raise RecursionError(f"nested more than {DEEPEST} levels deep")
+        depth += 1
         level = [inner for outer in level
                  for inner in (outer.values() if isinstance(outer, dict) else outer)
-                 if isinstance(inner, dict | list)]
-        if not level:
-            return
-    if most > DEEPEST:
-        raise RecursionError(f"nested more than {DEEPEST} levels deep")
+                 if isinstance(inner, (dict, list))]
 
 
 def _get(row: Mapping, name: str) -> object:

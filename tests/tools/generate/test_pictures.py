@@ -179,33 +179,45 @@ def test_the_pictures_of_the_docs_are_made(tmp_path):
     assert Image.open(tmp_path / "sheet.png").size == (768, 128)
 
 
-def test_weights_of_a_generator_are_read_from_its_folder(tmp_path):
-    """As diffusers names their files, beside those of the other parts; its connector is drawn."""
+@pytest.fixture(scope="module")
+def composition(tmp_path_factory) -> tuple[Path, dict[str, torch.Tensor], torch.nn.Module]:
+    """(The folder of a model that makes images, the weights of its generator's folder, the model).
+    """
     import diffusers
     from transformers import AutoModelForMultimodalLM
 
-    parts = composed.write_parts("whisper_qwen3", tmp_path / "parts",
-                                 generator=tmp_path / "generator", side=4)
+    folder = tmp_path_factory.mktemp("composition")
+    parts = composed.write_parts("whisper_qwen3", folder / "parts", generator=folder / "generator",
+                                 side=4)
     own = diffusers.LTXVideoTransformer3DModel.from_config(
         diffusers.LTXVideoTransformer3DModel.load_config(parts.generator)).double()
     own.save_pretrained(parts.generator, max_shard_size="50KB")
     assert len(list(parts.generator.glob("*.safetensors"))) > 1
-    compose(parts, tmp_path / "model")
-    model = AutoModelForMultimodalLM.from_pretrained(tmp_path / "model", dtype=torch.float64)
-    found = model.generator.transformer.state_dict()
-    assert all(torch.equal(found[name], value) for name, value in own.state_dict().items())
-    assert model.generator.connector.weight.std() > 0
-    settings = model.config.generator_config
-    assert settings["condition_dropout"] > 0  # --guidance needs what it makes of no condition
+    compose(parts, folder / "model")
+    model = AutoModelForMultimodalLM.from_pretrained(folder / "model", dtype=torch.float64)
+    return folder / "model", own.state_dict(), model
 
-    ids, made = torch.tensor([[5, 6, 7, 8, settings["token_id"]]]), model.generator.made
-    told = []
-    model.generator.made = lambda states, *args: told.append(states) or made(states, *args)
-    write_pictures(model, tmp_path / "model", {"input_ids": ids[:, :3]}, [*ids[0, 3:].tolist(), 9],
-                   Namespace(out=tmp_path / "a.png", size=None, steps=1, seed=0, guidance=1.0),
-                   told.append)
-    states = model(input_ids=ids, output_hidden_states=True).hidden_states[-1][0]
-    assert torch.allclose(told[0], states, rtol=0, atol=1e-12)  # with that of its token
+
+def test_weights_of_a_generator_are_read_from_its_folder(composition):
+    """As diffusers names their files, beside those of the other parts; its connector is drawn."""
+    _, own, model = composition
+    found = model.generator.transformer.state_dict()
+    assert all(torch.equal(found[name], value) for name, value in own.items())
+    assert model.generator.connector.weight.std() > 0
+
+
+def test_an_image_is_made_of_the_states_up_to_its_own_token(composition, tmp_path, monkeypatch):
+    folder, _, model = composition
+    settings, made, told = model.config.generator_config, model.generator.made, []
+    assert settings["condition_dropout"] > 0  # --guidance needs what it makes of no condition
+    monkeypatch.setattr(model.generator, "made", lambda states, *args: told.append(states) or made(
+        states, *args))
+    args = Namespace(out=tmp_path / "a.png", size=None, steps=1, seed=0, guidance=1.0)
+    asked, answer = torch.tensor([[5, 6, 7]]), [8, settings["token_id"], 9]
+    write_pictures(model, folder, {"input_ids": asked}, answer, args, lambda line: None)
+    ids = torch.cat([asked, torch.tensor([answer[:2]])], 1)
+    [states] = model(input_ids=ids, output_hidden_states=True).hidden_states[-1]
+    assert torch.allclose(told[0], states, rtol=0, atol=1e-12)
 
 
 def test_a_token_that_the_tokenizer_has_not_is_told(tmp_path):
