@@ -14,6 +14,7 @@ import json
 import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from textwrap import wrap
 from typing import NamedTuple
@@ -232,7 +233,8 @@ def _leaves(value: object, contents: Collection[int], key: str = "", last: str =
     if id(value) in contents:
         return
     if key and is_read and is_json(value):
-        value = from_json(value)
+        with suppress(RowError):  # what only looks like JSON is a text, and its row is refused
+            value = from_json(value)
     if isinstance(value, Mapping):
         for name, inner in value.items():
             known = is_known and (not isinstance(value, Watched) or name in value.seen)

@@ -155,7 +155,7 @@ def test_the_shares_of_a_corpus_add_up(name, tmp_path):
     assert ledger.chars["learnt"] and not ledger.refused and not ledger.media["unread"]
 
 
-DAMAGE = ("", 0, 3.5, True, None, [], {}, "word", "two words", ["0.png"], "[1", {"path": "0.png"},
+DAMAGE = ("", 0, 3.5, True, None, [], {}, "[1]]", "two words", ["0.png"], "[1", {"path": "0.png"},
           {"role": "user", "content": "x"}, "<image>", "\ud800", [[]])
 
 
