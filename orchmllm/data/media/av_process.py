@@ -26,7 +26,7 @@ import numpy as np
 
 from orchmllm.data.media import containers
 from orchmllm.data.media import frames as video_frames
-from orchmllm.data.media.medium import MediaError, Medium, VideoHeader, _Slice, reading
+from orchmllm.data.media.medium import MediaError, Medium, VideoHeader, part_of, reading
 from orchmllm.data.wire import Channel, WireError
 
 INSTALL = "it is read with PyAV, which is not installed: pip install '.[video]' in the clone"
@@ -230,4 +230,4 @@ def _file(request: dict, data: list[np.ndarray]) -> BinaryIO:
         return io.BytesIO(data[0])
     path, size = request["path"], request["size"]
     size = os.path.getsize(path) if size < 0 else size
-    return io.BufferedReader(_Slice(path, request["offset"], size), 1 << 16)
+    return part_of(path, request["offset"], size, 1 << 16)

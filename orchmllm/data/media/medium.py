@@ -149,11 +149,11 @@ def is_image(value: object) -> bool:
 
 
 class _Slice(io.RawIOBase):
-    """Read-only view of `size` bytes at `offset` of a file."""
+    """Read-only view of `size` bytes at `offset` of a file, which it closes."""
 
-    def __init__(self, path: str | os.PathLike | RemoteFile, offset: int, size: int) -> None:
+    def __init__(self, file: BinaryIO, offset: int, size: int) -> None:
         super().__init__()
-        self._file = path.open() if isinstance(path, RemoteFile) else open(path, "rb", buffering=0)
+        self._file = file
         self._offset, self._size, self._at = offset, size, 0
 
     def readable(self) -> bool:
@@ -179,6 +179,13 @@ class _Slice(io.RawIOBase):
     def close(self) -> None:
         self._file.close()
         super().close()
+
+
+def part_of(path: str | os.PathLike | RemoteFile, offset: int, size: int,
+            buffer_size: int) -> io.BufferedReader:
+    """`size` bytes at `offset` of a file. Raises OSError if it cannot be opened."""
+    file = path.open() if isinstance(path, RemoteFile) else open(path, "rb", buffering=0)
+    return io.BufferedReader(_Slice(file, offset, size), buffer_size)
 
 
 @contextmanager
@@ -226,7 +233,7 @@ def _opened(medium: Medium) -> BinaryIO:
     if medium.data is not None:
         return io.BytesIO(medium.data)
     if medium.whole_file is None:
-        return io.BufferedReader(_Slice(medium.path, medium.offset, size), 16384)
+        return part_of(medium.path, medium.offset, size, 16384)
     return open(medium.path, "rb")
 
 
