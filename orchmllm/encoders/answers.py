@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import reprlib
 from collections.abc import Mapping
 from contextlib import ExitStack
 from functools import lru_cache
@@ -86,10 +87,15 @@ class Answer:
         signature = inspect.signature(getattr(original, "forward", original))
         of_layout = [self._local.inputs.get(n) for n in self._encoder.calls[self._call].arguments]
         used = self._encoder.keywords | self._local.options
-        given = dict(signature.bind(*args, **kwargs).arguments)
-        for name, parameter in signature.parameters.items():
+        given: dict[str, Any] = {}
+        for name, value in signature.bind(*args, **kwargs).arguments.items():
+            parameter = signature.parameters[name]
             if parameter.kind == parameter.VAR_KEYWORD:
-                given |= given.pop(name, {})
+                given |= value
+            elif parameter.kind == parameter.VAR_POSITIONAL:  # as a wrapper of a tower has it
+                given |= {f"{name}[{i}]": v for i, v in enumerate(value)}
+            else:
+                given[name] = value
         for name, value in given.items():
             if any(_is(value, v) if isinstance(value, Tensor) and isinstance(v, Tensor)
                    else value is v for v in of_layout):
@@ -130,7 +136,8 @@ def _is(tensor: Tensor, given: Tensor) -> bool:
 
 
 def _short(value: Any) -> str:
-    return f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
+    return (f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor)
+            else reprlib.repr(value))
 
 
 class Answers:

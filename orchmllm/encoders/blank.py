@@ -76,10 +76,11 @@ class BlankMedia:
 
     def _items(self, t: int, h: int, w: int) -> tuple[np.ndarray, tuple[Tensor, ...]]:
         layout, weight = self.encoder.layout, self._weight
+        none = torch.empty(0, 3, dtype=torch.int64)  # what is said of items is in this dtype
         if isinstance(layout, Masked):
-            return np.array([[FRAMES * w]]), (torch.ones(FRAMES * w, weight.shape[1]),)
+            return np.array([[FRAMES * w]]), (torch.ones(FRAMES * w, weight.shape[1]), none[:, 0])
         if isinstance(layout, Packed):
-            return np.array([[t, h, w]]), (torch.ones(t * h * w, weight[0].numel()),)
+            return np.array([[t, h, w]]), (torch.ones(t * h * w, weight[0].numel()), none)
         if self.phase == "audio":
             mask = torch.ones(t, FRAMES * w, dtype=torch.int64)
             values = torch.ones(t, weight.shape[1], FRAMES * w), *[mask] * (
@@ -89,11 +90,11 @@ class BlankMedia:
         high, wide = (patch * (h, w)).tolist()
         if isinstance(layout, Cropped):
             return np.array([[high, wide, patch[0]]] * t), (
-                torch.ones(t * h * w, weight.shape[1], *patch),)
+                torch.ones(t * h * w, weight.shape[1], *patch), none[:, :2])
         if isinstance(layout, Tiles):
             tiles = layout.count(self.owner, [high, wide])
             return np.array([[high, wide, tiles]] * t), (
-                torch.ones(t * tiles, weight.shape[1], high, wide),)
+                torch.ones(t * tiles, weight.shape[1], high, wide), none[:, :2])
         values = torch.ones(t, weight.shape[1], high, wide)
         if isinstance(layout, Slots):
             return np.zeros((t, 0), np.int64), (values, torch.ones(t, high, wide, dtype=torch.bool))

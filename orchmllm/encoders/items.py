@@ -56,6 +56,23 @@ def table_of(name: str, value: Any, num_items: int | None = None) -> np.ndarray:
     return array
 
 
+def form_of(value: Any) -> Tensor | None:
+    """What is gathered of a tensor whose values are in `meta`: its dtype and the shape of a row."""
+    return value[:0] if isinstance(value, Tensor) else None
+
+
+def _no_rows(meta: np.ndarray) -> np.ndarray:
+    return np.zeros(len(meta), np.int64)
+
+
+def _as_given(integers: np.ndarray, values: Values, place: Place) -> Tensor:
+    """Integers of items as the forward was given them, in int64 where they were no tensor. values:
+    the packed tensors, and the integers' `form_of`."""
+    content, form = values
+    out = place(integers.copy(), content.device)
+    return out if form is None else out.to(form.dtype).reshape(-1, *form.shape[1:])
+
+
 def _packed_rows(value: Tensor, counts: np.ndarray, items: slice) -> Tensor:
     ends = counts.cumsum()
     return value[ends[items.start] - counts[items.start]: ends[items.stop - 1]]
@@ -162,10 +179,10 @@ class Packed(Layout):
         if self.apart:
             counts = np.repeat(counts, counts[:, 0], axis=0)
             counts[:, 0] = 1
-        return Items(counts, (value,))
+        return Items(counts, (value, form_of(inputs[self.counts])))
 
     def rows(self, meta: np.ndarray) -> list[np.ndarray]:
-        return [meta.prod(1)]
+        return [meta.prod(1), _no_rows(meta)]
 
     def part(self, inputs: Mapping[str, Any], meta: np.ndarray, items: slice) -> tuple[Any, ...]:
         counts = inputs[self.counts]
@@ -178,8 +195,8 @@ class Packed(Layout):
         return meta.prod(1), meta[:, 0] if self.frames else None
 
     def build(self, meta: np.ndarray, values: Values, place: Place = on_device) -> tuple[Any, ...]:
-        counts = place(meta.copy(), values[0].device)
-        return values[0], counts if meta.shape[1] > 1 else counts[:, 0]
+        counts = meta if meta.shape[1] > 1 or values[1] is not None else meta[:, 0]
+        return values[0], _as_given(counts, values, place)
 
 
 @dataclass(frozen=True)
@@ -195,16 +212,17 @@ class Masked(Layout):
         if value.shape[::2] != mask.shape:
             raise ValueError(f"{self.mask} has shape {tuple(mask.shape)}, {self.value} has "
                              f"{tuple(value.shape)}")
-        return Items(table_of(self.mask, mask.sum(-1)), (value.permute(0, 2, 1)[mask],))
+        return Items(table_of(self.mask, mask.sum(-1)), (
+            value.permute(0, 2, 1)[mask], form_of(inputs[self.mask][:, 0])))
 
     def rows(self, meta: np.ndarray) -> list[np.ndarray]:
-        return [meta[:, 0]]
+        return [meta[:, 0], _no_rows(meta)]
 
     def build(self, meta: np.ndarray, values: Values, place: Place = on_device) -> tuple[Any, ...]:
         padded = pad_sequence(values[0].split(meta[:, 0].tolist()), batch_first=True)  # (n, T, C)
         mask = np.arange(padded.shape[1]) < meta[:, :1]
         return (padded.transpose(1, 2).contiguous(),
-                place(mask.astype(np.int64), padded.device))
+                place(mask.astype(np.int64), padded.device).to(values[1].dtype))
 
 
 @dataclass(frozen=True)
@@ -230,10 +248,10 @@ class Tiles(Layout):
         if len(value) != tiles.sum():
             raise ValueError(f"{self.value} has {len(value)} tiles, {self.sizes} says "
                              f"{int(tiles.sum())}")
-        return Items(np.column_stack([sizes, tiles]), (value,))
+        return Items(np.column_stack([sizes, tiles]), (value, form_of(inputs[self.sizes])))
 
     def rows(self, meta: np.ndarray) -> list[np.ndarray]:
-        return [meta[:, 2]]
+        return [meta[:, 2], _no_rows(meta)]
 
     def part(self, inputs: Mapping[str, Any], meta: np.ndarray, items: slice) -> tuple[Any, ...]:
         if inputs[self.value].dim() == 5:
@@ -244,7 +262,7 @@ class Tiles(Layout):
         return meta[:, 2], meta[:, 2]  # a tile is a frame: attention stays inside
 
     def build(self, meta: np.ndarray, values: Values, place: Place = on_device) -> tuple[Any, ...]:
-        return values[0], place(meta[:, :2].copy(), values[0].device)
+        return values[0], _as_given(meta[:, :2], values, place)
 
 
 @dataclass(frozen=True)
@@ -266,10 +284,11 @@ class Cropped(Layout):
             patches.append(inside.permute(1, 3, 0, 2, 4).flatten(0, 1))
         # A column holds p, because the ranks know rows from the integers alone.
         meta = np.column_stack([sizes, np.full(len(sizes), p)])
-        return Items(meta, (torch.cat([value.new_zeros(0, value.shape[1], p, p), *patches]),))
+        return Items(meta, (torch.cat([value.new_zeros(0, value.shape[1], p, p), *patches]),
+                            form_of(inputs[self.sizes])))
 
     def rows(self, meta: np.ndarray) -> list[np.ndarray]:
-        return [(meta[:, :2] // meta[:, 2:]).prod(1)]
+        return [(meta[:, :2] // meta[:, 2:]).prod(1), _no_rows(meta)]
 
     def build(self, meta: np.ndarray, values: Values, place: Place = on_device) -> tuple[Any, ...]:
         rows, sizes = values[0], meta[:, :2]
@@ -280,7 +299,7 @@ class Cropped(Layout):
             h, w = h // p, w // p
             part = part.unflatten(0, (h, w)).permute(2, 0, 3, 1, 4)
             image[:, : h * p, : w * p] = part.reshape(-1, h * p, w * p)
-        return out, place(sizes.copy(), rows.device)
+        return out, _as_given(sizes, values, place)
 
 
 @dataclass(frozen=True)

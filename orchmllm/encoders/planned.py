@@ -28,7 +28,7 @@ from orchmllm.comm.pieces import Form, Media, Piece
 from orchmllm.encoders.answers import Answers
 from orchmllm.encoders.blank import BlankMedia
 from orchmllm.encoders.infer import infer_encoders
-from orchmllm.encoders.items import Items, Layout, Place, Tiles, Values, table_of
+from orchmllm.encoders.items import Items, Layout, Place, Tiles, Values, form_of, table_of
 from orchmllm.encoders.mirrored import Mirrored, mirrored, on_host
 from orchmllm.encoders.pixels import Pixels, proven
 from orchmllm.encoders.results import Features, flatten
@@ -280,7 +280,7 @@ class _Numbered(Tiles):
         if int(inputs.get(_NUMBERS, 1)) == 1:  # as the model takes it where nobody says
             return super().describe(module, inputs)
         meta = np.append(table_of(self.sizes, inputs[self.sizes]), [[1]], axis=1)
-        return Items(meta, (inputs[self.value][:, 0],))
+        return Items(meta, (inputs[self.value][:, 0], form_of(inputs[self.sizes])))
 
     def build(self, meta: np.ndarray, values: Values, place: Place = on_device) -> tuple[Any, ...]:
         """Images with one tile have to be the last ones."""

@@ -117,7 +117,9 @@ def _move_media(
         dtype, shape = tensor
         held = (share.local.values[k] if share.local.values
                 else torch.empty((0, *shape), dtype=dtype))
-        values.append(exchange_rows(held.to(device), share.move.exchange(rows, rank), group))
+        held = held.to(device)
+        values.append(exchange_rows(held, share.move.exchange(rows, rank), group)
+                      if rows.any() else held)
     return values
 
 

@@ -68,8 +68,9 @@ def test_an_encoder_gets_bit_by_bit_what_the_processor_makes(tmp_path, name):
             assert value.numel() * copies == made[0].numel()
             restored = encoders.pixels[piece.argument].restored(value)
             assert torch.equal(restored, made[0])
-            assert all(a is b is None or torch.equal(a, b)
-                       for a, b in zip(others, made[1:], strict=True))
+            for there, here in zip(others, made[1:], strict=True):  # integers stay on the host
+                travels = here is not None and here.is_floating_point()
+                assert torch.equal(there, here) if travels else there is None
     for channel, byte in ((0, 0), (1, 131), (2, 255)):
         table, copies, samples = next(iter(rows.reader.processor.arithmetic().values()))()
         bits = table.clone().view(torch.int32)

@@ -10,8 +10,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
-from orchmllm import CostModel, Encoder, Packed, balance_encoders
+from orchmllm import CostModel, Encoder, Masked, Packed, balance_encoders
 from orchmllm.encoders.infer import infer_encoders
 from orchmllm.encoders.items import Cropped
 from orchmllm.encoders.sharing import assign
@@ -180,14 +181,14 @@ def test_copies_shadow_and_the_skip_rule(three):
 @pytest.mark.parametrize("min_gain, moves", [(0.0, True), (0.33, True), (0.34, False)])
 def test_a_move_has_to_gain_its_share(min_gain, moves):
     """Rank 0 has three of four equal items: with two each the slowest has a third less."""
-    items = GatheredItems(np.array([3, 1]), np.full((4, 1), 8), [None])
+    items = GatheredItems(np.array([3, 1]), np.full((4, 1), 8), [None, None])
     encoder = Encoder("clip", {"tower": Packed("clips", "lengths")})
     made = assign(encoder, None, items, CostModel(1000, 0), min_gain=min_gain, ranks_per_node=8)
     assert made.move.target_sizes.tolist() == ([2, 2] if moves else [3, 1])
 
 
 def test_what_is_even_does_not_move():
-    items = GatheredItems(np.array([2, 2]), np.full((4, 1), 8), [None])
+    items = GatheredItems(np.array([2, 2]), np.full((4, 1), 8), [None, None])
     encoder = Encoder("clip", {"tower": Packed("clips", "lengths")})
     made = assign(encoder, None, items, CostModel(1000, 0), min_gain=0.0, ranks_per_node=8)
     assert made.move.order.tolist() == [0, 1, 2, 3]
@@ -196,7 +197,7 @@ def test_what_is_even_does_not_move():
 @pytest.mark.parametrize("name", ["qwen2_vl", "qwen3_vl", "glm4v", "qwen2_5_omni"])
 def test_attention_of_a_video_costs_what_one_of_its_frames_has(name):
     """An image of 64 patches, and a video of 16 frames of 4."""
-    items = GatheredItems(np.ones(2, np.int64), np.array([[1, 8, 8], [16, 2, 2]]), [None])
+    items = GatheredItems(np.ones(2, np.int64), np.array([[1, 8, 8], [16, 2, 2]]), [None, None])
     encoder = infer_encoders(FAMILIES[name].build())[1][0]
     made = assign(encoder, None, items, CostModel(1000, 3000),
                   min_gain=0.0, ranks_per_node=8)
@@ -282,6 +283,58 @@ def test_a_small_cost_of_an_item_balances(two):
     assert min(two["cheap"]) > 0
 
 
+class Told(nn.Module):
+    """A tower that depends on the dtype and the shape of what it is told of its items."""
+
+    def __init__(self, dtype: torch.dtype, ndim: int) -> None:
+        super().__init__()
+        self.dense, self.told = nn.Linear(4, 8), (dtype, ndim)
+
+    def forward(self, values, told):
+        assert (told.dtype, told.dim()) == self.told
+        if values.dim() == 3:
+            return self.dense(values.transpose(1, 2)).masked_fill(~told[..., None], 0.0).sum(1)
+        return torch.stack([self.dense(one).mean(0) for one in values.split(
+            told.flatten().tolist())])
+
+
+class Wrapped(nn.Module):
+    def __init__(self, tower: nn.Module) -> None:
+        super().__init__()
+        self.tower, self.embed = tower, nn.Embedding(2, 8)
+
+    def forward(self, ids, values, told):
+        return self.embed(ids).sum() + self.tower(values, told).square().sum()
+
+
+def told(world) -> list[float]:
+    """What a tower is told, in the dtype and the shape that its caller gave; a tower in a wrapper,
+    whose forward names no arguments."""
+    lengths = torch.arange(2, 6 - 2 * world.rank)
+    mask = torch.arange(int(lengths.max())) < lengths[:, None]
+    rows = torch.randn(int(lengths.sum()), 4).double()
+    mel = torch.randn(len(lengths), 4, mask.shape[1]).double()
+    packed, ids, out = Packed("values", "told"), torch.zeros(1, 2, dtype=torch.int64), []
+    for layout, values, said, wrap in (
+            (Masked("values", "told"), mel, mask, lambda t: t),
+            (packed, rows, lengths.int(), checkpoint_wrapper),
+            (packed, rows, lengths[:, None], lambda t: torch.compile(t, backend="eager"))):
+        torch.manual_seed(0)
+        model = Wrapped(wrap(Told(said.dtype, said.dim()).double())).double()
+
+        def losses(m, values=values, said=said):
+            return [m(ids, values, said)]
+
+        want = mean_gradients(model, losses)
+        handle = balance_encoders(model, [Encoder("e", {"tower": layout})], join="embed")
+        out.append(worst(mean_gradients_of(model, losses), want) + (not handle.last["e"].moved))
+    return out
+
+
+def test_a_tower_is_told_what_its_caller_says(two):
+    assert max(map(max, two["told"])) < EXACT
+
+
 def test_many_items(two):
     for difference, moved in two["many"]:
         assert difference < EXACT and moved > 100
@@ -298,7 +351,7 @@ def one() -> dict[str, list]:
 
 @pytest.fixture(scope="module")
 def two() -> dict[str, list]:
-    return each_in_one_world(2, (given_embeddings, looked_at, cheap, many, runs))
+    return each_in_one_world(2, (given_embeddings, looked_at, cheap, many, runs, told))
 
 
 @pytest.fixture(scope="module")
