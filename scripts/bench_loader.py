@@ -37,7 +37,7 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 from orchmllm import BalancedDataLoader, CostModel
 from orchmllm.comm import exchange as comm
-from orchmllm.comm.exchange import RowGather, bytes_group
+from orchmllm.comm.exchange import RowGather, gloo_group
 from orchmllm.config.job import resolve
 from orchmllm.config.recipe import load_recipe
 from orchmllm.data.loading.step_loader import StepLoader
@@ -200,7 +200,7 @@ def media(rank: int, args: argparse.Namespace) -> dict:
         balance = replace(recipe.balance, dispatch=name)
         orchestrator = Orchestrator(
             plan_spec(resolve(replace(recipe, balance=balance), 1, 1)), RowGather(1, 120.0),
-            group=bytes_group(ranks, 120.0) if name == "bytes" else None)
+            group=gloo_group(ranks, 120.0) if name == "bytes" else None)
         for workers in (0, 2):
             loader = StepLoader(dataset, sampler, orchestrator, num_steps=args.steps // 2,
                                 num_workers=workers)

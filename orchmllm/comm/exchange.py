@@ -9,8 +9,9 @@ all-to-all of rows that is differentiable.
 from __future__ import annotations
 
 import atexit
-import itertools
 import time
+import weakref
+from collections import Counter
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import NamedTuple
@@ -22,11 +23,13 @@ from torch import Tensor
 
 from orchmllm.batch import on_device
 from orchmllm.launch import current_world
+from orchmllm.plan.assign import digest64
 from orchmllm.plan.rearrange import Exchange
 
 # torch 2.13 renamed it, and warns of the name before.
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_groups_made = itertools.count()
+# Their numbers by members, of each default group, which a program may make anew.
+_meetings: weakref.WeakKeyDictionary[dist.ProcessGroup, Counter] = weakref.WeakKeyDictionary()
 _groups: list[dist.ProcessGroupGloo] = []
 atexit.register(_groups.clear)
 
@@ -52,12 +55,9 @@ class RowGather:
         leaders = range(0, self.world_size, self.per_node)
         self.num_nodes = len(leaders)
         self._is_leader = self.rank == first
-        name = f"gather{next(_groups_made)}"
-        self._node_group = gloo_group([ranks[r] for r in self.node],
-                                      f"{name}/node{ranks[first]}", timeout_s)
+        self._node_group = gloo_group([ranks[r] for r in self.node], timeout_s)
         if self._is_leader and self.num_nodes > 1:
-            self._leader_group = gloo_group([ranks[r] for r in leaders],
-                                            f"{name}/leaders{ranks[0]}", timeout_s)
+            self._leader_group = gloo_group([ranks[r] for r in leaders], timeout_s)
 
     def __call__(self, row: np.ndarray) -> np.ndarray:
         """row (L,) int64, the same L on all ranks -> (world_size, L)."""
@@ -198,24 +198,28 @@ def node_size(ranks: Sequence[int], given: int) -> int:
     return sum(r // world.local_world_size == ranks[0] // world.local_world_size for r in ranks)
 
 
-def gloo_group(ranks: Sequence[int], name: str, timeout_s: float) -> dist.ProcessGroupGloo:
-    """A CPU group of `ranks` (global), made by them alone. name: the same on its ranks, used once.
+def meeting(ranks: Sequence[int]) -> dist.Store:
+    """A new store of `ranks` (global), named after them and how many they had before: any two ranks
+    have to ask for those that they share in one order, whatever each shares with others."""
+    made = _meetings.setdefault(dist.group.WORLD, Counter())
+    members = tuple(ranks)
+    name = f"orchmllm/{digest64(repr(members).encode()):x}/{made[members]}"
+    made[members] += 1
+    return dist.PrefixStore(name, dist.distributed_c10d._get_default_store())
+
+
+def gloo_group(ranks: Sequence[int], timeout_s: float) -> dist.ProcessGroupGloo:
+    """A CPU group of `ranks` (global), made by them alone, see `meeting`.
 
     Not dist.new_group: called by all ranks for all groups it takes long in a large world, and with
     local synchronisation torch names a group after the number of groups that the process has, so
-    ranks on which the user's program made unequally many wait for each other for ever."""
-    store = dist.PrefixStore(f"orchmllm/{name}", dist.distributed_c10d._get_default_store())
-    group = dist.ProcessGroupGloo(store, list(ranks).index(dist.get_rank()), len(ranks),
+    ranks on which the program made unequally many wait for each other for ever."""
+    group = dist.ProcessGroupGloo(meeting(ranks), list(ranks).index(dist.get_rank()), len(ranks),
                                   timedelta(seconds=timeout_s))
     # Kept to the end of the process: a forked worker that collected its copy would crash on the
     # group's threads, which a fork does not copy.
     _groups.append(group)
     return group
-
-
-def bytes_group(ranks: Sequence[int], timeout_s: float) -> dist.ProcessGroupGloo:
-    """The CPU group for exchange_bytes among `ranks`; every rank of the job makes as many."""
-    return gloo_group(ranks, f"bytes{next(_groups_made)}/{ranks[0]}", timeout_s)
 
 
 def node_group(nodes: Sequence[range], device: torch.device, timeout_s: float
@@ -224,7 +228,7 @@ def node_group(nodes: Sequence[range], device: torch.device, timeout_s: float
     of the job calls it at the same place. nodes: that of each rank."""
     mine = nodes[dist.get_rank()]
     if device.type == "cpu":
-        return gloo_group(list(mine), f"node{next(_groups_made)}/{mine.start}", timeout_s)
+        return gloo_group(mine, timeout_s)
     groups = {node: dist.new_group(list(node), timeout=timedelta(seconds=timeout_s))
               for node in dict.fromkeys(nodes)}
     return groups[mine]

@@ -20,7 +20,7 @@ def exchange_bytes(
     items: Sequence[Callable[[], np.ndarray | None]], move: Rearrangement, rank: int,
     group: dist.ProcessGroupGloo,
 ) -> list[int | np.ndarray | None]:
-    """Moves byte strings of any sizes between the ranks of a bytes_group.
+    """Moves byte strings of any sizes between the ranks of a gloo_group.
 
     items: this rank's part of `move`'s source items; each is called for its bytes, (n,) uint8, only
     if it leaves the rank, and must not raise, because the other ranks are waiting: it returns None

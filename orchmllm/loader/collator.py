@@ -39,12 +39,8 @@ class Collator:
             micro.geometry, micro.seen = geometry_of(micro, batch)
         labels = labels_of(batch)
         micro.labels_shape = None if labels is None else tuple(labels.shape)
-        # It fails at the first batch of an epoch that ends with fillers, not at the last.
-        if (is_filler or self._tail_is_filled) and counts is None and labels is None:
-            raise ValueError(
-                f"rank {self.rank} has no example in this step and cannot be given a filler, "
-                'because the batch has no tensor "labels" to ignore: use drop_last=True, more '
-                'examples, a collate_fn that returns "labels", or num_targets=')
+        if is_filler or self._tail_is_filled:  # not at the last batch, where it is known before
+            self._check_filler(labels)
         if is_filler:
             batch, micro.num_targets = ignore_labels(copy.copy(batch), labels), (0, 0)
         elif counts is not None:
@@ -52,6 +48,17 @@ class Collator:
         else:
             micro.num_targets = UNCOUNTED if labels is None else count_labels(labels)
         micro.content = pin_memory(batch) if self._pins else batch
+
+    def _check_filler(self, labels: Tensor | None) -> None:
+        if labels is None and self.num_targets is None:
+            raise ValueError(
+                f"rank {self.rank} has no example in this step and cannot be given a filler, "
+                'because the batch has no tensor "labels" to ignore: use drop_last=True, more '
+                'examples, a collate_fn that returns "labels", or num_targets=')
+        if labels is not None and not labels.dtype.is_signed:
+            raise ValueError(
+                f'the "labels" are {labels.dtype}, which cannot hold {IGNORE_INDEX}, so those of a '
+                "rank without examples could not be ignored: return torch.int64 from collate_fn")
 
 
 def _whole(count: Any) -> int:

@@ -51,15 +51,16 @@ def _pack(value: Any, path: str, buffers: list[np.ndarray]) -> list:
         if kind in (list, tuple):
             return ["l" if kind is list else "u", packed]
         return ["n", packed, kind.__module__, kind.__qualname__]
-    if kind in (bytes, bytearray):
+    if kind is bytes:
         buffers.append(np.frombuffer(value, np.uint8))
         return ["b", len(value)]
-    if isinstance(value, Tensor):
+    if kind is Tensor:  # what a subclass adds would be lost, as the mask of a masked array
         return _pack_tensor(value, path, buffers)
-    if isinstance(value, np.ndarray | np.generic) and value.dtype.kind in "biufcSU":
-        buffers.append(np.ascontiguousarray(value).reshape(-1).view(np.uint8))
-        kind = "s" if isinstance(value, np.generic) else "a"
-        return [kind, len(buffers[-1]), value.dtype.str, list(value.shape)]
+    is_array, is_scalar = kind in (np.ndarray, np.memmap), isinstance(value, np.generic)
+    if (is_array or is_scalar) and value.dtype.kind in "biufcSU":
+        dtype = value.dtype if value.dtype.itemsize else np.dtype(f"{value.dtype.kind}1")
+        buffers.append(np.ascontiguousarray(value, dtype).reshape(-1).view(np.uint8))
+        return ["s" if is_scalar else "a", len(buffers[-1]), dtype.str, list(value.shape)]
     raise TypeError(
         f"{path} is a {kind.__module__}.{kind.__qualname__}, which cannot be sent to another rank: "
         "use tensors, arrays, numbers, strings, bytes, and dicts, lists, tuples or NamedTuples (of "

@@ -83,7 +83,15 @@ def sampled_indices(batch_sampler: Iterable, accumulation_steps: int, first_step
     ranks."""
     lists = islice(batch_sampler, first_step * accumulation_steps, None)
     while drawn := list(islice(lists, accumulation_steps)):
-        yield [int(i) for indices in drawn for i in indices], None
+        yield [_whole(i) for indices in drawn for i in indices], None
+
+
+def _whole(given: Any) -> int:
+    try:
+        return index(given)
+    except TypeError as error:
+        raise TypeError(f"the sampler yielded {given!r} as an index: it has to yield whole "
+                        "numbers") from error
 
 
 def batch_layout(

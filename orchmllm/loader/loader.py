@@ -16,11 +16,12 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader, IterableDataset, Sampler
 
+from orchmllm.comm.exchange import node_size
 from orchmllm.data.loading.pipeline import Pipeline
 from orchmllm.loader.collator import Collator
 from orchmllm.loader.groups import data_ranks
 from orchmllm.loader.loss import LossWatch, StepInfo
-from orchmllm.loader.process_groups import connect
+from orchmllm.loader.process_groups import agree, connect
 from orchmllm.loader.setup import Planning, check_arguments, check_state, log_step, plan_batch
 from orchmllm.loader.source import (
     PlannedSampler,
@@ -103,17 +104,26 @@ class BalancedDataLoader(DataLoader):
         check_arguments(source, lengths, length_fn, shard_size, len(ranks), accumulation_steps,
                         max_tokens, prefetch)
         dispatch = "bytes" if lengths is None else "load"
+        self.num_ranks = len(ranks)
+        batches = self.num_ranks * drawn_batches(accumulation_steps)  # of a step
+        if source.kind == "indices":
+            self.global_batch_size = source.batch_size * batches
+        agree(ranks, {
+            **self._order(), "drop_last": source.drop_last,
+            "num_workers": source.workers["num_workers"], "prefetch": prefetch, "policy": policy,
+            "tolerance": tolerance, "max_tokens": max_tokens, "min_gain": min_gain,
+            "measure_every": measure_every, "shard_size": shard_size, "timeout_s": timeout_s,
+            "ranks_per_node": node_size(ranks, ranks_per_node),
+            "whether lengths are given": lengths is not None,
+            "whether num_targets is given": num_targets is not None}, timeout_s)
         links = connect(self, ranks, shard_size, ranks_per_node, timeout_s, cpu=lengths is None)
-        self.rank, self.num_ranks = links.rank, len(ranks)
+        self.rank = links.rank
         self._planning = Planning(
             policy, tolerance, max_tokens, cost=phases, dispatch=dispatch, min_gain=min_gain,
             measure_every=measure_every, ranks_per_node=links.gather.per_node, says=self.rank == 0)
         self._orchestrator = Orchestrator(
             self._planning.spec, links.gather, group=links.cpu, commit_gather=links.everyone)
         self._orchestrator.planner = plan_batch
-        batches = self.num_ranks * drawn_batches(accumulation_steps)  # of a step
-        if source.kind == "indices":
-            self.global_batch_size = source.batch_size * batches
         collator = Collator(source.collate, self.rank, num_targets, source.pin_memory,
                             tail_is_filled(source, batches))
         self._reader = Reader(source, lengths, length_fn, collator, links, max_tokens)
@@ -125,6 +135,7 @@ class BalancedDataLoader(DataLoader):
         # where the loop is.
         self._next = self._done = (0, 0, None)
         self._known = self._planning.known  # at that place: ranks prefetch at another pace
+        self._epoch_of_source: int | None = None  # that the user's sampler or stream was told
         self._own_key = f"inner_{self.rank}"  # in the state of a sampler or a stream
         self._step: StepInfo | None = None  # of the batch last yielded
         self._ahead: deque[tuple] | None = None  # the same of batches that a wrapper holds back
@@ -195,6 +206,7 @@ class BalancedDataLoader(DataLoader):
                     f"{next_epoch}; go on in that epoch, or load no state")
             step, state = 0, None  # the end of that epoch
         self._next = epoch, step, state
+        self._epoch_of_source = epoch
         self._source.set_epoch(epoch)
 
     def __iter__(self) -> Iterator[Any]:
@@ -296,7 +308,7 @@ class BalancedDataLoader(DataLoader):
         if self._source.kind == "indices":
             return {**state, "batch_size": self._source.batch_size}
         return {**state, **self._source.counted(), "num_ranks": self.num_ranks,
-                self._own_key: (inner,)}
+                "epoch_of_source": self._epoch_of_source, self._own_key: (inner,)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Goes on where `state` was taken, on any number of ranks and workers for a map-style
@@ -313,5 +325,8 @@ class BalancedDataLoader(DataLoader):
             batches = self.num_ranks * drawn_batches(self.accumulation_steps)
             # torch's DataLoader refuses it from an ordinary assignment.
             object.__setattr__(self, "batch_size", math.ceil(self.global_batch_size / batches))
+        if (told := state.get("epoch_of_source")) is not None:
+            self._epoch_of_source = told
+            self._source.set_epoch(told)
         [inner] = state.get(self._own_key, (None,))
         self._next = self._done = state["epoch"], state["step"], inner

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import weakref
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
+from datetime import timedelta
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch.distributed as dist
 
-from orchmllm.comm.exchange import RowGather, bytes_group, node_size
+from orchmllm.comm.agree import PlanMismatchError
+from orchmllm.comm.exchange import RowGather, gloo_group, meeting, node_size
 
 
 class Links(NamedTuple):
@@ -47,6 +51,38 @@ _made: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple, _Made]] = (
     weakref.WeakKeyDictionary())  # by the default group, which a program may make anew
 
 
+def agree(ranks: Sequence[int], arguments: Mapping[str, Any], timeout_s: float) -> None:
+    """Raises PlanMismatchError on all ranks, naming the argument, where one of them has others than
+    the first. Before a group is made: the arguments decide which."""
+    store, limit = meeting(ranks), timedelta(seconds=timeout_s)
+    mine = {name: repr(value) for name, value in arguments.items()}
+    if dist.get_rank() == ranks[0]:
+        store.set("first", json.dumps(mine))
+    try:
+        store.wait(["first"], limit)
+        first = json.loads(store.get("first"))
+        for name, value in mine.items():
+            if value != first.get(name):
+                store.set("differs", f"{name} is {first.get(name)} on rank {ranks[0]} and {value} "
+                                     f"on rank {dist.get_rank()}")
+                break
+        if store.add("joined", 1) == len(ranks):
+            differs = store.check(["differs"])
+            store.set("found", store.get("differs") if differs else "nothing")
+        store.wait(["found"], limit)
+    except RuntimeError as error:
+        raise RuntimeError(
+            f"not all of the ranks {_shown(ranks)} made a BalancedDataLoader within timeout_s = "
+            f"{timeout_s:g}; all ranks of its group make it together ({error})") from error
+    found = store.get("found").decode()
+    if found != "nothing":
+        raise PlanMismatchError(f"BalancedDataLoader: {found}: give all ranks the same")
+
+
+def _shown(ranks: Sequence[int]) -> str:
+    return ", ".join(map(str, ranks)) if len(ranks) < 9 else f"{ranks[0]} ... {ranks[-1]}"
+
+
 def connect(
     owner: object, ranks: list[int], shard_size: int, ranks_per_node: int, timeout_s: float, *,
     cpu: bool,
@@ -79,4 +115,4 @@ def _connect(
                 if size < len(ranks) else None)
     return Links(
         rank=mine, num_ranks=len(ranks), shard=shard, gather=gather, everyone=everyone,
-        cpu=bytes_group(members, timeout_s) if cpu else None)
+        cpu=gloo_group(members, timeout_s) if cpu else None)

@@ -12,6 +12,8 @@ from functools import partial
 from operator import length_hint
 from typing import Any
 
+import numpy as np
+from torch import Tensor
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
@@ -160,6 +162,8 @@ class Reader:
     ) -> None:
         self._source, self._collator, self._links = source, collator, links
         self._max_tokens = max_tokens
+        if hasattr(lengths, "__array__") and not isinstance(lengths, Tensor):  # pandas has labels
+            lengths = np.asarray(lengths)
         self._lengths = lengths.__getitem__ if hasattr(lengths, "__getitem__") else lengths
         self._indices = SharedIndices() if lengths is None else PlannedIndices()
         self._measure: Callable = list

@@ -110,7 +110,7 @@ class ForeignStream:
 def measured(length_fn: Callable[[Any], Any], examples: list[Any]) -> list[tuple[Any, Any]]:
     """Examples with their lengths: collate_fn of worker processes. Raises TypeError where a batch
     is no list of examples."""
-    if not isinstance(examples, list | tuple):
+    if not isinstance(examples, list):  # a tuple may be one example, of ids and labels
         raise TypeError(f"the wrapped loader yielded a {type(examples).__name__}: wrap one that "
                         "yields lists of examples, or a torch DataLoader")
     return [(length_fn(e), e) for e in examples]

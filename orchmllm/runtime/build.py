@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from orchmllm.comm.exchange import RowGather, bytes_group
+from orchmllm.comm.exchange import RowGather, gloo_group
 from orchmllm.config.recipe import Recipe
 from orchmllm.data.dataset import ConversationDataset
 from orchmllm.data.stream import open_dataset
@@ -56,6 +56,6 @@ def build_orchestrator(
     timeout = recipe.launch.timeout_s
     # Text moves in the prefetch thread.
     moves = spec.balance.dispatch in ("bytes", "tensors")
-    group = bytes_group(range(world_size), timeout) if moves else None
+    group = gloo_group(range(world_size), timeout) if moves else None
     return Orchestrator(spec, RowGather(spec.ranks_per_node, timeout), device=device, group=group,
                         device_group=device_group)

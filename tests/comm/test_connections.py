@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from orchmllm.comm.exchange import RowGather, bytes_group
+from orchmllm.comm.exchange import RowGather, gloo_group
 from orchmllm.comm.exchange_bytes import exchange_bytes
 from orchmllm.config.recipe import CheckpointConfig
 from orchmllm.launch import World, process_group
@@ -60,7 +60,7 @@ def counts(world: World, folder: Path) -> tuple[int, int, int]:
 
     with process_group(place, 300.0):
         start = count("start")
-        group, gather = bytes_group(range(RANKS), 300.0), RowGather(RANKS, 300.0)
+        group, gather = gloo_group(range(RANKS), 300.0), RowGather(RANKS, 300.0)
         keeper = Checkpointer(folder / "saved", CheckpointConfig(asynchronous=False), gather,
                               log=lambda text: None)
         made = count("made")

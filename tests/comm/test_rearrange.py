@@ -9,7 +9,7 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
-from orchmllm.comm.exchange import _summed, bytes_group, exchange_rows
+from orchmllm.comm.exchange import _summed, exchange_rows, gloo_group
 from orchmllm.comm.exchange_bytes import exchange_bytes
 from orchmllm.plan.rearrange import Rearrangement
 from tests.lib.ranks import run_ranks
@@ -134,7 +134,7 @@ def sent_bytes(world) -> list:
     move = Rearrangement.from_rank_of(np.tile(np.repeat(np.arange(d), 2), d), np.full(d, 2 * d))
     items = [lambda k=k: None if (r, k % 2) == (1, 0) else np.full(3 * r + k, 10 * r + k, np.uint8)
              for k in range(2 * d)]
-    came = exchange_bytes(items, move, r, bytes_group(range(d), 60.0))
+    came = exchange_bytes(items, move, r, gloo_group(range(d), 60.0))
     return [x.tolist() if isinstance(x, np.ndarray) else x for x in came]
 
 

@@ -4,6 +4,8 @@ rank still reaches all of them, as itself and not as a timeout."""
 from __future__ import annotations
 
 import pytest
+import torch
+from torch.utils.data import IterableDataset
 
 from orchmllm.config.balance import BalanceConfig
 from orchmllm.config.recipe import TrainConfig
@@ -105,8 +107,17 @@ class Undrawable(Lists):
         return iter([[4 * k + self.rank] for k in range(3)])
 
 
+class Pairs(IterableDataset):
+    def __iter__(self):
+        return iter([(torch.zeros(3), torch.zeros(3))])
+
+
 def cannot_begin(world, what: str) -> tuple:
     how = dict(collate_fn=collate, length_fn=token_count, timeout_s=TIMEOUT_S)
+    if what == "index":
+        return outcome(loader_of(Texts(), sampler=["0", "1"], **how))
+    if what == "pair":  # one example of two tensors, and no list of two examples
+        return outcome(loader_of(Pairs(), batch_size=None, **how))
     if what == "sampler":
         return outcome(loader_of(
             Texts(), batch_sampler=Undrawable(world.rank, True), **how))
@@ -117,7 +128,9 @@ def cannot_begin(world, what: str) -> tuple:
     return outcome(loader)
 
 
-@pytest.mark.parametrize("what, text", [("sampler", "of the sampler"), ("state", "at another")])
+@pytest.mark.parametrize("what, text", [
+    ("sampler", "of the sampler"), ("state", "at another"), ("index", "yielded '0' as an index"),
+    ("pair", "yielded a tuple: wrap one that yields lists of examples")])
 def test_a_rank_whose_data_cannot_begin_tells_all(what, text):
     ranks = run_ranks(cannot_begin, 2, what)
     assert {r[0] for r in ranks} == {"RemoteError"} and text in ranks[0][1], ranks

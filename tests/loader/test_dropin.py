@@ -285,7 +285,8 @@ class Triple(tuple):
 @pytest.mark.parametrize("value", [
     None, 3, 2**70, -1.5, "a\ud800", b"x\0", [1, (2, "b")], {"a": {1: [b""]}},
     torch.arange(6).reshape(2, 3), torch.tensor(2.5, dtype=torch.bfloat16), torch.zeros(0, 4),
-    np.float32(1.5), np.arange(4, dtype=np.int16)[::2], torch.tensor([True]), Pair(3, "a"),
+    np.float32(1.5), np.str_(""), np.arange(4, dtype=np.int16)[::2], torch.tensor([True]),
+    Pair(3, "a"),
 ], ids=lambda v: type(v).__name__)
 def test_wire_round_trip(value):
     back = wire.decode(wire.encode({"x": value}))["x"]
@@ -302,6 +303,8 @@ def test_wire_round_trip(value):
     ({"a": [object()]}, r"example\['a'\]\[0\] is a builtins.object"),
     ({(1, 2): 3}, "keys must be"), (Triple((1,)), "Triple, which cannot be sent"),
     ({"t": torch.zeros(2, device="meta")}, "dense CPU tensors"),
+    ({"m": np.ma.array([1.0], mask=[True])}, r"example\['m'\] is a numpy.ma.MaskedArray"),
+    ({"p": torch.nn.Parameter(torch.zeros(2))}, "Parameter, which cannot be sent"),
 ])
 def test_wire_refuses(value, where):
     with pytest.raises(TypeError, match=where):

@@ -97,6 +97,22 @@ def test_looking_for_a_fillers_labels_changes_no_batch():
     assert [held > 0 for held, _ in batches] == [True] * 5 + [False]
 
 
+def of_bytes(world) -> str:
+    """Labels that cannot hold what says that they are ignored, of an epoch that ends with a filler.
+    """
+    loader = loader_of(Texts(13), 3, accumulation_steps=2, lengths=length_of, collate_fn=lambda e: {
+        "labels": torch.tensor([x["id"] for x in e], dtype=torch.uint8)})
+    with pytest.raises(RemoteError) as error:
+        next(iter(loader))
+    return str(error.value)
+
+
+@pytest.mark.dist
+def test_labels_that_cannot_be_ignored_are_refused_at_the_first_batch():
+    says, = run_ranks(of_bytes, 1)
+    assert "labels\" are torch.uint8, which cannot hold -100" in says
+
+
 def counts(world, given: list) -> list[str]:
     out = []
     for value in given:

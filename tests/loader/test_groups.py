@@ -14,8 +14,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
+from orchmllm import BalancedDataLoader
+from orchmllm.comm.agree import PlanMismatchError
 from orchmllm.loader.groups import check_group, data_ranks, refuse_parts, trainer_group
-from tests.lib.dropin import Texts, collate, length_of, loader_of
+from tests.lib.dropin import Texts, collate, length_of, loader_of, token_count
 from tests.lib.ranks import run_ranks
 
 pytestmark = pytest.mark.dist
@@ -95,3 +97,40 @@ def test_dimensions_by_their_names():
                 "is over 4 ranks, but ranks"),
                 strict=True):
             assert part in text, text
+
+
+DIFFER = {
+    "ranks_per_node": {"ranks_per_node": 1}, "shard_size": {"shard_size": 1}, "seed": {"seed": 1},
+    "whether lengths are given": {"lengths": None, "length_fn": token_count},
+    "whether num_targets is given": {"num_targets": len}}
+
+
+def after_a_part(world) -> tuple:
+    """A loader of two ranks, then one of all three; then loaders with an argument that differs on
+    rank 1, and one that rank 2 does not make."""
+    def make(**how) -> BalancedDataLoader:
+        return loader_of(Texts(12), 2, collate_fn=collate, **{"lengths": length_of, **how})
+
+    def seen(loader) -> list[int]:
+        return [i for batch in loader for i in batch["ids"].tolist()]
+
+    part = dist.new_group([0, 1])
+    ids = [seen(make(group=part)) if world.rank < 2 else [], seen(make())]
+    says = []
+    for differs in DIFFER.values():
+        with pytest.raises(PlanMismatchError) as error:
+            make(**(differs if world.rank == 1 else {}))
+        says.append(str(error.value))
+    if world.rank < 2:
+        with pytest.raises(RuntimeError, match="not all of the ranks 0, 1, 2 made"):
+            make(timeout_s=1.0)
+    return *ids, says
+
+
+def test_ranks_that_made_other_loaders_before_and_that_give_other_arguments():
+    ranks = run_ranks(after_a_part, 3)
+    for k in range(2):
+        assert sorted(sum((rank[k] for rank in ranks), [])) == list(range(12))
+    for *_, says in ranks:
+        for name, text in zip(DIFFER, says, strict=True):
+            assert f"{name} is " in text and "on rank 0 and" in text and "on rank 1: give" in text

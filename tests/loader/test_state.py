@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from torch.utils.data import BatchSampler, SequentialSampler
+from torch.utils.data import BatchSampler, DistributedSampler, SequentialSampler
 
 from orchmllm import BalancedDataLoader
 from tests.lib.dropin import (
@@ -86,6 +86,29 @@ def batched(size: int, batch_size: int) -> BalancedDataLoader:
 def streamed(size: int, batch_size: int) -> BalancedDataLoader:
     return loader_of(Stream(0, size), batch_size, collate_fn=collate,
                      length_fn=token_count)
+
+
+def told_its_epoch(world) -> list[int]:
+    """The examples of this rank in an epoch that a sampler was told, cut by a stop."""
+    def make() -> BalancedDataLoader:
+        data = Texts(24)
+        return loader_of(data, 2, lengths=length_of, collate_fn=collate, sampler=DistributedSampler(
+            data, world.world_size, world.rank, seed=3))
+
+    loader, seen = make(), []
+    loader.set_epoch(1)
+    for batch in loader:
+        seen += batch["ids"].tolist()
+        if loader.step.step == 2:
+            break
+    state, loader = loader.state_dict(), make()
+    loader.load_state_dict(state)
+    return seen + [i for batch in loader for i in batch["ids"].tolist()]
+
+
+def test_a_sampler_goes_on_in_the_epoch_of_the_state():
+    ranks = run_ranks(told_its_epoch, 2)
+    assert sorted(sum(ranks, [])) == list(range(24))
 
 
 def of_another_size(world, kind: str) -> None:
