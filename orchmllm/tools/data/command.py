@@ -36,7 +36,7 @@ from orchmllm.tools.predict.examples import dataset_of
 OPTIONS = (
     ("--workers", os.cpu_count() or 1, "processes that read rows and headers"),
     ("--decode", False, "lint: also decode every medium, as training would (much slower)"),
-    ("--ranks", 0, "stats: ranks to predict for; 0: launch.nproc_per_node, or 8"),
+    ("--ranks", 0, "stats: ranks to predict for; 0: launch.nproc_per_node, or 8; 64 without data"),
     ("--model", str, "stats without a recipe: folder of the model, which has to be given"),
     ("--batch-size", 30, "stats without a recipe: examples a rank"),
     ("--row", 1, "preview: the first row, counted over all sources"),
