@@ -21,6 +21,7 @@ from PIL import Image
 
 from orchmllm.config.recipe import SourceConfig
 from orchmllm.data.formats.find import find_store
+from orchmllm.data.formats.tables import TranscriptRows
 from orchmllm.data.formats.tars import TarRows
 from orchmllm.data.media.headers import MAX_IMAGE_PIXELS, image_header
 from orchmllm.data.media.medium import MediaError, RowError
@@ -76,6 +77,14 @@ def test_no_row_of_a_cut_file_is_read_in_part(kind, tmp_path):
         for tail in (b"", bytes(len(data) - at)):
             path.write_bytes(data[:at] + tail)
             assert all(row in rows for row in rows_of(path, **columns)), (at, tail)
+
+
+def test_a_line_of_a_transcript_ends_at_a_line_break_alone(tmp_path):
+    (tmp_path / "1-2.trans.txt").write_bytes("\ufeffa ONE\r\n\r\nb TWO\u2028\f\x85ONE\n".encode())
+    store = TranscriptRows(tmp_path, "")
+    assert [(store.place(i)[1], store.row(i)) for i in range(len(store))] == [
+        (1, {"audio": "a.flac", "text": "ONE"}),
+        (3, {"audio": "b.flac", "text": "TWO\u2028\f\x85ONE"})]
 
 
 @pytest.mark.parametrize("text, said", [

@@ -123,9 +123,9 @@ class TranscriptRows(RowStore):
         self.files = sorted(file for base in chosen for file in base.rglob("*.trans.txt"))
         self._rows: list[tuple[Path, int, str]] = []  # file, line, text
         for path in self.files:
-            for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+            for number, line in enumerate(path.read_bytes().decode("utf-8-sig").split("\n"), 1):
                 if line.strip():
-                    self._rows.append((path, number, line))
+                    self._rows.append((path, number, line.strip()))
 
     def __len__(self) -> int:
         return len(self._rows)
