@@ -98,9 +98,11 @@ def _separator(path: File) -> str:
 
 
 def _unquoted(cells: list[str]) -> list[str]:
-    """Raises RowError for a cell that was written with the quotes of CSV."""
+    """Raises RowError for a cell that was written with the quotes of CSV: one that begins with a
+    quote and has others only in pairs, also where a line break in it cut off its end. One such as
+    "plain", in which there are none, is read with its quotes."""
     for cell in cells:
-        if '""' in cell and re.fullmatch('"([^"]|"")*"', cell):
+        if cell[:1] == '"' and re.fullmatch('"(?![^"]+"$)([^"]|"")*"?', cell):
             raise RowError(f"a cell is {cell!r:.80}, with the quotes of CSV, which a TSV has not: "
                            "write the table as .csv, with commas")
     return cells
