@@ -33,7 +33,7 @@ class TableRows(JsonRows):
         self.separator = _separator(path)
         self.is_csv = self.separator == ","
         self.spans, self.numbers = cached(
-            cache_dir, "lines", path, lambda: scan_lines(path, self.is_csv))
+            cache_dir, "rows", path, lambda: scan_lines(path, self.is_csv))
         if not len(self.spans):
             raise ValueError(f"{path}: no line names its columns")
         self.names = self._cells(0)
