@@ -146,7 +146,10 @@ def test_a_video_of_a_list_says_how_many_frames_are_read(read, videos):
 TABLES = {  # file -> what is said of its first row, or its texts
     "quoted.tsv": ('q\ta\n"say ""no"" to it"\tb\n', "with the quotes of CSV, which a TSV has not"),
     "spoken.tsv": ('q\ta\n"Yes," he said, "I do."\tb\n', '"Yes," he said, "I do."'),
-    "inch.csv": ('q,a\n5" wide,b\nx,y\n', "must stand in quotes, with each of its quotes"),
+    "cut.tsv": ('a\tq\nb\t"first ""line""\nsecond"\n', "with the quotes of CSV, which a TSV has"),
+    "said.tsv": ('q\ta\n"Yes," he said.\tb\n', '"Yes," he said.'),
+    "inch.csv": ('q,a\n5" wide,b\nx,y\n', '5" wide'),
+    "closed.csv": ('q,a\n"5" wide,b\n', "must stand in quotes, with each of its quotes"),
     "long.csv": ("q,a\n" + "x" * 200_000 + ",b\n", "x" * 200_000),
 }
 

@@ -107,6 +107,7 @@ def test_a_key_that_a_source_does_not_have_is_an_error(folder, tmp_path):
     (("train-clean-100/1/1-1.trans.txt", "dev-clean/1/1-1.trans.txt"),
      "several splits, .* one of dev, train$"),
     (("s-0.tar", ".nv-meta/split.yaml"), "split.yaml: split_parts is None: must have a list"),
+    (("data.jsonl", "b.jsonl"), r"data.jsonl and other .* pattern of .*/data/\*.jsonl\)$"),
     (("a.jsonl", "b.jsonl", "dataset_info.json"), "LLaMA-Factory is not read; give the file of"),
     (("train-0.jsonl", "train-1.jsonl", "latest.jsonl", "protest.jsonl"), "")])
 def test_a_folder_of_several_splits_is_not_trained_on_as_one(names, choices, tmp_path):
@@ -139,8 +140,9 @@ def test_a_folder_that_datasets_prepared_is_read(tmp_path):
 def test_files_of_several_kinds_are_not_read_as_one(folder, tmp_path):
     write_jsonl(tmp_path / "a.jsonl", [TEXT_ROW])
     shard(tmp_path / "b.tar", "ab")
-    with pytest.raises(ValueError, match=r"several kinds \(.tar, JSON\); give a source for each"):
-        open_source(SourceConfig(path=str(tmp_path / "*")), tmp_path / "index")
+    for path in (tmp_path, tmp_path / "*"):
+        with pytest.raises(ValueError, match=r"several kinds \(.tar, JSON\); .* /.*/\*.jsonl$"):
+            open_source(SourceConfig(path=str(path)), tmp_path / "index")
 
 
 @contextlib.contextmanager

@@ -6,6 +6,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+import random
 import re
 import struct
 import subprocess
@@ -20,7 +21,9 @@ import soundfile
 from PIL import Image
 
 from orchmllm.config.recipe import SourceConfig
+from orchmllm.data.formats import scans
 from orchmllm.data.formats.find import find_store
+from orchmllm.data.formats.tables import TranscriptRows
 from orchmllm.data.formats.tars import TarRows
 from orchmllm.data.media.headers import MAX_IMAGE_PIXELS, image_header
 from orchmllm.data.media.medium import MediaError, RowError
@@ -76,6 +79,32 @@ def test_no_row_of_a_cut_file_is_read_in_part(kind, tmp_path):
         for tail in (b"", bytes(len(data) - at)):
             path.write_bytes(data[:at] + tail)
             assert all(row in rows for row in rows_of(path, **columns)), (at, tail)
+
+
+def test_rows_of_csv_are_where_those_of_pythons_reader_are(tmp_path, monkeypatch):
+    parts = ['"', '""', '"', ",", "\n", "\r\n", "a", "é ", ',"', '",', '"\n']
+    for seed in range(400):
+        draw = random.Random(seed)
+        text = "".join(draw.choices(parts, k=draw.randint(1, 40)))
+        (tmp_path / "a.csv").write_bytes(draw.choice(["", "\ufeff"]).encode() + text.encode())
+        monkeypatch.setattr(scans, "_BLOCK", draw.choice([1, 2, 3, 7, 1000]))
+        spans, numbers = scans.scan_lines(tmp_path / "a.csv", True)
+        data, want, number = (tmp_path / "a.csv").read_bytes(), [], 1
+        reader = csv.reader(io.StringIO(text, newline=""))
+        for row in reader:
+            want += [(number, row)] * any(map(str.strip, row))
+            number = reader.line_num + 1
+        found = [(n, *csv.reader([data[begin:end].decode("utf-8-sig")])) for n, (begin, end) in zip(
+            numbers.tolist(), spans.tolist(), strict=True)]
+        assert [(n, row) for n, row in found if any(map(str.strip, row))] == want, seed
+
+
+def test_a_line_of_a_transcript_ends_at_a_line_break_alone(tmp_path):
+    (tmp_path / "1-2.trans.txt").write_bytes("\ufeffa ONE\r\n\r\nb TWO\u2028\f\x85ONE\n".encode())
+    store = TranscriptRows(tmp_path, "")
+    assert [(store.place(i)[1], store.row(i)) for i in range(len(store))] == [
+        (1, {"audio": "a.flac", "text": "ONE"}),
+        (3, {"audio": "b.flac", "text": "TWO\u2028\f\x85ONE"})]
 
 
 @pytest.mark.parametrize("text, said", [

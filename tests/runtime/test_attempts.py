@@ -132,8 +132,10 @@ def test_what_changes_nothing_is_accepted(demo_corpus, tmp_path):
     shutil.copytree(demo_corpus, folder)
     rows = (folder / "data.jsonl").read_text().splitlines(True)
     (folder / "more.jsonl").write_text("".join(rows[:9]))
-    was, mixed = opened(folder), mixture(folder, 1, 3)
+    mixed = mixture(folder, 1, 3)
     same = {"weights times 10": check_resumable(mixed, mixture(folder, 10, 30), 4)}
+    (folder / "more.jsonl").rename(tmp_path / "others.jsonl")  # a folder has none beside data.jsonl
+    was = opened(folder)
     tokens = folder / "model" / "tokenizer.json"
     changes = {
         "tokenizer indented": lambda: rewritten(tokens, indent=3),
@@ -151,7 +153,7 @@ def test_what_changes_nothing_is_accepted(demo_corpus, tmp_path):
     same["as a source"] = check_resumable(was, settings_of_source(folder / "data.jsonl"), 4)
     renamed(folder / "data.jsonl", "rows.jsonl")
     same["file renamed"] = check_resumable(was, opened(folder / "rows.jsonl"), 4)
-    renamed(folder / "more.jsonl", "others.jsonl")
+    (tmp_path / "others.jsonl").rename(folder / "others.jsonl")
     same["sources renamed"] = check_resumable(
         mixed, mixture(folder, 1, 3, names=("rows", "others")), 4)
     folder.rename(tmp_path / "elsewhere")

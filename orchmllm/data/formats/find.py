@@ -136,9 +136,8 @@ def _find_in_folder(path: Path, config: SourceConfig, cache_dir: Path) -> Found:
         return _opener(files, path, config, cache_dir)
     raise ValueError(
         f"{config.path}: nothing to read; looked for a saved `datasets` folder (state.json), "
-        "*_meta.json (AIR-Bench), *.trans.txt (LibriSpeech), "
-        "data.jsonl, *.parquet, *.arrow, *.tar, *.csv, *.tsv, *.json, *.jsonl, *.jsonl.gz and "
-        "*.tar.gz (or .zst)")
+        "*_meta.json (AIR-Bench), *.trans.txt (LibriSpeech), *.parquet, *.arrow, *.tar, *.csv, "
+        "*.tsv, *.json, *.jsonl, *.jsonl.gz and *.tar.gz (or .zst)")
 
 
 def _kind(file: File) -> str:
@@ -154,8 +153,8 @@ def _is_of_datasets(info: File) -> bool:
 
 
 def _data_files(there: Sequence[File], config: SourceConfig) -> list[File]:
-    """The data files among those of a folder and of `data` in it: those of one kind, and of the
-    source's split. Raises ValueError if there is none of that."""
+    """The data files among those of a folder and of `data` in it, of the source's split. Raises
+    ValueError if there is none of that, and for data.jsonl beside others."""
     if any(f.name == LLAMA_FACTORY and not _is_of_datasets(f) for f in there):
         raise ValueError(f"{config.path}: {LLAMA_FACTORY} of LLaMA-Factory is not read; give the "
                          "file of one dataset as the path, and write its columns and roles as "
@@ -166,23 +165,20 @@ def _data_files(there: Sequence[File], config: SourceConfig) -> list[File]:
                          f"{energon.META}/split.yaml on this disk; give the tars of one split as "
                          "the path, for example shard-{000..099}.tar in that folder")
     tars = {Path(f.name).stem for f in there if f.suffix == ".tar"}
-    there = [f for f in there if f.suffix == ".tar" or Path(f.name).stem not in tars]
-    for names in ("data.jsonl", ARROW_SUFFIXES, (".tar",), JSON_SUFFIXES, TABLE_SUFFIXES,
-                  COMPRESSED):
-        files = [f for f in there if (f.name == names if isinstance(names, str)
-                                      else _kind(f) in names)]
-        if not files:
-            continue
-        if config.columns.split:
-            return files
-        below = [_below(f, config) for f in files]
-        chosen = [f for f, name in zip(files, below, strict=True) if _is_of(config.split, name)]
-        if not chosen:
+    files = [f for f in there if _kind(f) in READABLE and (
+        f.suffix == ".tar" or Path(f.name).stem.removesuffix("_stats") not in tars)]
+    below = [_below(f, config) for f in files]
+    if not config.columns.split:
+        files = [f for f, name in zip(files, below, strict=True) if _is_of(config.split, name)]
+        if below and not files:
             raise ValueError(f"{config.path}: split is {config.split!r}, but no file's name begins "
                              f"so: {', '.join(below[:5])}")
         _check_one_split(config, below)
-        return chosen
-    return []
+    if len({f.name == "data.jsonl" for f in files}) > 1:
+        raise ValueError(f"{config.path}: it holds data.jsonl and other data files "
+                         f"({', '.join(below[:5])}); give the path of the one that is meant, or a "
+                         f"pattern of those that are ({config.path}/*.jsonl)")
+    return files
 
 
 def _below(file: File, config: SourceConfig) -> str:
@@ -240,7 +236,7 @@ def _opener(files: Sequence[File], root: Path | str, config: SourceConfig, cache
     kinds = {"JSON" if path.suffix in JSON_SUFFIXES else _kind(path) for path in files}
     if len(kinds) > 1:
         raise ValueError(f"{config.path}: files of several kinds ({', '.join(sorted(kinds))}); "
-                         "give a source for each")
+                         f"give a source for each, such as {files[0].parent}/*{_kind(files[0])}")
     is_packed = _kind(files[0]) in COMPRESSED
     check_places(config, f"{next(iter(kinds))} files", *["segments", "split"] * (not is_packed),
                  *["rows"] * all(path.suffix == ".json" for path in files))

@@ -91,7 +91,7 @@ def answered(row: Mapping, root: MediaRoot, prompt: str = "") -> Conversation:
 def choose(choices: object, answer: object) -> tuple[list[str], str]:
     """(A line for each choice, the one that is the answer). choices: texts, or {"text": texts,
     "label": labels}; answer: a text among them, a label, a letter from A, or a number from 0.
-    Raises RowError."""
+    Raises RowError, also for an integer that is the number of one and the text of another."""
     labels = list(map(chr, range(ord("A"), ord("Z") + 1)))
     if isinstance(choices, Mapping) and isinstance(choices.get("label"), list):
         labels, choices = list(map(str, choices["label"])), choices.get("text")
@@ -103,7 +103,7 @@ def choose(choices: object, answer: object) -> tuple[list[str], str]:
     found = {k for k, text in enumerate(choices)
              if said in (str(text).strip(), labels[k]) or said.strip("().") == labels[k]}
     if type(answer) is int or not found and said.isdecimal():
-        found = {int(said)} & set(range(len(choices)))
+        found |= {int(said)} & set(range(len(choices)))
     if len(found) != 1:
         raise RowError(f"the answer {said!r:.80} is {'several' if found else 'none'} of the "
                        f"{len(lines)} choices; it must be one of them, its label, or its number "

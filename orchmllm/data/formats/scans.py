@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import json
 import os
 import re
@@ -11,21 +12,25 @@ import numpy as np
 from orchmllm.data.formats.scanned import File
 
 _BLOCK = 8 << 20  # bytes that are scanned at a time
+_BEFORE = b',\n\r"'  # a quote that opens a cell, or does so again
 _KEY = re.compile(r'[\s,]*("(?:[^"\\]|\\.)*")\s*:\s*')
 
 
 def scan_lines(path: File, quoted: bool = False) -> tuple[np.ndarray, np.ndarray]:
     """(n, 2) byte spans, with the line break, and (n,) numbers of the lines that are not blank.
-    quoted: line breaks between quotes end no line, which has the number of its first one."""
-    ends, lines, size, open_quotes, line = [np.zeros(1, np.int64)], [], 0, 0, 1
+    quoted: line breaks in cells in quotes end no line, which has the number of its first one."""
+    ends, lines, before, open_quotes, line = [np.zeros(1, np.int64)], [], b"\n", 0, 1
     with path.open("rb") as file:
+        size = file.seek(3 * (file.read(3) == codecs.BOM_UTF8))
         while block := file.read(_BLOCK):
-            data = np.frombuffer(block, np.uint8)
-            breaks = np.flatnonzero(data == ord("\n"))
+            data = np.frombuffer(before + block, np.uint8)
+            breaks = np.flatnonzero(data[1:] == ord("\n"))
             is_end = np.ones(len(breaks), bool)
             if quoted:
-                quotes = open_quotes + np.cumsum(data == ord('"'))
+                data = _without_letters(data, open_quotes % 2)
+                quotes = open_quotes + np.cumsum(data[1:] == ord('"'))
                 is_end, open_quotes = quotes[breaks] % 2 == 0, int(quotes[-1])
+            before = data[-1:].tobytes()
             ends.append(breaks[is_end] + size + 1)
             lines.append((line + np.arange(len(breaks)))[is_end])
             size, line = size + len(block), line + len(breaks)
@@ -37,6 +42,21 @@ def scan_lines(path: File, quoted: bool = False) -> tuple[np.ndarray, np.ndarray
         for k in np.flatnonzero(lengths <= 64).tolist():
             kept[k] = os.pread(file.fileno(), 64, int(spans[k, 0]))[: lengths[k]].strip() != b""
     return spans[kept], np.concatenate([[1], last[:-1] + 1])[kept]
+
+
+def _without_letters(data: np.ndarray, inside: int) -> np.ndarray:
+    """A block of CSV, behind the byte before it, with 0 for quotes that neither open nor close a
+    cell, but are letters of one, such as that of 5" disk. inside: whether it begins in quotes."""
+    quotes = np.flatnonzero(data[1:] == ord('"')) + 1
+    if np.isin(data[quotes[inside::2] - 1], list(_BEFORE)).all():
+        return data
+    out = bytearray(data)
+    for k in quotes.tolist():
+        if inside or out[k - 1] in _BEFORE:
+            inside = not inside
+        else:
+            out[k] = 0
+    return np.frombuffer(out, np.uint8)
 
 
 def scan_array(path: File, key: str = "") -> tuple[np.ndarray, np.ndarray]:

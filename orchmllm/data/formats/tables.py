@@ -33,7 +33,7 @@ class TableRows(JsonRows):
         self.separator = _separator(path)
         self.is_csv = self.separator == ","
         self.spans, self.numbers = cached(
-            cache_dir, "lines", path, lambda: scan_lines(path, self.is_csv))
+            cache_dir, "rows", path, lambda: scan_lines(path, self.is_csv))
         if not len(self.spans):
             raise ValueError(f"{path}: no line names its columns")
         self.names = self._cells(0)
@@ -98,9 +98,11 @@ def _separator(path: File) -> str:
 
 
 def _unquoted(cells: list[str]) -> list[str]:
-    """Raises RowError for a cell that was written with the quotes of CSV."""
+    """Raises RowError for a cell that was written with the quotes of CSV: one that begins with a
+    quote and has others only in pairs, also where a line break in it cut off its end. One such as
+    "plain", in which there are none, is read with its quotes."""
     for cell in cells:
-        if '""' in cell and re.fullmatch('"([^"]|"")*"', cell):
+        if cell[:1] == '"' and re.fullmatch('"(?![^"]+"$)([^"]|"")*"?', cell):
             raise RowError(f"a cell is {cell!r:.80}, with the quotes of CSV, which a TSV has not: "
                            "write the table as .csv, with commas")
     return cells
@@ -123,9 +125,9 @@ class TranscriptRows(RowStore):
         self.files = sorted(file for base in chosen for file in base.rglob("*.trans.txt"))
         self._rows: list[tuple[Path, int, str]] = []  # file, line, text
         for path in self.files:
-            for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+            for number, line in enumerate(path.read_bytes().decode("utf-8-sig").split("\n"), 1):
                 if line.strip():
-                    self._rows.append((path, number, line))
+                    self._rows.append((path, number, line.strip()))
 
     def __len__(self) -> int:
         return len(self._rows)
