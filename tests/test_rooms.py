@@ -79,7 +79,9 @@ from scripts.count_code import count_parts, count_rooms, read_all
 # of the base and +6 of the tools.
 # Fabric's and Ray's wrappers are looked for where they iterate alone, and JSON that is nested too
 # deeply is refused by every Python: +24 of the base. A sum in one pass: +1 of the tools.
-MOST = {"base": 24_386, "tools": 5_171, "papers": 1_598, "cpp": 2_100}
+# Rows and media that cannot be used have limits of their own (+14), the times of an MP4's last
+# packets are read (+6), and a TIFF of 16 bits may have a white of 0 (+2): +22 of the base.
+MOST = {"base": 24_408, "tools": 5_171, "papers": 1_598, "cpp": 2_100}
 
 
 @pytest.fixture(scope="module")
