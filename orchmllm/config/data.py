@@ -151,12 +151,13 @@ class DataConfig:
     preprocess: str = key("", "`ray`: the processes are actors of a Ray cluster and work for all "
                           "ranks ([data.md](data.md#decoding-on-other-machines)).",
                           choices=("", "ray"))
-    strict: bool = key(False, "A medium that cannot be decoded ends the run. Otherwise its example "
-                       "is not learnt ([bad data](data.md#bad-data)).")
-    max_failed_in_a_row: int = key(20, "So many of them in a row end the run all the same; 0: no "
-                                   "limit.", at_least=0)
-    max_failed_percent: float = key(5.0, "Share of such media that ends the run, once 100 were "
-                                    "read.", at_least=0, at_most=100)
+    strict: bool = key(False, "A row or medium that cannot be used ends the run. Otherwise its "
+                       "example is not learnt ([bad data](data.md#bad-data)).")
+    max_failed_in_a_row: int = key(20, "So many of them in a row end the run all the same. Rows "
+                                   "and media are counted apart. 0: no limit.", at_least=0)
+    max_failed_percent: float = key(5.0, "Share of the rows, or of the media, that ends the run "
+                                    "where it cannot be used, once 100 were read.", at_least=0,
+                                    at_most=100)
     max_lost_percent: float = key(20.0, "A run does not start if more of a source is lost ([where "
                                   "rows go](data.md#where-rows-go)).", at_least=0, at_most=100,
                                   aliases=("allow_left_out",))

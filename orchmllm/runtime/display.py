@@ -243,8 +243,8 @@ class Totals:
         if self.host_gb:
             lines.append(f"host memory {self.host_gb:.2f} GB of a rank at most")
         if self.skipped_steps or self.num_failed_media:
-            lines.append(f"skipped     {self.skipped_steps} steps; {self.num_failed_media} media "
-                         "could not be decoded")
+            lines.append(f"skipped     {self.skipped_steps} steps; {self.num_failed_media} rows or "
+                         "media could not be used")
         return "\n  ".join(lines)
 
 

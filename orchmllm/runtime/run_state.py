@@ -1,10 +1,11 @@
 """What a run has done so far, as JSON: enough to go on anywhere, on any number of ranks. And what
-goes wrong in a step without ending the run, unless the recipe says so: media that cannot be
-decoded, a loss or gradient that is not finite. The same decision on all ranks; rank 0 writes."""
+goes wrong in a step without ending the run, unless the recipe says so: rows and media that cannot
+be used, a loss or gradient that is not finite. The same decision on all ranks; rank 0 writes."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from copy import deepcopy
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 
@@ -17,7 +18,7 @@ from orchmllm.plan.layout import OF_MEDIA, TEXT
 from orchmllm.runtime.metrics import JsonLines, read_rows
 
 VERSION = 1
-MIN_MEDIA_FOR_PERCENT = 100
+MIN_FOR_PERCENT = 100  # rows, or media
 MIN_UNREADABLE = 16  # media of one modality, when none of that modality was ever decoded
 TOLD_SHARE = 0.1  # of a step that waited for data, from which it is told
 _NAMES = {code: name for name, code in OF_MEDIA.items()}
@@ -28,17 +29,43 @@ class NonFiniteError(AgreedError):
 
 
 class MediaLimitError(AgreedError):
-    """Too many media could not be decoded; raised on all ranks."""
+    """Too many rows or media could not be used; raised on all ranks."""
 
 
 @dataclass
-class MediaCount:
-    """Media read and failed, and failures in a row at the end of what was read. By modality, those
-    that were decoded, and those that were not with what is said of the first."""
+class Count:
+    """Rows or media that were read, those that failed, how many failed in a row at the end of what
+    was read, and what is said of the last that failed."""
 
     read: int = 0
     failed: int = 0
     in_a_row: int = 0
+    last: str = ""
+
+    def add(self, failure: str) -> None:
+        """One more; failure: what is said of it, empty where it can be used."""
+        self.read, self.failed = self.read + 1, self.failed + bool(failure)
+        self.in_a_row = self.in_a_row + 1 if failure else 0
+        self.last = failure or self.last
+
+    def check_limits(self, limits: DataConfig, rows: str, failed: str) -> None:
+        """Raises MediaLimitError where the recipe's limits are passed; rows, failed: in words."""
+        if limits.max_failed_in_a_row and self.in_a_row >= limits.max_failed_in_a_row:
+            raise MediaLimitError(f"{self.in_a_row} {rows} in a row could not be {failed} "
+                                  f"(data.max_failed_in_a_row); the last: {self.last}")
+        percent = 100.0 * self.failed / max(self.read, 1)
+        if self.read >= MIN_FOR_PERCENT and percent > limits.max_failed_percent:
+            raise MediaLimitError(
+                f"{self.failed} of {self.read} {rows} ({percent:.1f}%) could not be {failed}, over "
+                f"data.max_failed_percent={limits.max_failed_percent}; the last: {self.last}")
+
+
+@dataclass
+class MediaCount(Count):
+    """Of the media; rows: of the rows, without those that only a medium spoils. By modality, the
+    media that were decoded, and those that were not with what is said of the first."""
+
+    rows: Count = field(default_factory=Count)
     decoded: dict[str, int] = field(default_factory=dict)
     unreadable: dict[str, int] = field(default_factory=dict)
     first: dict[str, str] = field(default_factory=dict)
@@ -49,23 +76,23 @@ class MediaCount:
         failures = {(f.example, f.segment): f for f in step.failed}
         layout, lines = step.layout, []
         media = layout.places(np.flatnonzero(layout.modality != TEXT)).tolist()
-        for example, segment in sorted({*map(tuple, media), *failures}):
-            self.read += 1
-            failure = failures.get((example, segment))
-            if failure is None:
-                self.in_a_row = 0
-                name = _NAMES[int(layout.modality[layout.segment_start[example] + segment])]
-                self.decoded[name] = self.decoded.get(name, 0) + 1
-                continue
-            self.failed += 1
-            self.in_a_row += 1
-            index = int(step.example_ids[example])
-            lines.append({"step": step.index, "example_id": index, "segment": segment,
-                          **describe(index, segment), "reason": failure.reason})
-            if failure.modality in _NAMES:
-                name = _NAMES[failure.modality]
-                self.unreadable[name] = self.unreadable.get(name, 0) + 1
-                self.first.setdefault(name, name_of(lines[-1]))
+        rows = {(k, -1) for k in {*range(layout.num_examples)} - {f.example for f in step.failed}}
+        for example, segment in sorted({*map(tuple, media), *failures, *rows}):
+            failure, said = failures.get((example, segment)), ""
+            modality = TEXT if segment < 0 else int(
+                layout.modality[layout.segment_start[example] + segment])
+            if failure is not None:
+                index, modality = int(step.example_ids[example]), failure.modality
+                lines.append({"step": step.index, "example_id": index, "segment": segment,
+                              **describe(index, segment), "reason": failure.reason})
+                said = name_of(lines[-1])
+            (self.rows if modality == TEXT else self).add(said)
+            if modality != TEXT:
+                name = _NAMES[modality]
+                counts = self.unreadable if said else self.decoded
+                counts[name] = counts.get(name, 0) + 1
+                if said:
+                    self.first.setdefault(name, said)
         return lines
 
     def check(self, limits: DataConfig, lines: list[dict]) -> None:
@@ -74,16 +101,9 @@ class MediaCount:
             return
         if limits.strict:
             raise MediaLimitError(f"data.strict: {name_of(lines[0])}")
-        what = name_of(lines[-1])
-        if limits.max_failed_in_a_row and self.in_a_row >= limits.max_failed_in_a_row:
-            raise MediaLimitError(f"{self.in_a_row} media in a row could not be decoded "
-                                  f"(data.max_failed_in_a_row); the last: {what}")
         self.check_modalities(MIN_UNREADABLE)
-        percent = 100.0 * self.failed / self.read
-        if self.read >= MIN_MEDIA_FOR_PERCENT and percent > limits.max_failed_percent:
-            raise MediaLimitError(
-                f"{self.failed} of {self.read} media ({percent:.1f}%) could not be decoded, over "
-                f"data.max_failed_percent={limits.max_failed_percent}; the last: {what}")
+        self.check_limits(limits, "media", "decoded")
+        self.rows.check_limits(limits, "rows", "used")
 
     def check_modalities(self, at_least: int = 1) -> None:
         """Raises MediaLimitError where no medium of a modality could be decoded, of `at_least` so
@@ -132,8 +152,9 @@ class Progress:
 
     @classmethod
     def from_json(cls, state: dict) -> Progress:
+        rows = Count(**state["media"].get("rows", {}))  # earlier versions have none
         return cls(**{f.name: state[f.name] for f in fields(cls)} | {
-            "media": MediaCount(**state["media"])})
+            "media": MediaCount(**{**state["media"], "rows": rows})})
 
 
 class Incidents:
@@ -144,13 +165,13 @@ class Incidents:
         self._folder = recipe.run.folder
         self._logs: dict[Path, JsonLines] = {}
         self._listed: set[tuple] = set()  # what quarantine.jsonl has
-        self._warned = False  # of a medium that cannot be decoded
+        self._warned = False  # of a row or medium that cannot be used
         self._waited_s = -1.0  # as was told; none before the first step, which starts workers
 
     def media(self, step: Step, counted: MediaCount, describe: Callable[[int, int], dict]) -> None:
-        """Counts and quarantines what could not be decoded. describe: of the dataset. Raises
+        """Counts and quarantines what could not be used. describe: of the dataset. Raises
         MediaLimitError as the recipe says."""
-        before = asdict(counted)
+        before = deepcopy(vars(counted))
         lines = counted.count(step, describe)
         where = self._folder / "quarantine.jsonl"
         if lines and self._writes:

@@ -162,7 +162,7 @@ def test_nothing_is_learnt_of_examples_that_failed_and_all_of_the_others(
 
 @pytest.mark.dist
 @pytest.mark.parametrize("limits, text", [
-    (dict(max_failed_in_a_row=3), "3 media in a row could not be decoded"),
+    (dict(max_failed_in_a_row=2), "2 media in a row could not be decoded"),
     (dict(max_failed_percent=10.0), "%) could not be decoded, over data.max_failed_percent=10.0"),
 ])
 def test_limits(corpus, tmp_path, limits, text):

@@ -3,6 +3,8 @@ as file, bytes and slice of a bigger one, the lengths of the header are those of
 
 from __future__ import annotations
 
+import struct
+
 import numpy as np
 import pytest
 import soundfile
@@ -47,6 +49,15 @@ def test_image_modes(tmp_path):
     assert mean_colour(tmp_path / "cmyk.jpg") == pytest.approx([255, 0, 0], abs=4)
     Image.fromarray(np.full((40, 60), 0x8000, np.uint16)).save(tmp_path / "16.png")
     assert mean_colour(tmp_path / "16.png") == [128, 128, 128]
+    Image.fromarray(np.full((40, 60), 0x1000, np.uint16)).save(tmp_path / "16.tif")
+    assert mean_colour(tmp_path / "16.tif") == [16, 16, 16]
+    white_is_0 = (tmp_path / "16.tif").read_bytes().replace(
+        struct.pack("<HHII", 262, 3, 1, 1), struct.pack("<HHII", 262, 3, 1, 0))
+    (tmp_path / "16.tif").write_bytes(white_is_0)
+    assert mean_colour(tmp_path / "16.tif") == [239, 239, 239]
+    Image.new("F", (60, 40), 0.5).save(tmp_path / "f.tif")
+    with pytest.raises(MediaError, match="f.tif.*floating-point numbers of unknown range"):
+        mean_colour(tmp_path / "f.tif")
     palette = Image.new("P", (60, 40), 1)
     palette.putpalette([0, 0, 0, 10, 200, 30])
     palette.save(tmp_path / "palette.png")

@@ -43,9 +43,13 @@ def test_lengths_are_those_of_decoding(videos, name):
     """As many frames as PyAV decodes, each of them the one that PyAV decodes there."""
     want = decoded_by_pyav(videos / name)
     assert len(want) == VIDEOS[name].get("count", 24)
+    with av.open(str(videos / name)) as file:
+        times = [p.pts * p.time_base for p in file.demux(video=0) if p.size and not p.is_discard]
+        span = max(times) - min(times)
     for source in variants(videos / name, VISION):
         frames = expand(source, ALL, {})
         assert len(frames) == len(want)
+        assert frames[0].frame.video.duration_s > span
         got = pictures(frames)
         for medium in frames:
             assert got[medium].shape == (*medium.frame.video[1::-1], 3)

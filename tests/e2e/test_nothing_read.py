@@ -112,10 +112,12 @@ def test_a_modality_that_cannot_be_read_stops_the_run(tmp_path, name, reason, di
     assert (folder / "run" / "quarantine.jsonl").is_file()
 
 
-def test_a_healthy_corpus_with_broken_files_goes_on(tmp_path):
-    names = [f"{k}.png" if k % 2 else "good.png" for k in range(4 * MIN_UNREADABLE)]
-    folder = corpus(tmp_path, [row("<image>", name) for name in names])
-    (first, kind, text), _ = run_ranks(output_of, 2, run_of(folder, MIN_UNREADABLE))
+@pytest.mark.parametrize("good, bad, limits", [
+    (row("<image>", "good.png"), row("<image>", "missing.png"), {}),
+    (row(), {"conversations": []}, {"max_failed_in_a_row": 20, "max_failed_percent": 60.0})])
+def test_a_healthy_corpus_with_broken_rows_goes_on(tmp_path, good, bad, limits):
+    folder = corpus(tmp_path, [bad if k % 2 else good for k in range(4 * MIN_UNREADABLE)])
+    (first, kind, text), _ = run_ranks(output_of, 2, run_of(folder, MIN_UNREADABLE, **limits))
     assert not kind, text
     assert first.count("warning: not usable") == 1 and f"finished: {MIN_UNREADABLE} steps" in first
     failed = [json.loads(line) for line in (folder / "run" / "quarantine.jsonl").open()]

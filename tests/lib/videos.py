@@ -99,6 +99,7 @@ VIDEOS: dict[str, dict] = {
     "jpeg.mov": {"codec": "mjpeg", "pixels": "yuvj420p"}, "pro.mov": {
         "codec": "prores_ks", "pixels": "yuv422p10le"},
     "uneven.mp4": {"times": uneven(24)}, "uneven.mkv": {"times": uneven(24)},
+    "slides.mp4": {"count": 14, "times": [*range(0, 2000, 200), *range(10000, 50000, 10000)]},
     "odd.mp4": {"codec": "mpeg4", "size": (101, 57)}, "odd.webm": {
         "codec": "libvpx-vp9", "size": (101, 57)},
     "plain.gif": {"codec": "gif", "pixels": "rgb8"},

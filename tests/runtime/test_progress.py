@@ -211,7 +211,7 @@ stopped by SIGTERM: 2 steps in 01:05 (0.5 s a step)
   moved       {said}
   gain        balancing saved 55.0% of the step (predicted); data wait 1.0%
   host memory 1.25 GB of a rank at most
-  skipped     1 steps; 3 media could not be decoded
+  skipped     1 steps; 3 rows or media could not be used
   logs        {Path(display._run.dir) / 'metrics.jsonl'}
 """
 

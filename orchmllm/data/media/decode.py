@@ -22,15 +22,17 @@ from orchmllm.plan.geometry import AudioGeometry
 OnError = Callable[[int, MediaError], None] | None
 
 
-def _to_rgb(image):
-    """First frame as 8-bit RGB; transparency over white."""
+def _to_rgb(image, name: str):
+    """First frame as 8-bit RGB; transparency over white. name: of the file, for the MediaError."""
     from PIL import Image
 
     if image.mode == "F":
-        raise MediaError("", "its pixels are floating-point numbers of unknown range; "
-                             "convert it to 8 bits")
+        raise MediaError(name, "its pixels are floating-point numbers of unknown range; "
+                               "convert it to 8 bits")
     if image.mode == "I" or image.mode.startswith("I;16"):
         values = np.clip(np.asarray(image).astype(np.int64), 0, 65535) >> 8
+        if image.format == "TIFF" and not image.tag_v2.get(262):  # its white is 0
+            values = 255 - values
         return Image.fromarray(values.astype(np.uint8)).convert("RGB")
     if "A" in image.getbands() or "transparency" in image.info:
         rgba = image.convert("RGBA")
@@ -53,7 +55,7 @@ def upright_image(medium: Medium):
     """A decoded image as Pillow's, RGB and as displayed. Raises MediaError."""
     with open_image(medium) as (image, orientation):
         image.load()
-        return _upright(_to_rgb(image), orientation)
+        return _upright(_to_rgb(image, medium.name), orientation)
 
 
 def decode_samples(medium: Medium, geometry: AudioGeometry) -> np.ndarray:

@@ -31,7 +31,7 @@ def video_header(file: BinaryIO, demuxer: str) -> VideoHeader:
     check_whole(file, demuxer)
     with opened(file, demuxer, "video") as (container, stream):
         _check_size(stream.width, stream.height)
-        table = _sample_table(stream, demuxer)
+        table = _sample_table(container, stream, demuxer)
         if table is None:
             packets = list(_packets(container, stream))
             times, num_groups = sorted({pts for pts, _ in packets}), sum(key for _, key in packets)
@@ -59,10 +59,17 @@ def _check_size(width: int, height: int) -> None:
         raise BadFile(f"{width}x{height} pixels: the limit is {MAX_VIDEO_PIXELS} a frame")
 
 
-def _sample_table(stream, demuxer: str) -> tuple[int, float, int] | None:
-    """(frames, seconds, key frames) as the table of an MP4 tells them; None where it does not."""
+def _sample_table(container, stream, demuxer: str) -> tuple[int, float, int] | None:
+    """(frames, seconds, key frames) as the table of an MP4 tells them; None where it does not. Its
+    seconds are those of decoding, so they may end before frames that are shown in another order."""
     entries = getattr(stream, "index_entries", None) if demuxer == "mov" else None
     if not entries or not stream.frames == len(entries) or not stream.duration:
+        return None
+    container.seek(max((e.timestamp for e in entries if not e.is_discard), default=0),
+                   stream=stream)  # from the key frame before the last frame on
+    last = max((pts for pts, _ in _packets(container, stream)), default=0)
+    if last - (stream.start_time or 0) >= stream.duration:
+        container.seek(entries[0].timestamp, stream=stream)
         return None
     return (sum(not e.is_discard for e in entries), float(stream.duration * stream.time_base),
             sum(e.is_keyframe for e in entries))

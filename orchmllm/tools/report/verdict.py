@@ -16,7 +16,7 @@ from orchmllm.tools.report.svg import latest, number
 PARTS = {**{p: p for p in EVERY_PHASE}, "exchange": "exchange", "data wait": "wait",
          "update": "update", "waiting for a core": "core", "waiting for ranks": "ranks",
          "rest": "rest", "logging": "logging"}
-PROBLEMS = ("steps without an update", "media not decoded", "restarts")  # of the figures
+PROBLEMS = ("steps without an update", "rows and media not used", "restarts")  # of the figures
 
 
 def step_parts(run: RunLog) -> tuple[np.ndarray, dict[str, np.ndarray]]:
@@ -56,7 +56,7 @@ def figures(run: RunLog) -> dict[str, tuple[float, str]]:
         "bytes moved a step": (float(moved.mean()) if steps else np.nan, "B"),
         "of them between nodes": (float(between.mean()) if steps else np.nan, "B"),
         "steps without an update": (float(run["skipped_steps"][-1]) if steps else 0.0, ""),
-        "media not decoded": (float(run["num_failed_media"].sum()), ""),
+        "rows and media not used": (float(run["num_failed_media"].sum()), ""),
         "restarts": (float(len(run.restarts)), ""),
     }
 

@@ -1,0 +1,49 @@
+"""What ends a run by data.max_failed_in_a_row and data.max_failed_percent: rows and media apart."""
+
+from __future__ import annotations
+
+import json
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from orchmllm.batch import FailedSegment
+from orchmllm.config.recipe import DataConfig
+from orchmllm.plan.geometry import text_lengths
+from orchmllm.plan.layout import TEXT, VISION, BatchLayout
+from orchmllm.runtime.run_state import MediaLimitError, Progress
+
+SEGMENTS = {"t": [TEXT], "i": [VISION, TEXT], "r": [TEXT], "m": [VISION, TEXT], "h": [TEXT]}
+FAILED = {"r": TEXT, "m": VISION, "h": VISION}  # h: already by its header
+
+
+def end_of(rows: str) -> str:
+    """How a run of one row a step ends, saved and resumed after each. rows: t of text, i with an
+    image, r unusable, m or h with an image that cannot be read."""
+    config = DataConfig(path="a.jsonl", max_failed_in_a_row=3, max_failed_percent=25.0)
+    progress = Progress(1)
+    for k, kind in enumerate(rows):
+        layout = BatchLayout.from_segments(k, 1, [(m, text_lengths(1)) for m in SEGMENTS[kind]])
+        failed = [FailedSegment(0, 0, kind, FAILED[kind])] if kind in FAILED else []
+        step = SimpleNamespace(index=k, layout=layout, failed=failed, example_ids=np.array([k]))
+        lines = progress.media.count(step, lambda example, segment: {
+            "data_file": "a.jsonl", "row": example, "file": ""})
+        assert len(lines) == len(failed)
+        try:
+            progress.media.check(config, lines)
+        except MediaLimitError as error:
+            return f"after {k + 1}: {error}"
+        progress = Progress.from_json(json.loads(json.dumps(progress.to_json())))
+    return "finished"
+
+
+@pytest.mark.parametrize("rows, end", [
+    ("tttr" * 5, "finished"), ("trtrr" * 9, "finished"), ("irmrmi", "finished"),
+    ("rrr", "after 3: 3 rows in a row could not be used (data.max_failed_in_a_row); the last: a."),
+    ("itrtmtmth", "after 9: 3 media in a row could not be decoded (data.max_failed_in_a_row); the"),
+    ("rmrmr", "after 5: 3 rows in a row could not be used (data.max_failed_in_a_row); the last: "),
+    ("tttr" * 25 + "irr", "after 102: 26 of 102 rows (25.5%) could not be used, over data.max"),
+])
+def test_rows_and_media_have_limits_of_their_own(rows, end):
+    assert end_of(rows).startswith(end)
