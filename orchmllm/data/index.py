@@ -25,7 +25,7 @@ from orchmllm.data.media.medium import MediaError
 from orchmllm.plan.layout import BatchLayout
 from orchmllm.plan.rearrange import ranges
 
-VERSION = 9
+VERSION = 10
 ROWS_AT_ONCE = 100_000  # of an index that is read as a whole
 
 

@@ -42,10 +42,11 @@ class Count:
     in_a_row: int = 0
     last: str = ""
 
-    def add(self, failure: str) -> None:
-        """One more; failure: what is said of it, empty where it can be used."""
-        self.read, self.failed = self.read + 1, self.failed + bool(failure)
-        self.in_a_row = self.in_a_row + 1 if failure else 0
+    def add(self, failure: str = "", num: int = 1) -> None:
+        """`num` more, or one that failed; failure: what is said of it."""
+        self.read, self.failed = self.read + num, self.failed + bool(failure)
+        if num:
+            self.in_a_row = self.in_a_row + 1 if failure else 0
         self.last = failure or self.last
 
     def check_limits(self, limits: DataConfig, rows: str, failed: str) -> None:
@@ -75,6 +76,13 @@ class MediaCount(Count):
         the failed. describe: (example id, segment) -> source, row and file."""
         failures = {(f.example, f.segment): f for f in step.failed}
         layout, lines = step.layout, []
+        if not failures:  # as nearly always, so a large step is not walked through
+            numbers = np.bincount(layout.modality, minlength=max(_NAMES) + 1).tolist()
+            found = {name: numbers[code] for code, name in _NAMES.items() if numbers[code]}
+            self.decoded |= {k: self.decoded.get(k, 0) + num for k, num in found.items()}
+            self.add(num=sum(found.values()))
+            self.rows.add(num=layout.num_examples)
+            return lines
         media = layout.places(np.flatnonzero(layout.modality != TEXT)).tolist()
         rows = {(k, -1) for k in {*range(layout.num_examples)} - {f.example for f in step.failed}}
         for example, segment in sorted({*map(tuple, media), *failures, *rows}):

@@ -19,6 +19,7 @@ from orchmllm.data.media.medium import VideoHeader
 MAX_VIDEO_PIXELS = 36_000_000  # of a frame: 8K
 MAX_VIDEO_S = 4 * 3600
 MAX_VIDEO_FRAMES = 1_000_000
+ROUNDED = 2  # units of time between frames that are even
 _REMUX = "write it anew without a loss (ffmpeg -i in -c copy out.mp4)"
 
 
@@ -65,14 +66,15 @@ def _sample_table(container, stream, demuxer: str) -> tuple[int, float, int] | N
     entries = getattr(stream, "index_entries", None) if demuxer == "mov" else None
     if not entries or not stream.frames == len(entries) or not stream.duration:
         return None
-    container.seek(max((e.timestamp for e in entries if not e.is_discard), default=0),
-                   stream=stream)  # from the key frame before the last frame on
-    last = max((pts for pts, _ in _packets(container, stream)), default=0)
-    if last - (stream.start_time or 0) >= stream.duration:
-        container.seek(entries[0].timestamp, stream=stream)
-        return None
-    return (sum(not e.is_discard for e in entries), float(stream.duration * stream.time_base),
-            sum(e.is_keyframe for e in entries))
+    at, skipped, is_key = np.array([(e.timestamp, e.is_discard, e.is_keyframe)
+                                    for e in entries]).T
+    if len(at) > 1 and np.ptp(np.diff(at)) > ROUNDED:  # the packets from the last key frame on
+        container.seek(int(at[skipped == 0].max(initial=0)), stream=stream)
+        last = max((pts for pts, _ in _packets(container, stream)), default=0)
+        if last - (stream.start_time or 0) >= stream.duration:
+            container.seek(int(at[0]), stream=stream)
+            return None
+    return int((skipped == 0).sum()), float(stream.duration * stream.time_base), int(is_key.sum())
 
 
 def _packets(container, stream) -> Iterator[tuple[int, bool]]:
