@@ -79,9 +79,9 @@ from scripts.count_code import count_parts, count_rooms, read_all
 # of the base and +6 of the tools.
 # Fabric's and Ray's wrappers are looked for where they iterate alone, and JSON that is nested too
 # deeply is refused by every Python: +24 of the base. A sum in one pass: +1 of the tools.
-# Ranks compare the arguments of a loader before they make groups, an encoder is told of its items as
-# its caller says it, rows of CSV are those of Python's reader, rows and media that cannot be used
-# have limits of their own, and the end of an MP4 with uneven frames is read: +133 of the base.
+# Ranks compare the arguments of a loader before they make groups, an encoder is told of its items
+# as its caller says it, rows of CSV are those of Python's reader, rows and media that cannot be
+# used have limits of their own, and the end of an MP4 with uneven frames is read: +133 of the base.
 MOST = {"base": 24_519, "tools": 5_171, "papers": 1_598, "cpp": 2_100}
 
 

@@ -176,6 +176,7 @@ def test_images_of_a_table_stand_before_the_texts_that_it_numbers(read, folder):
     ("{train: [../other/a.tar]}", "", "'../other/a.tar' leaves the folder of the dataset"),
     ("[a.tar]", "", "split_parts is .*: must have a list of tars for each split"),
     ("{train: a.tar, val: null}", "", "split_parts is .*: must have a list of tars"),
+    ("{train: [a.tar]}\nexclude: [a.tar/0001]", "", "exclude names samples"),
     ("{train: [a.tar]}", "sample_type: CaptioningSample", "samples of no class")])
 def test_files_of_energon_name_tars_in_its_folder(split, dataset, said, read, tmp_path):
     (tmp_path / ".nv-meta").mkdir()

@@ -48,7 +48,7 @@ def test_ranks_that_cannot_be_are_refused_before_any_training(tmp_path, monkeypa
 def test_a_difference_of_losses_is_found():
     assert largest_difference([2.0, 1.0], [2.0, 1.0]) == 0
     assert largest_difference([2.0, 1.0], [2.0, 1.1]) == pytest.approx(0.1 / 1.1)
-    assert math.isnan(largest_difference([2.0, 1.0], [2.0, math.nan]))
+    assert largest_difference([2.0, 1.0], [2.0, math.nan]) == math.inf
     with pytest.raises(ValueError):
         largest_difference([2.0], [2.0, 1.0])
 

@@ -48,9 +48,13 @@ def set_within_an_iteration(world) -> None:
     loader.set_epoch(4)
     del iterator
     assert loader.epoch == 4
+    for name, other in (("seed", 1), ("shuffle", True)):
+        with pytest.raises(ValueError, match=f"loader state: {name} was "):
+            loader_of(Texts(), 2, collate_fn=collate, lengths=length_of,
+                      **{name: other}).load_state_dict(state)
 
 
-def test_a_state_or_an_epoch_that_is_set_within_an_iteration_stays():
+def test_a_state_or_an_epoch_that_is_set_within_an_iteration_stays_and_no_other_order_is_taken():
     run_ranks(set_within_an_iteration, 1)
 
 

@@ -18,6 +18,7 @@ from torch import nn
 
 from orchmllm import balance_trainer, check_equivalence, cost_of
 from orchmllm.data.text.model_folder import load_processor
+from orchmllm.loader.known_trainers import check_trainer
 from tests.lib import clients
 from tests.lib.clients import Examples, as_torchrun, forget_accelerate, tiny
 from tests.lib.ranks import run_ranks
@@ -295,6 +296,15 @@ def test_losses_that_balancing_changes_are_refused_with_the_cure(tmp_path):
             "without gradients failed on rank 1"), strict=True):
         assert part in text, (text, part)
     assert ranks[0] == ranks[1]
+
+
+@pytest.mark.parametrize("loss", ["aot", "aot_unpaired", "sft"])
+def test_losses_of_pairs_that_are_no_mean_over_them_are_refused(loss):
+    """By the name of TRL's class: TRL is not imported."""
+    trainer = type("DPOTrainer", (), {"__module__": "trl.trainer.dpo_trainer"})()
+    trainer.model, trainer.loss_types = nn.Linear(1, 1), ["sigmoid", loss]
+    with pytest.raises(ValueError, match=f"^DPOTrainer: {loss} is no mean over pairs"):
+        check_trainer(trainer, None)
 
 
 def without_targets_first(world, folder: str) -> tuple[str, bool]:

@@ -194,6 +194,9 @@ def nccl_of(world) -> list[list[Check]]:
         meeting = network.Meeting(dist.PrefixStore(f"case{case}", whole), place, {}, 60.0)
         pairs = [{"ranks": [world.rank, 9], "bytes_per_s": gloo}] * (world.rank % 2 == 0)
         found.append(network.nccl(meeting, torch.device("cpu"), pairs))
+    network.all_gather_single = lambda out, part: None  # a network that delivers nothing
+    meeting = network.Meeting(dist.PrefixStore("nothing", whole), place, {}, 60.0)
+    found.append(network.nccl(meeting, torch.device("cpu"), pairs))
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     return found
 
@@ -209,6 +212,8 @@ def test_slow_nccl_fails():
         for _, check in failed:
             assert "expected are more than 1000000.0 GB/s" in check.what
             assert "NCCL_DEBUG" in check.cure
+    for *_, checks in ranks:
+        assert any(not c.ok and "wrong numbers" in c.what for c in checks), checks
 
 
 @pytest.mark.parametrize("name, gigabytes", [

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from orchmllm.cli import dispatch
 from orchmllm.config.recipe import Recipe, load_recipe
 from orchmllm.runtime.metrics import read_rows
+from orchmllm.tools.generate.sampling import sampling
 from tests.lib.commands import TINY
 from tests.lib.ranks import run_ranks
 from tests.lib.training import train
@@ -77,6 +79,13 @@ def test_an_export_answers_what_the_run_has_learnt_and_stops(trained, capsys):
     row = trained.rows[-1]["conversations"]
     assert (line["answer"], line["expected"], line["ended"]) == (
         row[1]["value"], row[1]["value"], True)
+
+
+def test_tokens_are_drawn_of_all_that_top_p_leaves():
+    """Without a top_k transformers draws from the 50 best alone."""
+    args = SimpleNamespace(seed=0, temperature=0.7, top_p=0.9, max_tokens=5)
+    assert sampling(args) == {"max_new_tokens": 5, "do_sample": True, "temperature": 0.7,
+                              "top_p": 0.9, "top_k": 0}
 
 
 @pytest.mark.slow
