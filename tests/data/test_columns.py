@@ -97,6 +97,9 @@ def test_what_was_kept_of_a_file_is_of_its_rows_and_limits(read, tmp_path):
     keys = {"segments": "p"}
     assert len(read(path, ASKED | keys | {"rows": "x"})) == 2
     assert len(read(path, ASKED | keys | {"rows": "y"})) == 1
+    keys |= {"rows": "x", "split": "s"}
+    train, test = (read(path, ASKED | keys, split=split) for split in ("train", "test"))
+    assert parts(train) == [[("one",), ("1",)]] and parts(test) == [[("two",), ("2",)]]
 
 
 REFUSED = {  # row -> columns, what is said
@@ -176,7 +179,7 @@ def test_images_of_a_table_stand_before_the_texts_that_it_numbers(read, folder):
     ("{train: [../other/a.tar]}", "", "'../other/a.tar' leaves the folder of the dataset"),
     ("[a.tar]", "", "split_parts is .*: must have a list of tars for each split"),
     ("{train: a.tar, val: null}", "", "split_parts is .*: must have a list of tars"),
-    ("{train: [a.tar]}\nexclude: [a.tar/0001]", "", "exclude names samples"),
+    ("{train: [a.tar]}\nexclude: [a.tar/7]", "", "exclude names samples, which are not left out"),
     ("{train: [a.tar]}", "sample_type: CaptioningSample", "samples of no class")])
 def test_files_of_energon_name_tars_in_its_folder(split, dataset, said, read, tmp_path):
     (tmp_path / ".nv-meta").mkdir()

@@ -206,6 +206,9 @@ def test_capped_training_resumes_exactly(indexed, tmp_path):
 def resumed_with_other_lengths(world, run) -> None:
     train(world, run)
     more = replace(run, train=replace(run.train, num_steps=2))
+    halves = replace(more, train=replace(more.train, batch_size=1, accumulation_steps=2))
+    with pytest.raises(ValueError, match="content.capped_batch_size is .*data.batching=capped"):
+        train(world, halves)  # as many examples a step, but other ones stand together
     other = replace(more, data=replace(more.data, max_example_tokens=120,
                                              max_lost_percent=100.0))
     with pytest.raises(ValueError, match="content.capped_lengths is .*data.batching=capped"):

@@ -21,7 +21,7 @@ import pytest
 
 from orchmllm.config.data import DataConfig
 from orchmllm.config.recipe import load_recipe
-from orchmllm.data.loading.ray_workers import Pool, RayWorkers, join_pool
+from orchmllm.data.loading.ray_workers import MOST_LOST, Pool, RayWorkers, join_pool
 from orchmllm.data.loading.workers import answer_to
 from orchmllm.runtime.build import build_dataset
 from tests.lib.commands import make_demo_data, python
@@ -209,6 +209,23 @@ def test_calls_of_a_reader_that_is_lost_end_where_no_other_works():
             await asyncio.wait_for(made, 1.0)
 
     asyncio.run(lost())
+
+
+def test_calls_that_end_their_readers_are_given_to_no_more_of_them():
+    async def lost() -> int:
+        pool, made = Pool(0), asyncio.get_running_loop().create_future()
+        work, num_readers = ((5, 0, 0), "load", [((7,), {})], made, 0), 0
+        while not made.done() and num_readers < 2 * MOST_LOST:
+            pool._reads[5, 0, 0] = "node"
+            pool._again(*work)
+            num_readers += 1
+            if not made.done():
+                work = pool._waiting.get_nowait()
+        with pytest.raises(RuntimeError, match=r"lost over the examples \[7\]"):
+            await asyncio.wait_for(made, 1.0)
+        return num_readers
+
+    assert asyncio.run(lost()) == MOST_LOST
 
 
 def test_calls_that_wait_for_readers_that_cannot_be_used_end():

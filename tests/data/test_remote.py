@@ -260,6 +260,12 @@ def test_a_data_file_that_changes_is_read_anew_or_an_error(web, reader, tmp_path
     write_jsonl(web.folder / "rows.jsonl", [row, row])
     dataset = opened(url, reader, tmp_path, storage=declared)
     assert len(dataset) == 2
+    other = llava_row([("text", "olleh")], "one")  # in as many bytes
+    write_jsonl(web.folder / "rows.jsonl", [other, row])
+    again = opened(url, reader, tmp_path, storage=declared)
+    assert again.conversation(0) != dataset.conversation(1) == again.conversation(1)
+    assert again.fingerprint() != dataset.fingerprint()
+    dataset = again
     write_jsonl(web.folder / "rows.jsonl", [{**row, "id": "y"}, row])
     (tmp_path / "cache").rename(tmp_path / "gone")
     with pytest.raises(StorageError, match="rows.jsonl has changed since this run opened it"):

@@ -217,16 +217,19 @@ def srun(rank: int, **changes: str) -> dict[str, str]:
 def attempt(number: int, rank: int, port: int) -> None:
     """A rank of an attempt of torchrun, the first of which dies after a collective."""
     os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
-    with process_group(World(rank, 2, rank, 2, "localhost", port, attempt=number), 20.0):
+    with process_group(World(rank, 2, rank, 2, "localhost", port, attempt=number), 20.0) as store:
+        assert not store.check(["error"])
         ranks = torch.ones(1)
         torch.distributed.all_reduce(ranks)
         if not number:
+            store.set("error", "of the attempt that died")
             os._exit(9)
         assert ranks == 2
 
 
 @pytest.mark.dist
 def test_a_restarted_attempt_does_not_connect_to_the_one_that_died():
+    """Nor does it read what that has posted."""
     store = torch.distributed.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
     for number, code in enumerate((9, 0)):
         ranks = [_context.Process(target=attempt, args=(number, r, store.port)) for r in (0, 1)]

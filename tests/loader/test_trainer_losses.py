@@ -8,6 +8,7 @@ import random
 import threading
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,7 @@ from torch import nn
 from orchmllm import balance_trainer, check_equivalence, cost_of
 from orchmllm.data.text.model_folder import load_processor
 from orchmllm.loader.known_trainers import check_trainer
+from orchmllm.loader.trainers import _Balanced
 from tests.lib import clients
 from tests.lib.clients import Examples, as_torchrun, forget_accelerate, tiny
 from tests.lib.ranks import run_ranks
@@ -298,13 +300,39 @@ def test_losses_that_balancing_changes_are_refused_with_the_cure(tmp_path):
     assert ranks[0] == ranks[1]
 
 
-@pytest.mark.parametrize("loss", ["aot", "aot_unpaired", "sft"])
-def test_losses_of_pairs_that_are_no_mean_over_them_are_refused(loss):
-    """By the name of TRL's class: TRL is not imported."""
-    trainer = type("DPOTrainer", (), {"__module__": "trl.trainer.dpo_trainer"})()
-    trainer.model, trainer.loss_types = nn.Linear(1, 1), ["sigmoid", loss]
-    with pytest.raises(ValueError, match=f"^DPOTrainer: {loss} is no mean over pairs"):
+@pytest.mark.parametrize("losses", [["sigmoid", "sft"], ["aot"], ["aot_unpaired"], "auxiliary"])
+def test_losses_of_pairs_that_are_no_mean_over_pairs_are_refused(losses):
+    part = losses[-1] if isinstance(losses, list) else "the auxiliary loss"
+    kind = type("DPOTrainer", (), {"__module__": "trl.trainer.dpo_trainer"})
+    trainer = kind()
+    trainer.model, trainer.args = nn.Linear(1, 1), SimpleNamespace(
+        average_tokens_across_devices=True)
+    assert check_trainer(trainer, None) is kind
+    trainer.loss_types = losses if isinstance(losses, list) else ["sigmoid"]
+    trainer.aux_loss_enabled = losses == "auxiliary"
+    with pytest.raises(ValueError, match=f"DPOTrainer: {part} is no mean over pairs"):
         check_trainer(trainer, None)
+
+
+class OfItems:
+    """Stands in the place of a Trainer whose loss is divided by num_items_in_batch."""
+
+    def compute_loss(self, model: nn.Module, inputs: torch.Tensor, return_outputs: bool = False,
+                     num_items_in_batch: int | None = None) -> torch.Tensor:
+        return model(inputs).sum() / num_items_in_batch
+
+
+@pytest.mark.parametrize("num_examples", [0, 2])
+def test_the_loss_of_a_filler_is_nothing_where_it_is_scaled_already(num_examples):
+    """Even if it is no loss of labels, which are ignored there."""
+    trainer, model = type("Balanced", (_Balanced, OfItems), {})(), nn.Linear(3, 1)
+    trainer.accelerator = SimpleNamespace(gather=None)
+    trainer._balance_loss, trainer._balance_tries = "scaled", False
+    trainer._balance_step = SimpleNamespace(num_examples=num_examples)
+    loss = trainer.compute_loss(model, torch.ones(2, 3), num_items_in_batch=4)
+    loss.backward()
+    assert model.weight.grad.tolist() == [[0.5 if num_examples else 0.0] * 3]
+    assert bool(loss) == bool(num_examples)
 
 
 def without_targets_first(world, folder: str) -> tuple[str, bool]:

@@ -10,6 +10,7 @@ from orchmllm.config.balance import PhaseConfig
 from orchmllm.loader.setup import make_spec
 from orchmllm.plan.balance import DEFAULT_TOLERANCE, balance
 from orchmllm.plan.cost import CostModel
+from orchmllm.plan.step import imbalance
 
 
 def test_none_returns_home() -> None:
@@ -29,6 +30,11 @@ def test_default_tolerance_is_a_thousandth() -> None:
     assert spec.balance.llm.tolerance == .001
     assert list(PhaseConfig("greedy").conflicts()) == []
     assert len(list(PhaseConfig("greedy", tolerance=.1).conflicts())) == 1
+
+
+def test_each_microbatch_waits_for_its_slowest_rank() -> None:
+    assert imbalance([1, 3]) == imbalance([[1, 3], [3, 1]]) == imbalance([[2, 6], [3, 1]]) == 1.5
+    assert imbalance([[2, 2], [1, 1]]) == imbalance([0, 0]) == 1
 
 
 def test_greedy_balances_cost() -> None:

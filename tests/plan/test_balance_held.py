@@ -48,6 +48,18 @@ def test_what_full_ranks_send_equals_the_twin(ranks: int, times: int, share: int
     assert (held + loads(weight, got, 12)).max() <= cap
 
 
+def test_large_loads_are_not_taken_for_small_ones() -> None:
+    """Ranks that hold about 2**44, as in FLOP of long examples."""
+    rng = np.random.default_rng(0)
+    for _ in range(10):
+        weight, home = rng.integers(1, 2**36, 20), rng.integers(0, 6, 20)
+        held = 2**44 + rng.integers(-2**36, 2**36, 6)
+        cap = load_cap(weight, 6, 0, held)
+        got, operations = core().least_move_counted(weight, home, NOTHING, 6, 2, cap, held)
+        twin, counted = least_move_counted(weight, home, NOTHING, 6, 2, cap, held)
+        assert np.array_equal(got, twin) and operations == counted
+
+
 def test_zeros_change_nothing() -> None:
     rng = np.random.default_rng(4)
     for _ in range(200):

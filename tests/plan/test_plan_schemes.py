@@ -25,6 +25,7 @@ from orchmllm.plan.cost import CostModel
 from orchmllm.plan.geometry import SegmentLengths, text_lengths
 from orchmllm.plan.layout import AUDIO, ENCODERS, TEXT, VISION, BatchLayout
 from orchmllm.plan.microbatches import plan_microbatches
+from orchmllm.plan.room import Limit
 from orchmllm.plan.step import StepPlan, build_plan, plan_step
 from orchmllm.tools.predict.workload import sample_layout
 from tests.lib.commands import ROOT
@@ -112,14 +113,18 @@ def test_min_gain_leaves_a_step_as_sampled() -> None:
         assert moved == plan.spec.balance.enabled == rearranges
 
 
+@pytest.mark.parametrize("limited", ["by max_rank_tokens", "by memory"])
 @pytest.mark.parametrize("room, rearranges", [(1.01, True), (2.0, False)])
-def test_a_step_as_sampled_keeps_the_cap(room: float, rearranges: bool) -> None:
+def test_a_step_as_sampled_keeps_the_cap(room: float, rearranges: bool, limited: str) -> None:
     """A step that would gain too little stays as sampled only where every rank has room for it."""
     tokens = LAYOUT.tokens_per_example
     sampled = np.bincount(LAYOUT.rank_of_example, weights=tokens)
     cap = int(room * sampled.mean())
-    plan = plan_step(LAYOUT, spec(min_gain=0.99, **every_phase("none") | {
-        "llm": PhasePolicy("least_move", max_rank_tokens=cap)}))
+    memory = limited == "by memory"
+    planned = spec(min_gain=0.99, **every_phase("none") | {
+        "llm": PhasePolicy("least_move", max_rank_tokens=0 if memory else cap)})
+    plan = plan_step(LAYOUT, replace(
+        planned, room=(Limit(cap, {"llm": 1}),) if memory else ()))
     held = np.bincount(plan.llm.target_rank, weights=tokens[plan.llm.order])
     assert (sampled.max() > cap) == plan.spec.balance.enabled == rearranges and held.max() <= cap
 

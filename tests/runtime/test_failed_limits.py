@@ -1,4 +1,5 @@
-"""What ends a run by data.max_failed_in_a_row and data.max_failed_percent: rows and media apart."""
+"""What ends a run by data.max_failed_in_a_row and data.max_failed_percent: rows and media apart.
+What is listed of them."""
 
 from __future__ import annotations
 
@@ -9,10 +10,11 @@ import numpy as np
 import pytest
 
 from orchmllm.batch import FailedSegment
-from orchmllm.config.recipe import DataConfig
+from orchmllm.config.recipe import DataConfig, Recipe, RunConfig
 from orchmllm.plan.geometry import text_lengths
 from orchmllm.plan.layout import TEXT, VISION, BatchLayout
-from orchmllm.runtime.run_state import MediaLimitError, Progress
+from orchmllm.runtime.metrics import read_rows
+from orchmllm.runtime.run_state import Incidents, MediaCount, MediaLimitError, Progress
 
 SEGMENTS = {"t": [TEXT], "i": [VISION, TEXT], "r": [TEXT], "m": [VISION, TEXT], "h": [TEXT]}
 FAILED = {"r": TEXT, "m": VISION, "h": VISION}  # h: already by its header
@@ -47,3 +49,19 @@ def end_of(rows: str) -> str:
 ])
 def test_rows_and_media_have_limits_of_their_own(rows, end):
     assert end_of(rows).startswith(end)
+
+
+def test_a_row_is_listed_once_in_each_file_of_its_source(tmp_path):
+    """Also where a run is resumed: the rows of two files of a source have the same numbers."""
+    layout = BatchLayout.from_segments(0, 1, [(TEXT, text_lengths(1))])
+    for files in ("ab", "bca"):
+        recipe = Recipe(run=RunConfig(dir=str(tmp_path)), data=DataConfig(path="d"))
+        incidents = Incidents(recipe, writes=True, log=lambda text: None)
+        for k, file in enumerate(files):
+            incidents.media(SimpleNamespace(
+                index=k, layout=layout, failed=[FailedSegment(0, 0, "r", TEXT)],
+                example_ids=np.array([k])), MediaCount(), lambda example, segment, file=file: {
+                    "source": "d", "data_file": f"{file}.jsonl", "row": 7, "file": ""})
+        incidents.close()
+    listed = read_rows(tmp_path / "quarantine.jsonl")
+    assert [line["data_file"] for line in listed] == ["a.jsonl", "b.jsonl", "c.jsonl"]

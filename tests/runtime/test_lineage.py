@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 
 from orchmllm.trainer import Trainer
 from tests.lib.ranks import run_ranks
-from tests.lib.resume import run_recipe, train_recorded
+from tests.lib.resume import BATCH, run_recipe, train_recorded
 from tests.lib.saves import Run, live, sound_tags, spoil
 from tests.lib.synthetic import SyntheticDataset
 
@@ -88,6 +88,12 @@ def stories(world, folder: Path) -> None:
     run.save(1, "b1")
     assert sound_tags(root) == {"step_00000001": "b1"}
 
+    root = folder / "same step"  # of a run that the branch has left
+    Run(root, "never", 2).save(100, "a100").save(200, "a200")
+    run = Run(root, str(root / "step_00000100"), 2).save(200, "b200")
+    assert sorted(sound_tags(root).values()) == ["a100", "a200", "b200"]
+    assert Run(root, "auto", 2).start == "b200"
+
     root = folder / "numbers"  # go on where the first ones are deleted
     Run(root, "never", 1).save(1, "a1").save(2, "a2").save(3, "a3")
     assert json.loads((root / "step_00000003" / "manifest.json").read_text())["sequence"] == 3
@@ -135,6 +141,8 @@ def runs_in_one_folder(world, folder: Path) -> None:
     assert len(list(root.glob("aside_step_*"))) == 2
     last = metrics(folder)[-1]
     assert last["step"] == 3 and "validation_loss" in last
+    state = json.loads((root / "step_00000003" / "state.json").read_text())
+    assert state["media"]["rows"]["read"] == 3 * BATCH  # those of validation are not among them
     before = contents(folder)
     again = replace(new, run=replace(new.run, resume="auto"))
     assert steps_of(world, again) == []  # that of step 3 and not that of step 6

@@ -17,7 +17,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from orchmllm.config.model import ModelConfig
 from orchmllm.config.recipe import FsdpConfig
-from orchmllm.hf.sources import PretrainedError, find_sources
+from orchmllm.hf.folder import read_header
+from orchmllm.hf.sources import PretrainedError, find_sources, fingerprint
+from orchmllm.hf.tensors import FileTensor
 from orchmllm.models import adapters
 from orchmllm.models.flops import Lengths
 from orchmllm.models.whole_flops import phase_work
@@ -26,6 +28,7 @@ from orchmllm.plan.assign import PHASES
 from orchmllm.sharding.initial_values import local_rows, seed_adapters
 from orchmllm.sharding.load_whole import freeze, load_whole, ordered
 from orchmllm.sharding.units import units
+from orchmllm.tools.export.adapters import write_merged
 from tests.lib import whole_models as models
 from tests.lib.adapters import ENDS, as_tensors, by_peft, drawn, lora_model
 from tests.lib.collectives import Log
@@ -128,6 +131,25 @@ def test_adapters_begin_as_those_of_peft():
     seed_adapters(SimpleNamespace(named_parameters=weights.items), 0)
     a, b = (weight.abs() for weight in weights.values())
     assert 0.99 / 30 < float(a.max()) <= 1 / 30 and not b.any()
+    drawn_before = weights[adapters.WEIGHTS[0]].clone()
+    for seed, same in ((0, True), (1, False)):
+        seed_adapters(SimpleNamespace(named_parameters=weights.items), seed)
+        assert torch.equal(weights[adapters.WEIGHTS[0]], drawn_before) == same
+
+
+@pytest.mark.parametrize("dtype, written", [("", "F64"), ("BF16", "BF16")])
+def test_a_merged_export_has_the_dtype_that_is_asked_for(dtype, written, tmp_path):
+    """Without one, that of what was saved."""
+    saved("qwen3_vl", tmp_path / "model")
+    model, out = lora_model(tmp_path / "model"), tmp_path / "merged"
+    out.mkdir()
+    stored = {f"model.hf.{name}": FileTensor(f"model.hf.{name}", "F64", shape, lambda shape=shape: (
+        torch.zeros(shape, dtype=torch.float64)))
+        for name, shape in adapters.learnt(meta_model(model.folder), model)}
+    write_merged(model, f"{fingerprint(find_sources(model)):012x}", stored, dtype, 10**9, out,
+                 lambda text: None)
+    [file] = out.glob("*.safetensors")
+    assert {tensor.dtype for tensor in read_header(file)[1].values()} == {written}
 
 
 def first_values(world, model: ModelConfig) -> dict[str, np.ndarray]:

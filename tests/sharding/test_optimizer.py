@@ -132,9 +132,11 @@ def test_validation_while_training(tmp_path):
 
 
 def test_gradients_are_added_up_in_reduce_dtype():
-    """Every number of a sum is one that bfloat16 has; by default they are those of param_dtype."""
+    """Every number of a sum is one that bfloat16 has; by default they are those of param_dtype,
+    also where compute_dtype is bfloat16."""
     cases = {dtype: Case(recipe(model=SHALLOW, fsdp=FsdpConfig(
-        param_dtype="float32", reduce_dtype=dtype))) for dtype in ("", "bfloat16")}
+        param_dtype="float32", compute_dtype="bfloat16", reduce_dtype=dtype)))
+        for dtype in ("", "bfloat16")}
     found = run_ranks(all_gradients, 2, cases)[0]
     for name, whole in found[""][1].items():
         rounded = found["bfloat16"][1][name]

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
+from argparse import Namespace
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
@@ -81,11 +81,13 @@ def test_an_export_answers_what_the_run_has_learnt_and_stops(trained, capsys):
         row[1]["value"], row[1]["value"], True)
 
 
-def test_tokens_are_drawn_of_all_that_top_p_leaves():
-    """Without a top_k transformers draws from the 50 best alone."""
-    args = SimpleNamespace(seed=0, temperature=0.7, top_p=0.9, max_tokens=5)
-    assert sampling(args) == {"max_new_tokens": 5, "do_sample": True, "temperature": 0.7,
+def test_tokens_are_drawn_from_all_of_those_that_top_p_leaves():
+    """transformers keeps the 50 best ones where nothing else is said."""
+    args = Namespace(seed=0, max_tokens=3, temperature=2.0, top_p=0.9)
+    assert sampling(args) == {"max_new_tokens": 3, "do_sample": True, "temperature": 2.0,
                               "top_p": 0.9, "top_k": 0}
+    args.temperature = 0.0
+    assert sampling(args) == {"max_new_tokens": 3, "do_sample": False}
 
 
 @pytest.mark.slow

@@ -112,12 +112,14 @@ def test_transformers_that_take_no_packed_rows_are_refused(tmp_path):
 
 
 def test_a_flow_to_one_image_ends_there():
-    """Euler's method with the flow that is known for one image."""
+    """Euler's method with the flow that is known for one image; without its condition that is an
+    image of zeros, so guidance multiplies it."""
     part = Generator(config(), 8)
     target = torch.rand(6, 48) * 2 - 1
-    part.flow = lambda rows, times, *_: (rows - target) / times[:, None]
-    found = part.made(torch.zeros(3, 8), (2, 3), 20, 5)
-    assert torch.allclose(found, target, atol=1e-4)
+    part.flow = lambda rows, times, states, *_: (rows - target * states.any()) / times[:, None]
+    for guidance in (1.0, 0.0, 2.5):
+        found = part.made(torch.ones(3, 8), (2, 3), 20, 5, guidance)
+        assert torch.allclose(found, guidance * target, atol=1e-4)
 
 
 @pytest.mark.dist
