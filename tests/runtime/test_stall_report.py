@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from orchmllm.comm.errors import AgreedError
+from orchmllm.models.phase_clock import PhaseClock
 from orchmllm.runtime import health, stall_report
 from orchmllm.runtime.health import HangWatchdog
 from orchmllm.runtime.stall_report import (
@@ -172,6 +173,23 @@ def test_where_the_store_is_gone_the_cause_is_told(tmp_path):
     host.kill()
     host.join()
     assert watch.settle(AgreedError("the disk is full")) == "the disk is full"
+    watch.close()
+
+
+def test_a_rank_that_hangs_after_it_has_compiled_is_reported(tmp_path, monkeypatch):
+    """While it compiles it is waited for."""
+    monkeypatch.setattr(health, "GRACE_S", 0.0)
+    monkeypatch.setattr(dist, "get_backend", lambda: "gloo")
+    store, ended = dist.HashStore(), threading.Event()
+    compiles = threading.Event()
+    compiles.set()
+    monkeypatch.setattr(HangWatchdog, "_compiles", lambda watch: compiles.is_set())
+    watch = HangWatchdog(store, 0, 1, folder=tmp_path, stall_timeout_s=0.05, poll_s=0.01,
+                         exit_now=lambda code, text: ended.set())
+    watch.clock = PhaseClock()
+    assert not ended.wait(0.3)
+    compiles.clear()
+    assert ended.wait(60)
     watch.close()
 
 

@@ -64,10 +64,13 @@ def recipe(folder: Path, **fsdp: object) -> Recipe:
         fsdp=FsdpConfig(**{"param_dtype": "float64", **fsdp}))
 
 
-def answered(world, run: Recipe, name: str) -> int:
-    """Asks with the weights of the folder, twice. Returns the forward passes of this rank."""
+def answered(world, run: Recipe, name: str, last: int) -> int:
+    """Asks with the weights of the folder, twice. Returns the forward passes of this rank. last: a
+    token that ends an answer."""
     FAMILIES[name](transformers)  # imports a processor that would need torchvision
     trainer, calls = Trainer(run, world), []
+    forward = trainer.model.forward
+    trainer.model.forward = lambda batch, asked: forward(batch, {**asked, "eos_token_id": last})
     trainer.model.blocks()["llm"][0].register_forward_hook(lambda *_: calls.append(1))
     try:
         for _ in range(2):
@@ -95,11 +98,19 @@ def by_stock(folder: Path, run: Recipe, name: str) -> dict[int, list[int]]:
         media = {n: v[:, :first] if n.endswith("type_ids") else v.double() if v.is_floating_point()
                  else v for n, v in example.media.items()}
         made = stock.generate(input_ids=ids, attention_mask=torch.ones_like(ids), **media,
-                              do_sample=False, max_new_tokens=7,
-                              eos_token_id=rows.tokenizer.end_id,
+                              do_sample=False, max_new_tokens=7, eos_token_id=None,
                               pad_token_id=rows.tokenizer.end_id)
         out[i] = made[0, first:].tolist()
     return out
+
+
+def uneven_end(answers: list[list[int]], ranks: int) -> int:
+    """A token that ends the answers of a round at unequal lengths, if there is one."""
+    def lengths(token: int) -> list[int]:
+        return [[*ids, token].index(token) for ids in answers]
+
+    return max((token for ids in answers for token in ids), key=lambda token: sum(
+        len({*lengths(token)[k: k + ranks]}) for k in range(0, len(answers), ranks)))
 
 
 @pytest.mark.parametrize("name, ranks, shard_size", [("qwen2_5_vl", 2, 0), *(
@@ -108,18 +119,21 @@ def by_stock(folder: Path, run: Recipe, name: str) -> dict[int, list[int]]:
                  "qwen3_5", "qwen3_vl_moe", "qwen2_audio")
     for groups in ((1, 0), (2, 0), (3, 0), (4, 2)) if (name, groups) != ("qwen2_5_vl", (2, 0)))])
 def test_sharded_weights_answer_as_stock_transformers_does(name, ranks, shard_size, tmp_path):
-    """Seven questions, of which one rank or more has none in the last round."""
+    """Seven questions, of which one rank or more has none in the last round. Ranks make as many
+    passes where the answer of one ends first."""
     write_model(name, tmp_path, torch.float64)
     write_rows(tmp_path, name)
     run = recipe(tmp_path, shard_size=shard_size, prefetch=1,
                  llm_checkpointing="full:1")
-    passes = run_ranks(answered, ranks, run, name)
-    assert len(set(passes)) == 1
     wanted, tokenizer = by_stock(tmp_path, run, name), build_dataset(run).tokenizer
+    last = uneven_end([*wanted.values()], ranks)
+    passes = run_ranks(answered, ranks, run, name, last)
+    assert len(set(passes)) == 1
     lines = read_rows(tmp_path / "run" / "samples.jsonl")
     assert [line["example"] for line in lines] == [*range(1, len(MEDIA))] * 2
     for line in lines:
         ids = wanted[line["example"]]
+        ids = ids[: [*ids, last].index(last) + 1]
         ended = ids[-1] == tokenizer.end_id
         assert line["answer"] == tokenizer.decode([i for i in ids if i != tokenizer.end_id])
         assert line["ended"] == ended and line["expected"] == f"the red row {line['example']}"
