@@ -67,8 +67,7 @@ def agree(ranks: Sequence[int], arguments: Mapping[str, Any], timeout_s: float) 
                                      f"on rank {dist.get_rank()}")
                 break
         if store.add("joined", 1) == len(ranks):
-            differs = store.check(["differs"])
-            store.set("found", store.get("differs") if differs else "nothing")
+            store.set("found", store.get("differs") if store.check(["differs"]) else "nothing")
         store.wait(["found"], limit)
     except RuntimeError as error:
         raise RuntimeError(

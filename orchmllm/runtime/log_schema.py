@@ -140,8 +140,7 @@ METRICS = {
     "measured": Metric(_keys(_MEASURED) | {"type": ["object", "null"]}, "the phases as all ranks "
                        "measured them, forward and backward; on a GPU those of the step before, "
                        "or null"),
-    "num_failed_media": Metric(COUNT, "rows and media of the step that could not be "
-                               "used"),
+    "num_failed_media": Metric(COUNT, "rows and media of the step that could not be used"),
     "nonfinite": Metric(FLAG, "loss or gradient was not finite"),
     "stop_signal": Metric(COUNT, "signal to stop after this step; 0: none, 128: another run has "
                           "taken the run folder"),

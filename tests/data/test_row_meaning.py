@@ -212,7 +212,7 @@ FOUR = ["red", "blue", "3", "white"]
 
 @pytest.mark.parametrize("choices, answer, right", [
     (FOUR, "blue", "B. blue"), (FOUR, "C", "C. 3"), (FOUR, "(D).", "D. white"), (FOUR, 0, "A. red"),
-    (FOUR, "1", "B. blue"), (FOUR, 1, "B. blue"), (FOUR, "3", "C. 3"),
+    (FOUR, "1", "B. blue"), (FOUR, 3, "D. white"), (FOUR, "3", "C. 3"),
     ({"text": ["a", "b"], "label": ["1", "2"]}, "2", "2. b"), ([1, 2], 2, "B. 2"),
     ([0, 1], 1, "B. 1")])
 def test_the_answer_is_found_among_its_choices(choices, answer, right):
@@ -222,8 +222,8 @@ def test_the_answer_is_found_among_its_choices(choices, answer, right):
 
 @pytest.mark.parametrize("choices, answer, said", [
     (FOUR, "green", "none of the 4"), (FOUR, 4, "none"), (FOUR, -1, "none"), (FOUR, "", "none"),
-    (["B", "A"], "A", "several"), (["x", "x"], "x", "several"), (FOUR, 3, "several"),
-    ([1, 2], 1, "several"), ({"text": ["a", "b"], "label": ["1", "2"]}, 1, "several"),
+    (["B", "A"], "A", "several"), (["x", "x"], "x", "several"), ([1, 2], 1, "several"),
+    (["10", "20"], 20, "none"), ({"text": ["a", "b"], "label": ["1", "2"]}, 1, "several"),
     ("red, blue", 0, "must be a list"),
     ([], 0, "must be a list"), ({"text": ["a"]}, 0, "must be a list"), (["a"] * 27, 0, "must be")])
 def test_an_answer_that_is_not_one_of_its_choices_is_refused(choices, answer, said):

@@ -91,7 +91,8 @@ def answered(row: Mapping, root: MediaRoot, prompt: str = "") -> Conversation:
 def choose(choices: object, answer: object) -> tuple[list[str], str]:
     """(A line for each choice, the one that is the answer). choices: texts, or {"text": texts,
     "label": labels}; answer: a text among them, a label, a letter from A, or a number from 0.
-    Raises RowError, also for an integer that is the number of one and the text of another."""
+    An integer is a number, unless the choices or their labels are. Raises RowError, also for an
+    integer that is the number of one and is another one itself."""
     labels = list(map(chr, range(ord("A"), ord("Z") + 1)))
     if isinstance(choices, Mapping) and isinstance(choices.get("label"), list):
         labels, choices = list(map(str, choices["label"])), choices.get("text")
@@ -102,8 +103,10 @@ def choose(choices: object, answer: object) -> tuple[list[str], str]:
     said = str(answer).strip()
     found = {k for k, text in enumerate(choices)
              if said in (str(text).strip(), labels[k]) or said.strip("().") == labels[k]}
-    if type(answer) is int or not found and said.isdecimal():
-        found |= {int(said)} & set(range(len(choices)))
+    number = {int(said)} & set(range(len(choices))) if said.isdecimal() else set()
+    if type(answer) is int:
+        found = number | {k for k in found if answer == choices[k] or said == labels[k]}
+    found = found or number
     if len(found) != 1:
         raise RowError(f"the answer {said!r:.80} is {'several' if found else 'none'} of the "
                        f"{len(lines)} choices; it must be one of them, its label, or its number "
