@@ -20,6 +20,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from orchmllm.batch import on_device
 from orchmllm.launch import current_world
@@ -258,6 +259,7 @@ class _AllToAllRows(torch.autograd.Function):
         return received.index_select(0, recv_index)
 
     @staticmethod
+    @once_differentiable  # what is exchanged here has no graph: a second derivative would lack it
     def backward(ctx, grad):
         send_index, recv_index = ctx.saved_tensors
         splits = ctx.exchange.input_splits.tolist()

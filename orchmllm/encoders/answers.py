@@ -32,7 +32,7 @@ class Answer:
         self._what = f"encoder {encoder.name!r}: {type(owner).__name__}.forward"
         self._encoder, self._call, self._owner = encoder, call, owner
         self._result, self._local, self._called = result, local, False
-        self._grad = torch.is_grad_enabled()
+        self._grad, self._autocast = torch.is_grad_enabled(), self._autocasts()
         layout = encoder.calls[call]
         names = layout.arguments if encoder.named else (layout.value,)
         self._lead = len(local.inputs[layout.value]) if num_items else 0
@@ -64,6 +64,11 @@ class Answer:
         self._called = True
         return self._result
 
+    def _autocasts(self) -> torch.dtype | None:
+        """To what it casts on the device of the features; None: it is off."""
+        device = next(self._owner.parameters()).device.type
+        return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+
     def _differs(self, tensors: list[Tensor], args: tuple, kwargs: dict) -> str:
         """How this call is another than the one that was answered before the forward; "" if it
         is the same."""
@@ -71,6 +76,8 @@ class Answer:
             return "twice"
         if torch.is_grad_enabled() != self._grad:
             return "without gradients"
+        if self._autocast not in (None, self._autocasts()):  # encoded without it: more precise
+            return f"where autocast is off or casts to another dtype than {self._autocast}"
         for name, value in self._given.items():
             if name in self._versions and value._version != self._versions[name]:
                 return f"with {name} changed in place"

@@ -31,6 +31,7 @@ from orchmllm.encoders.infer import infer_encoders
 from orchmllm.encoders.spec import (
     Encoder,
     check_encoder,
+    check_sharding,
     check_towers,
     known_arguments,
     refuse_unknown,
@@ -53,7 +54,7 @@ class EncoderHandle:
         group: dist.ProcessGroup | None, when: str, shadow: bool, min_gain: float, join: str,
         proof: bool, timeout_s: float,
     ) -> None:
-        ranks = rank_list(group)
+        self._ranks = ranks = rank_list(group)
         self.encoders, self.group, self.shadow = tuple(encoders), group, shadow
         self.last: dict[str, sharing.EncoderStep] = {}
         self._inferred, self._when, self._join = inferred, when, join
@@ -81,6 +82,9 @@ class EncoderHandle:
 
     def __deepcopy__(self, memo: dict) -> EncoderHandle:
         return self  # a copy of the model uses the groups and the plan of the original
+
+    def __getstate__(self) -> dict:
+        return {"_hooks": [], "_answers": {}}  # a model that was saved whole is loaded unbalanced
 
     def remove(self) -> None:
         """Takes the hooks off; copies of the model are no longer balanced either."""
@@ -164,6 +168,8 @@ class EncoderHandle:
                 refuse_unknown(self._known, inputs)
             for encoder in self.encoders:
                 check_towers(encoder, module)
+                if not self._checked:
+                    check_sharding(encoder, module, self._ranks)
             return [table.describe_local(e, module, inputs) for e in self.encoders], None
         except Exception as error:
             return [], error
@@ -210,8 +216,9 @@ def _check_owner(owner: nn.Module, join: str) -> None:
 
 def balance_encoders(
     model: nn.Module, encoders: Sequence[Encoder] | None = None, *,
-    group: dist.ProcessGroup | None = None, when: str = "training", shadow: bool = False,
-    min_gain: float = 0.0, join: str = "", proof: bool = True, timeout_s: float = 600.0,
+    group: dist.ProcessGroup | dist.DeviceMesh | None = None, when: str = "training",
+    shadow: bool = False, min_gain: float = 0.0, join: str = "", proof: bool = True,
+    timeout_s: float = 600.0,
 ) -> EncoderHandle:
     """Balances the encoders of `model` over the ranks in every forward; its code, its data and the
     loop around it stay as they are. Every rank of the group calls it at the same place, before or
@@ -219,8 +226,9 @@ def balance_encoders(
 
     encoders: None for a model of transformers, whose encoders are inferred from its methods
     get_image_features, get_video_features and get_audio_features, else one Encoder for each encoder
-    of `model`, which is then the module whose forward calls them. group: ranks
-    that share the media (default: all); those that shard the encoder must all be in it. when:
+    of `model`, which is then the module whose forward calls them. group: the
+    ranks that share the media (default: all), or a mesh of one dimension; they are those over which
+    the encoder's gradients are reduced, which is checked where FSDP2 does it. when:
     "training" (train mode with gradients) or "always" (also evaluation; all ranks must then make
     the same forwards). shadow: plan, log and record the gain, move nothing. min_gain: move only if
     the slowest rank's cost falls by this share (0.02: 2%; 0: whenever it falls). join: submodule
@@ -233,6 +241,11 @@ def balance_encoders(
     forward: RemoteError or PlanMismatchError with the same text on all ranks, also for features
     that are not those of the items as sampled.
     """
+    if isinstance(group, dist.DeviceMesh):
+        if group.ndim > 1:
+            raise ValueError(f"group is a mesh of {group.ndim} dimensions, {group}: give the one "
+                             "whose ranks share the media, such as mesh['dp']")
+        group = group.get_group()
     if when not in ("training", "always"):
         raise ValueError(f"when is {when!r}: use 'training' or 'always'")
     if min_gain is None or not 0.0 <= min_gain < 1.0:

@@ -115,7 +115,8 @@ def _move_media(
             values.append(None)
             continue
         dtype, shape = tensor
-        held = (share.local.values[k] if share.local.values
+        # A rank without items may hold an empty tensor of another dtype.
+        held = (share.local.values[k] if len(share.local.meta)
                 else torch.empty((0, *shape), dtype=dtype))
         held = held.to(device)
         values.append(exchange_rows(held, share.move.exchange(rows, rank), group)
@@ -141,11 +142,19 @@ def _encode(
 def placeholder(
     share: Share, device: torch.device
 ) -> tuple[np.ndarray, list[Tensor | None]]:
-    """meta and packed tensors of one item like the cheapest, for a rank that has none."""
+    """meta and packed tensors of one item like the cheapest, for a rank that has none. Numbers in
+    [0, 1) that differ, as an encoder may divide by the deviation of an item's; integers are 1."""
     cheapest = int(share.cost.argmin())
-    return share.world.meta[[cheapest]], [None if tensor is None else torch.ones(
-        (int(rows[cheapest]), *tensor[1]), dtype=tensor[0], device=device)
-        for tensor, rows in zip(share.world.tensors, share.rows, strict=True)]
+    generator, values = torch.Generator().manual_seed(0), []
+    for tensor, rows in zip(share.world.tensors, share.rows, strict=True):
+        if tensor is None:
+            values.append(None)
+            continue
+        dtype, shape = tensor[0], (int(rows[cheapest]), *tensor[1])
+        made = (torch.rand(shape, generator=generator) if dtype.is_floating_point
+                else torch.ones(shape))
+        values.append(made.to(device, dtype))
+    return share.world.meta[[cheapest]], values
 
 
 def run_encoder(

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
+from orchmllm.comm.fsdp import ranks_of
 from orchmllm.encoders.items import Layout
 from orchmllm.plan.cost import CostModel
 
@@ -129,6 +130,20 @@ def check_towers(encoder: Encoder, owner: nn.Module) -> None:
                 f"encoder {encoder.name!r}: {path} was given to fully_shard, which renames its "
                 "class, and transformers then records no hidden states, which this model reads: "
                 "give the layers of the tower to fully_shard, not the tower itself")
+
+
+def check_sharding(encoder: Encoder, owner: nn.Module, ranks: Sequence[int]) -> None:
+    """Raises ValueError where FSDP2 reduces the gradients of a tower over other ranks than those
+    that share its media: gradients of media that left would be lost, or ranks would wait for
+    others that have no media."""
+    for path, tower in encoder.tower_modules(owner):
+        for reduced in ranks_of(owner, tower):
+            if reduced != tuple(sorted(ranks)):
+                raise ValueError(
+                    f"encoder {encoder.name!r}: FSDP2 reduces the gradients of {path} over the "
+                    f"ranks {list(reduced)}, but the ranks {sorted(ranks)} share its media: give "
+                    "balance_encoders the process group of the former as group= (such as "
+                    'mesh["dp"].get_group()), or leave it out where they are all ranks')
 
 
 def _frozen(module: nn.Module) -> bool:

@@ -57,6 +57,7 @@ def describe_local(
     given = [inputs.get(layout.value) for layout in encoder.calls.values()]
     parts = [None if value is None else layout.describe(owner, inputs)
              for layout, value in zip(encoder.calls.values(), given, strict=True)]
+    _refuse_gradients(encoder, inputs)
     held = [part for part in parts if part is not None]
     options = {k: inputs[k] for k in encoder.options if inputs.get(k) is not None}
     if tensors := [k for k, value in options.items() if isinstance(value, Tensor)]:
@@ -69,6 +70,16 @@ def describe_local(
               for tensors in zip(*(part.values for part in held), strict=True)),
         counts=[0 if part is None else len(part.meta) for part in parts], inputs=inputs,
         options=options)
+
+
+def _refuse_gradients(encoder: Encoder, inputs: Mapping[str, Any]) -> None:
+    """Gradients of media would have to move back, on ranks without media, too."""
+    for name in {name for layout in encoder.calls.values() for name in layout.arguments}:
+        value = inputs.get(name)
+        if isinstance(value, Tensor) and value.requires_grad and torch.is_grad_enabled():
+            raise ValueError(f"encoder {encoder.name!r}: the argument {name} requires gradients, "
+                             "which balance_encoders does not compute of media: detach it, or do "
+                             "not balance this forward")
 
 
 def _joined(

@@ -40,7 +40,7 @@ class Collator:
         labels = labels_of(batch)
         micro.labels_shape = None if labels is None else tuple(labels.shape)
         if is_filler or self._tail_is_filled:  # not at the last batch, where it is known before
-            self._check_filler(labels)
+            self._check_filler(batch, labels)
         if is_filler:
             batch, micro.num_targets = ignore_labels(copy.copy(batch), labels), (0, 0)
         elif counts is not None:
@@ -49,7 +49,7 @@ class Collator:
             micro.num_targets = UNCOUNTED if labels is None else count_labels(labels)
         micro.content = pin_memory(batch) if self._pins else batch
 
-    def _check_filler(self, labels: Tensor | None) -> None:
+    def _check_filler(self, batch: Any, labels: Tensor | None) -> None:
         if labels is None and self.num_targets is None:
             raise ValueError(
                 f"rank {self.rank} has no example in this step and cannot be given a filler, "
@@ -59,6 +59,17 @@ class Collator:
             raise ValueError(
                 f'the "labels" are {labels.dtype}, which cannot hold {IGNORE_INDEX}, so those of a '
                 "rank without examples could not be ignored: return torch.int64 from collate_fn")
+        if labels is None or self.num_targets is None:
+            return
+        counted = _whole(self.num_targets(batch))
+        ignored = ignore_labels(copy.copy(batch), labels)
+        counted_anyway = _whole(self.num_targets(ignored))
+        with_labels(ignored, labels)  # a copy may share what holds the tensors
+        if counted_anyway > counted:
+            raise ValueError(
+                f"num_targets counts labels that are {IGNORE_INDEX}, as those of a rank without "
+                f"examples become: use {IGNORE_INDEX} for the labels that the loss ignores, or "
+                "drop_last=True without caps, so that no rank lacks examples")
 
 
 def _whole(count: Any) -> int:
@@ -93,13 +104,18 @@ def ignore_labels(batch: Any, labels: Tensor | None) -> Any:
     """
     if labels is None:
         return batch
-    ignored = torch.full_like(labels, IGNORE_INDEX)  # not in place: it may be the dataset's own
+    # Not in place: they may be the dataset's own.
+    return with_labels(batch, torch.full_like(labels, IGNORE_INDEX))
+
+
+def with_labels(batch: Any, labels: Tensor) -> Any:
+    """The batch with these labels; a new one where it cannot be changed."""
     if hasattr(batch, "__setitem__"):
-        batch["labels"] = ignored
+        batch["labels"] = labels
     elif dataclasses.is_dataclass(batch):
-        batch = dataclasses.replace(batch, labels=ignored)
+        batch = dataclasses.replace(batch, labels=labels)
     elif hasattr(batch, "_replace"):
-        batch = batch._replace(labels=ignored)
+        batch = batch._replace(labels=labels)
     else:
-        batch.labels = ignored
+        batch.labels = labels
     return batch

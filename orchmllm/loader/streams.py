@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
+from itertools import chain
 from typing import Any
 
 import torch.distributed as dist
@@ -83,24 +84,28 @@ class ForeignStream:
         if self._state is not None:
             self._batches.loader.load_state_dict(self._state)
         else:
-            for _ in range(self._first_step * self._per_step):
-                self._batches.next()
+            for _ in self._full_batches(self._first_step * self._per_step):
+                pass
         self._first_step, self._state = 0, None
-        measured, drawn = [], 0
-        while drawn < self._per_step and not self._ended:
+        batches = list(self._full_batches(self._per_step))
+        if not batches:
+            return None
+        measured = list(chain.from_iterable(batches))
+        first_id = (self._rank << 40) + self._count  # unlike any other rank's
+        self._count += len(measured)
+        return measured, range(first_id, first_id + len(measured))
+
+    def _full_batches(self, count: int) -> Iterator[list]:
+        """The next `count` batches that are not left out, measured; fewer at the end."""
+        while count and not self._ended:
             batch = self._batches.next()
             if batch is END:
                 self._ended = True
             elif len(pairs := self._measure(batch)) < self._full_size:
                 self.num_dropped += len(pairs)
             else:
-                measured += pairs
-                drawn += 1
-        if not drawn:
-            return None
-        first_id = (self._rank << 40) + self._count  # unlike any other rank's
-        self._count += len(measured)
-        return measured, range(first_id, first_id + len(measured))
+                count -= 1
+                yield pairs
 
     def snapshot(self) -> Any:
         state = getattr(self._batches.loader, "state_dict", None)

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
+from orchmllm.comm.fsdp import param_groups
 from orchmllm.config.recipe import FsdpConfig
 
 
@@ -44,7 +45,7 @@ def shard_units(orders: tuple[list[ShardUnit], list[ShardUnit]], config: FsdpCon
                     reshard_after_forward=ranks_per_node if first_of_node else
                     unit.reshard != "none")
         if first_of_node:
-            shared = _groups(unit.module)[0].post_forward_mesh_info
+            shared = param_groups(unit.module)[0].post_forward_mesh_info
         elif unit.reshard == "node" and part:
             _share_mesh(unit.module, shared)
         unit.module.set_unshard_in_backward(unit.backward)
@@ -59,17 +60,10 @@ def of_encoder(module: nn.Module, reshard: str) -> ShardUnit:
     return ShardUnit(module, reshard if learns else "full", learns)
 
 
-def _groups(unit: FSDPModule) -> list:
-    """FSDP2's own records of a unit's parameters (torch 2.12 made a list of the one)."""
-    state = unit._get_fsdp_state()
-    groups = getattr(state, "_fsdp_param_groups", None)
-    return list(groups) if groups is not None else [state._fsdp_param_group]
-
-
 def _share_mesh(unit: FSDPModule, mesh: Any) -> None:
     """fully_shard would make process groups of its own for every unit that is given a number of
     ranks, on NCCL a communicator each."""
-    for group in _groups(unit):
+    for group in param_groups(unit):
         for owner in (group, *group.fsdp_params):
             owner.post_forward_mesh_info = mesh
 

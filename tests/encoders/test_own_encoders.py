@@ -8,7 +8,6 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
@@ -27,7 +26,7 @@ from tests.lib.encoder_runs import (
     worst,
 )
 from tests.lib.examples import load
-from tests.lib.ranks import each_in_one_world, run_ranks
+from tests.lib.ranks import each_in_one_world
 
 pytestmark = pytest.mark.dist
 EXACT = 1e-13
@@ -202,24 +201,6 @@ def test_attention_of_a_video_costs_what_one_of_its_frames_has(name):
     made = assign(encoder, None, items, CostModel(1000, 3000),
                   min_gain=0.0, ranks_per_node=8)
     assert made.cost.tolist() == [64 + 3 * 64 * 64, 64 + 3 * 64 * 4]
-
-
-def in_pairs(world) -> tuple[float, dict]:
-    """Two groups of two ranks that share their media; the gradients are of all four."""
-    e = load("own_model")
-    torch.manual_seed(0)
-    model = e.TwoTowers().double()
-    inputs = e.inputs_of(world.rank % 2, 0)
-    want = mean_gradients(model, lambda m: [e.loss_of(m, inputs)])
-    group, _ = dist.new_subgroups(2)
-    handle = e.balanced(model, group=group)
-    e.loss_of(sharded(model), inputs).backward()
-    return worst(gradients(model), want), handle.last
-
-
-def test_groups_share_their_media():
-    for difference, last in run_ranks(in_pairs, 4):
-        assert difference < EXACT and last["photo"].num_items == 4 and last["photo"].moved == 2
 
 
 def many(world) -> tuple[float, int]:

@@ -75,6 +75,12 @@ class Batch:
     def __init__(self, examples: list[dict]) -> None:
         self.tensors = collate(examples)
 
+    @classmethod
+    def of(cls, tensors: dict) -> Batch:
+        batch = cls.__new__(cls)
+        batch.tensors = tensors
+        return batch
+
     def __getitem__(self, key: str) -> torch.Tensor:
         return self.tensors[key]
 
@@ -111,6 +117,39 @@ def of_bytes(world) -> str:
 def test_labels_that_cannot_be_ignored_are_refused_at_the_first_batch():
     says, = run_ranks(of_bytes, 1)
     assert "labels\" are torch.uint8, which cannot hold -100" in says
+
+
+def other_than_100(world) -> list[str]:
+    """What the first batch says where labels of -1, 0 or -100 are ignored, and where targets are no
+    labels, of an epoch that ends with a filler."""
+    out = []
+    for ignored in (-1, 0, -100, None):
+        def collate_with(examples, ignored=ignored):
+            labels = torch.nn.utils.rnn.pad_sequence(
+                [torch.ones(1 + x["id"] % 3, dtype=torch.int64) for x in examples], True,
+                -100 if ignored is None else ignored)
+            return Batch.of({"labels": labels, "weight": torch.ones(len(labels))})
+
+        loader = loader_of(
+            Texts(13), 3, lengths=length_of, collate_fn=collate_with, check_loss=False,
+            num_targets=lambda batch, ignored=ignored: int(
+                batch["weight"].sum() if ignored is None else (batch["labels"] != ignored).sum()))
+        try:
+            held = [bool((batch["labels"] != -100).any()) for batch in loader]
+            out.append(f"{held.count(False)} of {len(held)} are ignored")
+        except RemoteError as error:
+            out.append(str(error))
+    return out
+
+
+@pytest.mark.dist
+def test_labels_that_the_loss_would_not_ignore_are_refused_at_the_first_batch():
+    ranks = run_ranks(other_than_100, 2)
+    for says in ranks:
+        assert all("step 0: " in text and "num_targets counts labels that are -100" in text
+                   for text in says[:2])
+    assert sorted(rank[2:] for rank in ranks) == [
+        ["0 of 3 are ignored"] * 2, ["1 of 3 are ignored"] * 2]
 
 
 def counts(world, given: list) -> list[str]:

@@ -142,16 +142,21 @@ def test_a_wrapper_that_fetches_ahead_has_the_step_of_the_batch_it_hands_out():
 
 
 def test_short_batches_of_what_is_wrapped_are_left_out_and_counted():
-    """And two ranks number what they draw otherwise."""
-    def stream(rank: int) -> ForeignStream:
-        return ForeignStream([[1, 2, 3], [4], [5, 6, 7]], lambda batch: [(9, e) for e in batch], 2,
-                             full_size=3, rank=rank, first_step=0, state=None)
+    """Also of those that are drawn again up to the place; two ranks number what they draw
+    otherwise."""
+    def stream(rank: int, first_step: int = 0) -> ForeignStream:
+        return ForeignStream(
+            [[1, 2, 3], [4], [5, 6, 7], [8, 9, 10]][: 3 + first_step],
+            lambda batch: [(9, e) for e in batch], 2, full_size=3, rank=rank, first_step=first_step,
+            state=None)
 
     first, other = stream(0), stream(1)
     measured, numbers = first.draw()
     assert [example for _, example in measured] == [1, 2, 3, 5, 6, 7]
     assert first.num_dropped == 1 and first.draw() is None
     assert len(numbers) == 6 and not {*numbers} & {*other.draw()[1]}
+    resumed = stream(0, first_step=1)
+    assert [example for _, example in resumed.draw()[0]] == [8, 9, 10] and resumed.num_dropped == 1
 
 
 def tarred(world) -> list[int]:

@@ -1,0 +1,23 @@
+"""FSDP2's own records of the modules that were given to it."""
+
+from __future__ import annotations
+
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+
+
+def param_groups(unit: FSDPModule) -> list:
+    """The records of a unit's parameters (torch 2.12 made a list of the one)."""
+    state = unit._get_fsdp_state()
+    groups = getattr(state, "_fsdp_param_groups", None)
+    return [g for g in (groups or [state._fsdp_param_group]) if g is not None]
+
+
+def ranks_of(model: nn.Module, part: nn.Module) -> set[tuple[int, ...]]:
+    """The global ranks over which FSDP2 reduces gradients of `part`: one entry for all parameters
+    that have the same. Parameters of units that are not within `model` are left out."""
+    modules = set(part.modules())
+    return {tuple(sorted(group.mesh_info.mesh.mesh.flatten().tolist()))
+            for unit in model.modules() if isinstance(unit, FSDPModule)
+            for group in param_groups(unit)
+            if any(p._module_info.module in modules for p in group.fsdp_params)}

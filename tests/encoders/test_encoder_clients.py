@@ -1,0 +1,199 @@
+"""balance_encoders as programs use it that nobody here wrote: meshes, empty tensors, precision,
+models that are saved whole. Exact, or an error on all ranks."""
+
+from __future__ import annotations
+
+import pickle
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from orchmllm import Encoder, Rows, balance_encoders
+from orchmllm.comm.agree import RemoteError
+from tests.lib.encoder_runs import gradients, mean_gradients, mean_gradients_of, worst
+from tests.lib.ranks import each_in_one_world
+
+pytestmark = pytest.mark.dist
+EXACT = 1e-13
+ENCODERS = [Encoder("photo", {"tower": Rows("photos")})]
+
+
+class Tower(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.dense = nn.Linear(8, 8)
+
+    def forward(self, photos):
+        deviation, mean = torch.std_mean(photos, -1, keepdim=True)
+        return self.dense((photos - mean) / deviation).tanh()
+
+
+class Model(nn.Module):
+    """precise: its forward switches autocast off around the tower."""
+
+    def __init__(self, precise: bool = False) -> None:
+        super().__init__()
+        self.tower, self.embed, self.precise = Tower(), nn.Embedding(2, 8), precise
+
+    def forward(self, ids, photos=None):
+        x = self.embed(ids).mean(1)
+        if photos is None:
+            return x.square().sum()
+        with torch.autocast("cpu", enabled=torch.is_autocast_enabled("cpu") and not self.precise):
+            return (x + self.tower(photos).square().sum(0)).square().sum()
+
+
+def balanced(model: nn.Module, **options):
+    return balance_encoders(model, ENCODERS, join="embed", **options)
+
+
+def model_and(sizes: list[int], rank: int, **options) -> tuple[Model, dict]:
+    """A model, and the batch of a rank that has sizes[rank] photos."""
+    torch.manual_seed(rank)
+    inputs = {"ids": torch.zeros(1, 2, dtype=torch.int64)}
+    if sizes[rank]:
+        inputs["photos"] = torch.randn(sizes[rank], 8).double()
+    torch.manual_seed(0)
+    return Model(**options).double(), inputs
+
+
+def refusal(act) -> str:
+    with pytest.raises((RemoteError, ValueError)) as error:
+        act()
+    return str(error.value)
+
+
+def empties(world) -> list[float]:
+    """A rank without photos holds an empty tensor of another dtype or shape."""
+    out = []
+    for empty in (torch.empty(0, 8), torch.empty(0), torch.empty(0, dtype=torch.int64)):
+        model, inputs = model_and([6, 0], world.rank)
+        want = mean_gradients(model, lambda m, given=inputs: [m(**given)])
+        balanced(model)
+        given = {"photos": empty} | inputs if world.rank else inputs
+        out.append(worst(mean_gradients_of(model, lambda m, given=given: [m(**given)]), want))
+    return out
+
+
+def test_an_empty_tensor_may_have_another_dtype_and_shape(two):
+    assert max(map(max, two["empties"])) < EXACT
+
+
+def alone(world) -> float:
+    """One photo in the world, and a tower that divides by the deviation of what it gets."""
+    model, inputs = model_and([1, 0], world.rank)
+    want = mean_gradients(model, lambda m: [m(**inputs)])
+    balanced(model)
+    return worst(mean_gradients_of(model, lambda m: [m(**inputs)]), want)
+
+
+def test_what_a_rank_without_media_encodes_has_finite_gradients(two):
+    assert max(two["alone"]) < EXACT
+
+
+def refused(world) -> dict[str, str]:
+    out = {}
+    model, inputs = model_and([4, 1], world.rank)
+    balanced(model)
+    loss = model(**inputs)
+    first = torch.autograd.grad(loss, list(model.parameters()), create_graph=True)
+    with pytest.raises(RuntimeError, match="differentiate twice"):
+        sum(g.square().sum() for g in first).backward()
+    given = {**inputs, "photos": inputs["photos"].requires_grad_(world.rank == 0)}
+    out["gradients"] = refusal(lambda: model(**given))
+    model, inputs = model_and([4, 1], world.rank, precise=True)
+    balanced(model)
+    with torch.autocast("cpu", torch.bfloat16):
+        out["autocast"] = refusal(lambda: model(**inputs))
+    model, inputs = model_and([4, 1], world.rank)
+    balanced(model)
+    with torch.autocast("cpu", torch.bfloat16):
+        out["the same autocast"] = str(float(model(**inputs).detach()) > 0)
+    return out
+
+
+def test_what_would_differ_silently_is_refused_on_all_ranks(two):
+    one, other = two["refused"]
+    assert one == other and one["the same autocast"] == "True"
+    assert "rank 0 failed" in one["gradients"]
+    assert "the argument photos requires gradients" in one["gradients"]
+    assert "called tower where autocast is off" in one["autocast"]
+
+
+def saved_whole(world) -> tuple[float, bool]:
+    """A model that is pickled is loaded without balancing, and can be balanced again."""
+    model, inputs = model_and([4, 1], world.rank)
+    want = mean_gradients(model, lambda m: [m(**inputs)])
+    handle = balanced(model)
+    loaded = pickle.loads(pickle.dumps(model))
+    unbalanced = worst(mean_gradients(loaded, lambda m: [m(**inputs)]), want)
+    untouched = handle.last == {}
+    handle = balanced(loaded)
+    again = worst(mean_gradients_of(loaded, lambda m: [m(**inputs)]), want)
+    return max(unbalanced, again), untouched and handle.last["photo"].moved > 0
+
+
+def test_a_model_that_was_saved_whole_is_loaded_unbalanced(two):
+    for difference, as_expected in two["saved_whole"]:
+        assert difference < EXACT and as_expected
+
+
+def data_and_tensor_parallel(world) -> tuple[float, int, str, str]:
+    """2 x 2 ranks, of which two each have the same batch and a tower that is not theirs alone."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    out = []
+    for group in (mesh["dp"], None):
+        model, inputs = model_and([4, 1], mesh["dp"].get_local_rank())
+        want = mean_gradients(model, lambda m, given=inputs: [m(**given)])
+        handle = balanced(model, group=group)
+        fully_shard(model.tower, mesh=mesh["dp"])
+        fully_shard(model, mesh=mesh["dp"])
+        if group is None:
+            out.append(refusal(lambda m=model, given=inputs: m(**given)))
+            continue
+        model(**inputs).backward()
+        out += [worst(gradients(model), want), handle.last["photo"].num_items]
+    return *out, refusal(lambda: balanced(model_and([1] * 4, world.rank)[0], group=mesh))
+
+
+def hybrid(world) -> tuple[float, list[str]]:
+    """2 x 2 ranks, of which two shard the tower and all reduce its gradients: all share media."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    exact, texts = 0.0, []
+    for group in (None, mesh["shard"], dist.new_subgroups(2)[0]):
+        model, inputs = model_and([5, 1, 0, 0], world.rank)
+        want = mean_gradients(model, lambda m, given=inputs: [m(**given)])
+        balanced(model, group=group)
+        fully_shard(model.tower, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+        if group is not None:
+            texts.append(refusal(lambda m=model, given=inputs: m(**given)))
+            continue
+        model(**inputs).backward()
+        exact = worst(gradients(model), want)
+    return exact, texts
+
+
+def test_those_share_media_over_which_gradients_are_reduced(four):
+    for difference, items, of_all, of_mesh in four["data_and_tensor_parallel"]:
+        assert difference < EXACT and items == 5
+        assert ("reduces the gradients of tower over the ranks [0, 2], but the ranks "
+                "[0, 1, 2, 3] share its media: give") in of_all
+        assert "group is a mesh of 2 dimensions" in of_mesh and "mesh['dp']" in of_mesh
+    for difference, texts in four["hybrid"]:
+        assert difference < EXACT and len(texts) == 2
+        assert all("over the ranks [0, 1, 2, 3], but the ranks [" in text for text in texts)
+
+
+@pytest.fixture(scope="module")
+def two() -> dict[str, list]:
+    return each_in_one_world(2, (empties, alone, refused, saved_whole))
+
+
+@pytest.fixture(scope="module")
+def four() -> dict[str, list]:
+    return each_in_one_world(4, (data_and_tensor_parallel, hybrid))
