@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import logging
 import reprlib
 from collections.abc import Mapping
 from contextlib import ExitStack
@@ -13,10 +14,13 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from orchmllm.encoders.results import Features, rebuild
 from orchmllm.encoders.spec import HARMLESS, Encoder
 from orchmllm.encoders.table import LocalItems
+
+log = logging.getLogger("orchmllm.encoders")
 
 
 class Answer:
@@ -76,8 +80,10 @@ class Answer:
             return "twice"
         if torch.is_grad_enabled() != self._grad:
             return "without gradients"
-        if self._autocast not in (None, self._autocasts()):  # encoded without it: more precise
+        if self._autocast not in (None, self._autocasts()):
             return f"where autocast is off or casts to another dtype than {self._autocast}"
+        if self._autocasts() != self._autocast:  # the features are more precise than the model's
+            _warn_of_autocast(self._what, self._call)
         for name, value in self._given.items():
             if name in self._versions and value._version != self._versions[name]:
                 return f"with {name} changed in place"
@@ -134,6 +140,14 @@ class Answer:
 _signature = lru_cache(inspect.signature)
 
 
+@lru_cache
+def _warn_of_autocast(what: str, call: str) -> None:
+    """Once for each call."""
+    log.warning("%s called %s under autocast, but its media are encoded before the forward, where "
+                "autocast is off, and take the time and the memory of that: call the model within "
+                "the same autocast, too (accelerate: with accelerator.autocast())", what, call)
+
+
 def _is(tensor: Tensor, given: Tensor) -> bool:
     """Whether it is the same tensor, or the same in another dtype."""
     if tensor is given:
@@ -156,6 +170,7 @@ class Answers:
         self._answers: list[Answer] = []
         self._undo = ExitStack()
         self._zero: Tensor | None = None  # of features that this rank's own forward does not read
+        self._nodes: dict[Any, str] = {}  # of features that it reads, in the graph; the encoder
 
     def add(
         self, encoder: Encoder, local: LocalItems, features: Features, rows: Tensor,
@@ -174,6 +189,8 @@ class Answers:
             self._replace(call, answer)
         for name in encoder.passes:
             self._replace(name, lambda x, *a, **k: x)
+        if rows.grad_fn is not None and any(local.counts):
+            self._nodes[rows.grad_fn] = encoder.name
         if rows.requires_grad and not all(local.counts):
             zero = rows[:0].sum()
             self._zero = zero if self._zero is None else self._zero + zero.to(self._zero.dtype)
@@ -216,6 +233,24 @@ class Answers:
         """Once: from then on nothing is left to join."""
         zero, self._zero = self._zero, None
         return embeddings + zero.to(embeddings.dtype)
+
+    def unused(self, result: Any) -> Exception | None:
+        """Why ranks would wait for each other in the backward pass of `result`, what the forward
+        returned: it does not reach the exchange of these features, but that of others does."""
+        made = (x.grad_fn for x in tree_leaves(result) if isinstance(x, Tensor))
+        nodes, seen = [node for node in made if node is not None], set()
+        if not nodes:
+            return None
+        while nodes:
+            node = nodes.pop()
+            if node is not None and node not in seen:
+                seen.add(node)
+                nodes += [following for following, _ in node.next_functions]
+        name = next((name for node, name in self._nodes.items() if node not in seen), None)
+        return name and RuntimeError(
+            f"encoder {name!r}: {type(self._owner).__name__}.forward stops the gradient of its "
+            "features (by detach or no_grad), for which other ranks would wait: freeze the encoder "
+            "by requires_grad_(False) instead")
 
     def close(self) -> Exception | None:
         """The model calls its encoders again. Returns what the forward did that makes gradients

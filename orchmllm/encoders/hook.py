@@ -70,6 +70,7 @@ class EncoderHandle:
         self._costs = list(in_fine_unit({
             e.name: e.cost(owner) if not hasattr(e.cost, "linear") else e.cost
             for e in self.encoders}).values())
+        self._patience_s: float | None = None
         self._count, self._checked = 0, False  # forwards; whether one ended well on all ranks
         self._error: Exception | None = None  # of the forward before
         self._answers: dict[int, Answers] = {}  # of forwards that run, by module
@@ -139,13 +140,16 @@ class EncoderHandle:
                 ) -> Answers:
         """Moves and encodes media, agrees on what was made, moves the features back, and has the
         model's calls answered by them."""
+        buffers = {} if self._checked else proofs.buffers_of(shares, module)
         proof = proofs.Proof([s for s in shares if s.encoder.name in self._unproved])
         if proof.shares:
             proof.encode(module, self.rank, device)
             self._agree(proof.error)
         features, error = sharing.encode_all(shares, module, self.rank, device, self.group)
+        if not self._checked:
+            error = error or proofs.kept(shares, module, buffers)
         returned = sharing.return_features(self.gather, self._count, shares, features, error,
-                                           self.group)
+                                           self.group, self._patience_s)
         answers = self._answers[id(module)] = Answers(module, self._join)  # _after closes them
         for share, encoded, (rows, sizes) in zip(shares, features, returned, strict=True):
             proof.compare(share, rows, sizes)
@@ -157,7 +161,7 @@ class EncoderHandle:
 
     def _agree(self, error: Exception | None) -> None:
         """Raises RemoteError on all ranks if one has an error."""
-        sharing.agree(self.gather, self._count, np.zeros(1, np.int64), error)
+        sharing.agree(self.gather, self._count, np.zeros(1, np.int64), error, self._patience_s)
 
     def _describe(
         self, module: nn.Module, inputs: Mapping[str, Any]
@@ -168,8 +172,8 @@ class EncoderHandle:
                 refuse_unknown(self._known, inputs)
             for encoder in self.encoders:
                 check_towers(encoder, module)
-                if not self._checked:
-                    check_sharding(encoder, module, self._ranks)
+                if not self._checked and check_sharding(encoder, module, self._ranks):
+                    self._patience_s = sharing.PATIENCE_S
             return [table.describe_local(e, module, inputs) for e in self.encoders], None
         except Exception as error:
             return [], error
@@ -186,7 +190,7 @@ class EncoderHandle:
         error = answers.close()
         if not self._checked:
             self._checked = True
-            self._agree(raised or error)
+            self._agree(raised or error or answers.unused(result))
         elif raised is None:
             self._error = error
 
@@ -201,12 +205,19 @@ class EncoderHandle:
                                f"{s.moved} moved" for name, s in self.last.items()))
 
 
-def _check_owner(owner: nn.Module, join: str) -> None:
-    """Raises ValueError if the model is balanced already, or has nothing that features join."""
+def _check_owner(owner: nn.Module, encoders: Sequence[Encoder], join: str) -> None:
+    """Raises ValueError if the model is balanced already, only passes on what the encoders call, or
+    has nothing that features join."""
     hooks = (getattr(hook, "__self__", None) for hook in owner._forward_pre_hooks.values())
     if any(isinstance(h, EncoderHandle) and h._hooks for h in hooks):
         raise ValueError(f"the encoders of this {type(owner).__name__} are balanced already: call "
                          "remove() of the handle first")
+    for name in {name.split(".")[0] for e in encoders for name in (*e.calls, *e.towers)}:
+        if name not in owner._modules and not hasattr(type(owner), name) and (
+                name not in vars(owner)):
+            raise ValueError(f"{name} is that of a module within {type(owner).__name__}, which "
+                             "only wraps it: give balance_encoders the module whose forward calls "
+                             "the encoder")
     if join:
         resolve(owner, join)
     elif not hasattr(owner, "get_input_embeddings"):
@@ -257,7 +268,7 @@ def balance_encoders(
         raise ValueError("encoders: give at least one Encoder, each with a name of its own")
     for encoder in encoders:
         check_encoder(owner, encoder)
-    _check_owner(owner, join)
+    _check_owner(owner, encoders, join)
     return EncoderHandle(
         owner, encoders, inferred, group=group, when=when, shadow=shadow, min_gain=min_gain,
         join=join, proof=proof, timeout_s=timeout_s)

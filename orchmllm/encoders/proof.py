@@ -8,7 +8,7 @@ dtypes. All ranks make the same number of calls, so that the gathers of FSDP2 me
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -32,7 +32,7 @@ class Proof:
 
     def encode(self, owner: nn.Module, rank: int, device: torch.device) -> None:
         """This rank's own items in chunks that cost no more than what the plan gives a rank, and
-        its first item beside itself. The state of the random numbers is restored."""
+        its first item beside one that no rank has. The state of the random numbers is restored."""
         devices = [device] if device.type != "cpu" else []
         with torch.no_grad(), torch.random.fork_rng(devices, device_type=device.type):
             for share in self.shares:
@@ -49,6 +49,33 @@ class Proof:
                 self.error = _difference(share.encoder.name, own, beside, rows, counts)
             except Exception as error:  # of shapes that cannot be compared
                 self.error = error
+
+
+def buffers_of(shares: Sequence[Share], owner: nn.Module) -> dict[str, Tensor]:
+    """Copies of what the towers keep in floating-point buffers."""
+    return {f"{path}.{name}": buffer.clone() for share in shares
+            for path, tower in share.encoder.tower_modules(owner)
+            for name, buffer in tower.named_buffers() if buffer.is_floating_point()}
+
+
+def kept(shares: Sequence[Share], owner: nn.Module, before: Mapping[str, Tensor]
+         ) -> Exception | None:
+    """What is wrong with a tower that has run and keeps something of its items that is not in its
+    result: of those that moved here, and not of those that this rank has. before: buffers_of."""
+    after = buffers_of(shares, owner)
+    for name, buffer in before.items():
+        if name in after and not torch.equal(after[name], buffer):
+            return ValueError(f"the buffer {name} changes with the items that a rank encodes, as "
+                              "running statistics do: freeze it before the model trains")
+    for share in shares:
+        for path, tower in share.encoder.tower_modules(owner):
+            for inner, module in tower.named_modules(prefix=path):
+                for name, value in vars(module).items():
+                    if isinstance(value, Tensor) and value.numel() == 1 and value.grad_fn:
+                        return ValueError(
+                            f"{inner} keeps a value with a gradient, {name}, which is of the items "
+                            "that this rank encodes: return it for each item with the features")
+    return None
 
 
 def _reference(
@@ -68,16 +95,17 @@ def _reference(
             arguments = layout.part(local.inputs, meta, items)
             results.append((run(call, arguments), meta[items]))
     first = next(iter(encoder.calls))
-    meta, values = placeholder(share, device)
+    other_meta, other = placeholder(share, device)
     for _ in range(num_calls + 1 - len(results)):  # once everywhere, as later ranks may have none
-        run(first, encoder.layout.build(meta, tuple(values)))
+        run(first, encoder.layout.build(other_meta, tuple(other)))
+    meta, values = other_meta, other
     if len(local.meta):
         meta = local.meta[:1]
         values = [None if v is None else v[: int(rows[0])].to(device) for v, rows in zip(
             local.values, encoder.layout.rows(local.meta), strict=True)]
-    twice = [None if v is None else torch.cat([v, v]) for v in values]
-    meta = np.concatenate([meta, meta])
-    result = run(first, encoder.layout.build(meta, tuple(twice)))
+    both = [None if v is None else torch.cat([v, w]) for v, w in zip(values, other, strict=True)]
+    meta = np.concatenate([meta, other_meta])
+    result = run(first, encoder.layout.build(meta, tuple(both)))
     held = [flatten(encoder, owner, out, of_items, False) for out, of_items in results]
     return held, flatten(encoder, owner, result, meta, False) if held else None
 
@@ -116,7 +144,7 @@ def _difference(
                           f"features where they were sampled, and {counts.tolist()} balanced")
     want = torch.cat([f.rows for f in own])
     first = int(counts[0])
-    noise = float(_distances(beside.rows, want[:first].repeat(2, 1), [first, first]).max())
+    noise = float(_distances(beside.rows[:first], want[:first], [first]))
     allowed, most = _tolerance(want, noise)
     distances = _distances(rows.detach(), want, counts.tolist())
     worst = int(distances.argmax())
@@ -125,7 +153,7 @@ def _difference(
     return ValueError(
         f"encoder {name!r}: features of item {worst} differ by {float(distances[worst]):.1e} of "
         "their norm from those of the same item encoded where it was sampled, and those of item 0 "
-        f"by {noise:.1e} with itself beside it; {allowed:.1e} is allowed. The encoder's result "
+        f"by {noise:.1e} with another beside it; {allowed:.1e} is allowed. The encoder's result "
         "depends on the items beside it, or was divided wrongly: describe it with orchmllm.Encoder "
         "(docs/encoders.md) or do not balance it; proof=False skips this comparison")
 
@@ -140,7 +168,9 @@ def _distances(got: Tensor, want: Tensor, counts: list[int]) -> Tensor:
 def _tolerance(rows: Tensor, noise: float) -> tuple[float, float]:
     """(allowed difference, the most that rounding can explain). The floor stands for a noise that
     the first item does not show by chance: parts of many models compute in float32 whatever
-    their dtype, and autocast or TF32 in less."""
+    their dtype, and autocast or TF32 in less. Integers do not round."""
+    if not rows.is_floating_point():
+        return 0.0, 0.0
     eps = max(torch.finfo(rows.dtype).eps, torch.finfo(torch.float32).eps)
     device = rows.device.type
     if torch.is_autocast_enabled(device):

@@ -12,6 +12,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -144,13 +145,16 @@ def _rows_of(
 
 def rebuild(encoder: Encoder, like: Features, rows: Tensor, counts: Sequence[int]) -> Any:
     """A result like that of `like` with the features `rows` (sum of counts, W) of len(counts)
-    items."""
+    items. The model may change it in place, unlike the views that `split` makes."""
     values: dict[Any, Any] = {}
-    leaves = like.leaves
-    for leaf, part in zip(leaves, rows.split([leaf.width for leaf in leaves], -1), strict=True):
+    leaves, start = like.leaves, 0
+    for leaf in leaves:
+        part = rows.narrow(-1, start, leaf.width)
+        start += leaf.width
         if leaf.form == _LISTED:
             # transformers joins the list, and nothing cannot be joined.
-            value: Any = list(part.split(list(counts))) if len(counts) else [part]
+            value: Any = [part[end - n: end] for n, end in zip(
+                counts, accumulate(counts), strict=True)] or [part]
         elif leaf.form == _PADDED:
             items = part.split(list(counts)) or [part]  # nothing cannot be padded
             value = pad_sequence(items, batch_first=True)

@@ -28,7 +28,7 @@ from orchmllm.plan.rearrange import Rearrangement, ranges
 from orchmllm.plan.step import imbalance
 
 MOVED_BOTH_WAYS = 2  # the media there, the features back
-_PATIENCE_S = 5.0  # for ranks that an error keeps from the agreement
+PATIENCE_S = 5.0  # for ranks that an error keeps from the agreement
 
 
 @dataclass(frozen=True)
@@ -172,7 +172,7 @@ def run_encoder(
 
 def return_features(
     gather: RowGather, forward: int, shares: Sequence[Share], features: Sequence[Features],
-    error: Exception | None, group: dist.ProcessGroup | None,
+    error: Exception | None, group: dist.ProcessGroup | None, patience_s: float | None,
 ) -> list[tuple[Tensor, np.ndarray]]:
     """(features (R, W), rows of each item (n,)) of the items that this rank holds, by encoder. All
     ranks raise RemoteError if an encoder raised on one of them (`error`), PlanMismatchError if its
@@ -184,7 +184,7 @@ def return_features(
         row[1:first] = [zlib.crc32(encoded.kind.encode()) for encoded in features]
         counts = np.concatenate([encoded.counts for encoded in features])
         row[first: first + len(counts)] = counts
-    rows = agree(gather, forward, row, error)
+    rows = agree(gather, forward, row, error, patience_s)
     for k, share in enumerate(shares):
         if len(np.unique(rows[:, 1 + k])) > 1:
             texts = gather_texts(gather, features[k].kind)
@@ -200,22 +200,23 @@ def return_features(
 
 
 def agree(
-    gather: RowGather, forward: int, row: np.ndarray, error: Exception | None
+    gather: RowGather, forward: int, row: np.ndarray, error: Exception | None,
+    patience_s: float | None,
 ) -> np.ndarray:
     """The rows (L,) of all ranks; if one of them has an error, all raise RemoteError with the same
     text. row[0]: of the size of that text.
 
-    A rank with an error does not wait for ever: the others may be inside a collective of the
-    encoder, which only this rank's end will end."""
+    patience_s: where the encoder has collectives of its own, a rank with an error waits no longer:
+    the others may be inside one, which only this rank's end will end."""
     text = describe(error)
     row[0] = len(text.encode())
-    if error is None:
+    if error is None or patience_s is None:
         rows = gather(row)
     else:
         out: list[np.ndarray] = []
         thread = threading.Thread(target=lambda: out.append(gather(row)), daemon=True)
         thread.start()
-        thread.join(_PATIENCE_S)
+        thread.join(patience_s)
         if not out:
             raise error
         rows = out[0]

@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.distributed.tensor import DTensor
 
 from orchmllm.comm.fsdp import ranks_of
 from orchmllm.encoders.items import Layout
@@ -132,10 +133,11 @@ def check_towers(encoder: Encoder, owner: nn.Module) -> None:
                 "give the layers of the tower to fully_shard, not the tower itself")
 
 
-def check_sharding(encoder: Encoder, owner: nn.Module, ranks: Sequence[int]) -> None:
-    """Raises ValueError where FSDP2 reduces the gradients of a tower over other ranks than those
-    that share its media: gradients of media that left would be lost, or ranks would wait for
-    others that have no media."""
+def check_sharding(encoder: Encoder, owner: nn.Module, ranks: Sequence[int]) -> bool:
+    """Whether a tower has collectives of its own. Raises ValueError where FSDP2 reduces its
+    gradients over other ranks than those that share its media: gradients of media that left would
+    be lost, or ranks would wait for others that have no media."""
+    towers = [tower for _, tower in encoder.tower_modules(owner)]
     for path, tower in encoder.tower_modules(owner):
         for reduced in ranks_of(owner, tower):
             if reduced != tuple(sorted(ranks)):
@@ -144,6 +146,8 @@ def check_sharding(encoder: Encoder, owner: nn.Module, ranks: Sequence[int]) -> 
                     f"ranks {list(reduced)}, but the ranks {sorted(ranks)} share its media: give "
                     "balance_encoders the process group of the former as group= (such as "
                     'mesh["dp"].get_group()), or leave it out where they are all ranks')
+    return any(isinstance(part, FSDPModule | FullyShardedDataParallel | DTensor)
+               for tower in towers for part in (*tower.modules(), *tower.parameters()))
 
 
 def _frozen(module: nn.Module) -> bool:

@@ -9,7 +9,7 @@ this rank's share.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from operator import index
@@ -26,6 +26,35 @@ from orchmllm.plan.step import StepPlan
 
 END = object()  # no batch: the user's may be None
 Draws = Iterator[tuple[Sequence[int], np.ndarray | None]]
+
+
+class Pass:
+    """The batches of a generator. Asked for the next one after it has raised, it raises
+    RuntimeError once: a loop that skips what raises would take the pass for exhausted."""
+
+    def __init__(self, batches: Generator) -> None:
+        self._batches, self._raised = batches, ""
+
+    def __iter__(self) -> Pass:
+        return self
+
+    def __next__(self) -> Any:
+        if self._raised:
+            text, self._raised = self._raised, ""
+            raise RuntimeError(
+                "the pass of this BalancedDataLoader ended with an error, so no batch follows: "
+                "loader.load_state_dict(loader.state_dict()) and a new pass go on with the step "
+                f"that failed, a new pass alone is the next epoch ({text})")
+        try:
+            return next(self._batches)
+        except StopIteration:
+            raise
+        except Exception as error:
+            self._raised = f"{type(error).__name__}: {error}"
+            raise
+
+    def close(self) -> None:
+        self._batches.close()
 
 
 class Batches:

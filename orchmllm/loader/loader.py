@@ -20,6 +20,7 @@ from orchmllm.comm.exchange import node_size
 from orchmllm.data.loading.pipeline import Pipeline
 from orchmllm.loader.collator import Collator
 from orchmllm.loader.groups import data_ranks
+from orchmllm.loader.indices import Pass
 from orchmllm.loader.loss import LossWatch, StepInfo
 from orchmllm.loader.process_groups import agree, connect
 from orchmllm.loader.setup import Planning, check_arguments, check_state, log_step, plan_batch
@@ -215,7 +216,7 @@ class BalancedDataLoader(DataLoader):
         RuntimeError, at its first batch, while another one is live."""
         frame = sys._getframe(1)  # a generator that kept this frame would be kept alive by it
         refuse_ahead(frame, self)
-        return self._pass(deque() if follow(frame, self) else None)
+        return Pass(self._pass(deque() if follow(frame, self) else None))
 
     def _pass(self, ahead: deque[tuple] | None) -> Iterator[Any]:
         if self._live:

@@ -222,7 +222,7 @@ def check_state(state: Mapping[str, Any], mine: Mapping[str, Any], own_key: str)
     if not state["step"] or (state["global_batch_size"] == mine["global_batch_size"] if indices
                              else state[own_key][0] is not None):
         return
-    for name in ("batch_size", "num_examples"):
+    for name in ("batch_size", "num_examples", "num_workers"):
         if state[name] != mine[name]:
             raise ValueError(
                 f"loader state: {name} was {state[name]}, now it is {mine[name]}, so the "

@@ -86,10 +86,15 @@ class Source:
 
     def counted(self) -> dict[str, int | None]:
         """What the step of a state per rank counts: batches of this size, of a dataset that has so
-        many examples. None: not known."""
+        many examples, or of a stream that so many processes read. None: not known, or nothing
+        depends on it."""
+        readers = (getattr(self.dataset, "num_workers", self.workers["num_workers"])
+                   if self.kind == "stream" else None)
         size = getattr(self.batch_sampler, "batch_size", self.batch_size)
         held = length_hint(self.dataset, 0) if self.kind == "sampler" else 0
-        return {"batch_size": size if isinstance(size, int) else None, "num_examples": held or None}
+        return {"batch_size": size if isinstance(size, int) else None,
+                "num_examples": held or None,
+                "num_workers": max(readers, 1) if isinstance(readers, int) else None}
 
     def is_undistributed(self) -> bool:
         """Whether the user's sampler gives every rank all the data."""

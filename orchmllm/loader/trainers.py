@@ -197,9 +197,11 @@ class _Balanced:
         log.info("the loss of %s is: %s", type(self.model).__name__, self._balance_loss)
         if num_items_in_batch is not None and self._balance_loss not in (SCALED, SUM):
             log.warning("the loss of %s ignores num_items_in_batch, for which the Trainer alone "
-                        "multiplies the gradient by the number of ranks, %d. Balanced, it is that "
-                        "of one process: a learning rate that was tuned to the other does not fit",
-                        type(self.model).__name__, self._balance_loader.num_ranks)
+                        "multiplies the gradient by the number of ranks, %d, and of accumulated "
+                        "batches, %d. Balanced, it is that of one process without accumulation: a "
+                        "learning rate that was tuned to the other does not fit",
+                        type(self.model).__name__, self._balance_loader.num_ranks,
+                        self._balance_loader.accumulation_steps)
 
     def _divides_by(self, num_items_in_batch: Tensor | int | None) -> int:
         """What Trainer.training_step divides the loss by."""

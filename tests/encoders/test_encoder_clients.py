@@ -4,6 +4,7 @@ models that are saved whole. Exact, or an error on all ranks."""
 from __future__ import annotations
 
 import pickle
+import time
 
 import pytest
 import torch
@@ -11,9 +12,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
 
 from orchmllm import Encoder, Rows, balance_encoders
 from orchmllm.comm.agree import RemoteError
+from orchmllm.encoders import sharing
 from tests.lib.encoder_runs import gradients, mean_gradients, mean_gradients_of, worst
 from tests.lib.ranks import each_in_one_world
 
@@ -124,6 +127,138 @@ def test_what_would_differ_silently_is_refused_on_all_ranks(two):
     assert "called tower where autocast is off" in one["autocast"]
 
 
+class InPlace(Model):
+    def __init__(self) -> None:
+        super().__init__()
+        self.tower = nn.Linear(8, 8)
+
+    def forward(self, ids, photos=None):
+        features = self.tower(photos)
+        features += 1.0
+        return (self.embed(ids).mean(1) + features.relu_().sum(0)).square().sum()
+
+
+class Stopped(Model):
+    def forward(self, ids, photos=None):
+        x = self.embed(ids).mean(1)
+        return (x if photos is None else x + self.tower(photos).detach().sum(0)).square().sum()
+
+
+class Tokens(nn.Module):
+    """Its features are integers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dense = nn.Linear(8, 4).requires_grad_(False)
+
+    def forward(self, photos):
+        return self.dense(photos).argsort(-1)
+
+
+class OfTokens(Model):
+    def __init__(self) -> None:
+        super().__init__()
+        self.tower, self.embed = Tokens(), nn.Embedding(4, 8)
+
+    def forward(self, ids, photos):
+        return self.embed(self.tower(photos)).sum((0, 1)).square().sum() + self.embed(ids).sum()
+
+
+class Beside(Tower):
+    """how: what it keeps of all items of a call, or takes from them."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how = how
+        self.register_buffer("seen", torch.zeros(8))
+
+    def forward(self, photos):
+        out = super().forward(photos)
+        if self.how == "centred":
+            return out - out.mean(0)
+        if self.how == "a loss":
+            self.loss = out.square().mean()
+        elif self.how == "statistics":
+            self.seen += out.detach().mean(0)
+        return out
+
+
+def made_of(kind: type, **parts: nn.Module) -> Model:
+    torch.manual_seed(0)
+    model = kind()
+    for name, part in parts.items():
+        setattr(model, name, part)
+    return model.double()
+
+
+def exact_or_refused(world) -> tuple[list[float], dict[str, str]]:
+    out, texts = [], {}
+    for kind in (InPlace, OfTokens):
+        _, inputs = model_and([4, 1], world.rank)
+        model = made_of(kind)
+        want = mean_gradients(model, lambda m, given=inputs: [m(**given)])
+        handle = balanced(model)
+        out.append(worst(mean_gradients_of(model, lambda m, given=inputs: [m(**given)]), want)
+                   + (not handle.last["photo"].moved))
+    _, inputs = model_and([4, 0], world.rank)
+    model = made_of(Stopped)
+    balanced(model)
+    texts["stopped"] = refusal(lambda: model(**inputs))
+    for how in ("centred", "a loss", "statistics"):
+        _, inputs = model_and([1, 1], world.rank)
+        model = made_of(Model, tower=Beside(how))
+        balanced(model)
+        texts[how] = refusal(lambda model=model, given=inputs: model(**given))
+    texts["wrapped"] = refusal(lambda: balanced(DistributedDataParallel(made_of(Model))))
+    return out, texts
+
+
+def test_towers_and_forwards_of_others_are_exact_or_refused(two):
+    for differences, texts in two["exact_or_refused"]:
+        assert max(differences) < EXACT
+        assert "Stopped.forward stops the gradient of its features" in texts["stopped"]
+        assert "with another beside it" in texts["centred"]
+        assert "tower keeps a value with a gradient, loss," in texts["a loss"]
+        assert "the buffer tower.seen changes with the items" in texts["statistics"]
+        assert "DistributedDataParallel has no 'tower'" in texts["wrapped"]
+
+
+class Late(Tower):
+    """wait_s: until it raises, or until it does not."""
+
+    wait_s, raises = 0.0, False
+
+    def forward(self, photos):
+        if torch.is_grad_enabled() and self.wait_s:
+            time.sleep(self.wait_s)
+        if torch.is_grad_enabled() and self.raises:
+            raise KeyError("the user's bug")
+        return super().forward(photos)
+
+
+def late(world) -> list[str]:
+    """A rank fails, and another one takes longer than its patience with encoders that wait for each
+    other; all raise, skip the batch and go on."""
+    _, inputs = model_and([2, 2], world.rank)
+    model, out = made_of(Model, tower=Late()), []
+    balanced(model)
+    patience, sharing.PATIENCE_S = sharing.PATIENCE_S, 0.2
+    for wait_s, raises in ((0.0, False), (1.0 * world.rank, not world.rank), (0.0, False)):
+        model.tower.wait_s, model.tower.raises = wait_s, raises
+        try:
+            model(**inputs).backward()
+            out.append("fine")
+        except RemoteError as error:
+            out.append(str(error))
+    sharing.PATIENCE_S = patience
+    return out
+
+
+def test_a_rank_that_fails_waits_for_one_that_is_slower_than_its_patience(two):
+    for first, failed, last in two["late"]:
+        assert first == last == "fine" and "rank 0 failed: KeyError" in failed
+
+
 def saved_whole(world) -> tuple[float, bool]:
     """A model that is pickled is loaded without balancing, and can be balanced again."""
     model, inputs = model_and([4, 1], world.rank)
@@ -191,7 +326,8 @@ def test_those_share_media_over_which_gradients_are_reduced(four):
 
 @pytest.fixture(scope="module")
 def two() -> dict[str, list]:
-    return each_in_one_world(2, (empties, alone, refused, saved_whole))
+    return each_in_one_world(2, (
+        empties, alone, refused, exact_or_refused, late, saved_whole))
 
 
 @pytest.fixture(scope="module")
