@@ -31,8 +31,8 @@ def in_one_line(command: Callable[[list[str]], int]) -> Callable[[list[str]], in
 def at_least(least: int) -> Callable[[str], int]:
     """The type of an option that is a whole number."""
     def number(text: str) -> int:
-        if int(text) < least:
-            raise argparse.ArgumentTypeError(f"{text}: must be at least {least}")
+        if not least <= int(text) < 2**63:  # what numpy and torch take
+            raise argparse.ArgumentTypeError(f"{text}: must be at least {least} and below 2**63")
         return int(text)
     return number
 

@@ -79,7 +79,7 @@ class LaunchConfig:
     nproc_per_node: int = key(0, "Ranks to start where torchrun or SLURM has not started them; 0: "
                               "one per GPU.", at_least=0)
     timeout_s: int = key(600, "Seconds after which a collective fails that a rank has not joined.",
-                         at_least=1)
+                         at_least=1, at_most=10**8)
     stall_timeout_s: int = key(300, "Seconds without progress after which the late rank is named "
                                "and the run ends.", at_least=1)
 

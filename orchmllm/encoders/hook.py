@@ -113,6 +113,9 @@ class EncoderHandle:
     def _before(self, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
         """Before the model's own forward: describe, gather, plan, move and encode, agree, return,
         answer."""
+        if interrupted := self._answers.pop(id(module), None):  # by Ctrl-C: no hook ran after it
+            interrupted.close()
+            self._inside = False
         if not self._hooks or not (self._trains(module) or self._when == "always"):
             return None
         self._count += 1

@@ -39,6 +39,7 @@ def look_at_data(recipe: Recipe, log: Callable[[str], object]) -> str:
     """Before there are ranks: rows of each source go the whole way to a model, and ranks that start
     here need not look again. Returns the ledgers as JSON, as many as fit. Raises ValueError."""
     dataset = build_dataset(recipe, seen=True)
+    dataset.split(recipe.data.num_validation)  # raises what the ranks would
     ledgers = [ledger.saved() for ledger in survey(
         dataset.sources, dataset.reader, recipe.data, log, decode=True)]
     while len(json.dumps(ledgers)) > MOST_CHARS:

@@ -143,8 +143,12 @@ def delete(path: Path) -> None:
     shutil.rmtree(old)
 
 
+def leftovers(root: Path) -> list[Path]:
+    """What saves that were cut off left behind; none of it is needed."""
+    return [path for pattern in LEFTOVERS for path in root.glob(pattern)]
+
+
 def clear_leftovers(root: Path) -> None:
-    """Deletes what a save that was cut off left behind; none of it is needed."""
-    for pattern in LEFTOVERS:
-        for path in root.glob(pattern):
-            shutil.rmtree(path, ignore_errors=True)
+    """Deletes them."""
+    for path in leftovers(root):
+        shutil.rmtree(path, ignore_errors=True)

@@ -8,6 +8,7 @@ import math
 import os
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from itertools import count
 from pathlib import Path
 
@@ -15,9 +16,9 @@ from orchmllm.config.recipe import Recipe, to_yaml
 from orchmllm.runtime.files import fsync
 from orchmllm.runtime.log_schema import ALL_RANKS_EVERY, ALL_RANKS_UP_TO, SCHEMA_VERSION
 
-SAMPLES = "samples.jsonl"
+METRICS, SAMPLES = "metrics.jsonl", "samples.jsonl"
 LEDGERS = "ledgers.json"
-LOGS = ("metrics.jsonl", "quarantine.jsonl", "nonfinite.jsonl", SAMPLES)  # of a run folder
+LOGS = (METRICS, "quarantine.jsonl", "nonfinite.jsonl", SAMPLES)  # of a run folder
 MAX_ROW_BYTES = 2**24  # of one row; those that tell of all ranks grow with their number
 
 
@@ -71,7 +72,7 @@ class JsonLines:
 
 def metrics_log(folder: Path) -> JsonLines:
     """metrics.jsonl of a run in `folder` (orchmllm.runtime.log_schema)."""
-    return JsonLines(folder / "metrics.jsonl", schema=SCHEMA_VERSION)
+    return JsonLines(folder / METRICS, schema=SCHEMA_VERSION)
 
 
 def as_logged(row: dict) -> dict:
@@ -90,7 +91,9 @@ def open_log(recipe: Recipe, log: Callable[[str], None], ledgers: str = "") -> J
     log = metrics_log(folder)
     (folder / "recipe.yaml").write_text(to_yaml(recipe), encoding="utf-8")
     if ledgers:
-        (folder / LEDGERS).write_text(ledgers, encoding="utf-8")
+        staged = folder / f".{LEDGERS}"
+        staged.write_text(ledgers, encoding="utf-8")
+        staged.rename(folder / LEDGERS)
     return log
 
 
@@ -119,6 +122,22 @@ def read_rows(path: Path) -> list[dict]:
             raise ValueError(f"{path}: line {number} is damaged ({e}); delete that line, or move "
                              "the file away") from None
     return rows
+
+
+def has_row(path: Path, step: int, key: str) -> bool:
+    """Whether one of the last rows of a log, which may not be there, is of `step` and has `key`. A
+    damaged line has not."""
+    if not path.is_file():
+        return False
+    with path.open("rb") as f:
+        f.seek(max(0, f.seek(0, os.SEEK_END) - MAX_ROW_BYTES))
+        lines = f.read().split(b"\n")
+    for line in reversed(lines):
+        with suppress(ValueError):
+            row = json.loads(line)
+            if isinstance(row, dict) and row.get("step") == step and key in row:
+                return True
+    return False
 
 
 def _finite(value: object) -> object:

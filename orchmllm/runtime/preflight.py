@@ -17,7 +17,7 @@ from orchmllm.data.formats.open import check_source, sources_of
 from orchmllm.data.storage.remote import Storage
 from orchmllm.data.text.tokenizer import ChatTokenizer
 from orchmllm.models.described import check_parts, vocabulary
-from orchmllm.runtime.lineage import START_CURE, list_saved, start_of
+from orchmllm.runtime.lineage import START_CURE, leftovers, list_saved, start_of
 
 SPARE_BYTES = 64 << 20  # for logs and the state of a checkpoint
 
@@ -79,7 +79,8 @@ def check_start(recipe: Recipe) -> None:
 
 def check_run_folder(recipe: Recipe, state_bytes: int) -> None:
     """Raises ValueError if run.dir cannot be written, or its disk has no room for the checkpoints
-    that will be there at the same time, those that are there already not counted."""
+    that will be there at the same time, those that are there already not counted. What a save that
+    was cut off left behind is deleted by the next one."""
     folder = recipe.run.folder.absolute()
     there = next(p for p in (folder, *folder.parents) if p.exists())
     if not (there.is_dir() and os.access(there, os.W_OK | os.X_OK)):
@@ -92,7 +93,10 @@ def check_run_folder(recipe: Recipe, state_bytes: int) -> None:
     # One is written before the oldest goes.
     most = min(saves, keep.keep_last + 1)
     more = max(most - len(list(folder.glob("checkpoints/step_*"))), 1)
-    free, needed = shutil.disk_usage(there).free, more * state_bytes + SPARE_BYTES
+    needed = more * state_bytes + SPARE_BYTES
+    free = shutil.disk_usage(there).free + sum(
+        file.stat().st_size for left in leftovers(folder / "checkpoints")
+        for file in left.rglob("*") if file.is_file())
     if free < needed:
         raise ValueError(
             f"run.dir: {recipe.run.dir} has {tqdm.format_sizeof(free, 'B')} free, but {more} more "

@@ -64,6 +64,8 @@ def train_in_turn(recipe: Recipe, world: launch.World) -> dict[str, list[dict]]:
     for _, step in zip(range(WARM_UP_STEPS), warm_up.loader(), strict=False):
         warm_up.train_step(step)
     trainers = {name: Trainer(variant(recipe, name == "on"), world) for name in ("off", "on")}
+    for trainer in trainers.values():
+        trainer.checkpointer.resume()  # with the weights of run.init_from
 
     def validation() -> dict[str, list[dict]]:
         return {name: [{"step": t.progress.step, **t.validate()}]
@@ -119,6 +121,9 @@ def main(argv: list[str]) -> int:
     """Exit code. Raises ValueError under torchrun or srun: it starts its ranks itself."""
     args = parse(argv)
     recipe = load_recipe(args.recipe, args.overrides)
+    if recipe.run.resume not in ("auto", "never"):
+        raise ValueError(f"run.resume is {recipe.run.resume}: the comparison begins with step 0; "
+                         "run.init_from takes the weights of a checkpoint")
     world = launch.current_world()
     if world is not None and args.out is None:
         raise ValueError("the comparison starts its ranks itself: run it without torchrun/srun")

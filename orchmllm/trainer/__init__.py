@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
@@ -10,11 +11,12 @@ import torch.distributed as dist
 
 from orchmllm.batch import Step
 from orchmllm.comm.errors import AgreedError
+from orchmllm.comm.exchange import gather_scalars
 from orchmllm.data.loading.step_loader import StepLoader
 from orchmllm.data.sampler import GlobalSampler, make_sampler
 from orchmllm.models.whole_flops import step_flops
 from orchmllm.runtime.measured import thread_times
-from orchmllm.runtime.metrics import JsonLines, as_logged, open_log
+from orchmllm.runtime.metrics import METRICS, SAMPLES, JsonLines, as_logged, has_row, open_log
 from orchmllm.runtime.profile import IN_ANSWERS, IN_VALIDATION, memory_errors
 from orchmllm.runtime.resumable import describe_end
 from orchmllm.runtime.run_state import MediaCount
@@ -44,7 +46,8 @@ class Trainer(StepTrainer):
             flops_of=partial(step_flops, self.recipe.model) if self._peak_flops else None)
 
     def run(self, rows: list[dict] | None = None) -> None:
-        """Trains to the last step. A run that was finished before does nothing. rows: takes every
+        """Trains to the last step. A run that was finished before does nothing, or what a kill kept
+        from coming after its last step. rows: takes every
         row of metrics, which nobody else keeps: a row grows with the number of ranks.
 
         Raises Stopped after a signal, when all ranks have saved; NonFiniteError and MediaLimitError
@@ -52,23 +55,42 @@ class Trainer(StepTrainer):
         num_steps = self.recipe.train.num_steps
         self._rows = rows
         self.progress = self.checkpointer.resume() or self.progress
-        trains = self.progress.step < num_steps
-        with self.checkpointer.attempt(trains=trains):
-            if trains:
-                self._train(num_steps)
+        owed = self._owed()
+        works = bool(owed) or self.progress.step < num_steps
+        with self.checkpointer.attempt(trains=works):
+            if works:
+                self._train(num_steps, owed)
             self._finish()
             self.progress.media.check_modalities()  # also where a launcher has started it again
 
-    def _train(self, num_steps: int) -> None:
-        """To the last step and its checkpoint."""
+    def _owed(self) -> list[Callable[[], None]]:
+        """What comes before the first step, or should have come after the step of the checkpoint:
+        a signal or a kill was earlier. The same on all ranks."""
+        train, step = self.recipe.train, self.progress.step
+        if step == 0:
+            return [self._validate]
+        acts = [(self._validate, bool(self.validation_rows), train.validate_every_steps,
+                 METRICS, "validation_loss"),
+                (self._sample, self.samples is not None, train.sample_every, SAMPLES, "example")]
+        due = [act for act in acts if act[1] and (
+            step == train.num_steps or self.progress.is_due(act[2], train.num_steps))]
+        missing = [self.world.rank == 0 and not has_row(self.recipe.run.folder / log, step, key)
+                   for *_, log, key in due]
+        found = gather_scalars(missing, self.device)[0] if due else ()
+        return [act for (act, *_), owed in zip(due, found, strict=True) if owed]
+
+    def _train(self, num_steps: int, owed: list[Callable[[], None]]) -> None:
+        """What is `owed`, then to the last step and its checkpoint."""
         if self.world.rank == 0:
             self._metrics = open_log(self.recipe, self._log, self.world.ledgers)
         if self.watch is not None:
             self.watch.clock = self.model.clock
         self._log(self.attention)
         self.display.start(num_steps, first_step=self.progress.step)
-        if self.progress.step == 0:
-            self._validate()
+        for act in owed:
+            act()
+        if self.progress.step >= num_steps:
+            return
         with self.stop:
             try:
                 while self.progress.step < num_steps:  # again after a rollback

@@ -3,6 +3,7 @@ models that are saved whole. Exact, or an error on all ranks."""
 
 from __future__ import annotations
 
+import copy
 import pickle
 import time
 
@@ -223,6 +224,33 @@ def test_towers_and_forwards_of_others_are_exact_or_refused(two):
         assert "DistributedDataParallel has no 'tower'" in texts["wrapped"]
 
 
+class Interrupted(Model):
+    def forward(self, ids, photos=None):
+        out = super().forward(ids, photos)
+        if self.training and self.precise:
+            raise KeyboardInterrupt
+        return out
+
+
+def interrupted(world) -> bool:
+    """An evaluation after Ctrl-C within a forward gets the features of its own media."""
+    _, inputs = model_and([2, 2], world.rank)
+    model = made_of(Interrupted)
+    balanced(model)
+    model(**inputs).backward()
+    model.precise = True
+    with pytest.raises(KeyboardInterrupt):
+        model(**inputs)
+    other = {**inputs, "photos": inputs["photos"] + torch.arange(8)}
+    with torch.no_grad():
+        return bool(model.eval()(**other) == copy.deepcopy(model)(**other)
+                    == Model.forward(made_of(Interrupted).eval(), **other))
+
+
+def test_an_evaluation_after_an_interrupted_forward_is_right(two):
+    assert two["interrupted"] == [True, True]
+
+
 class Late(Tower):
     """wait_s: until it raises, or until it does not."""
 
@@ -327,7 +355,7 @@ def test_those_share_media_over_which_gradients_are_reduced(four):
 @pytest.fixture(scope="module")
 def two() -> dict[str, list]:
     return each_in_one_world(2, (
-        empties, alone, refused, exact_or_refused, late, saved_whole))
+        empties, alone, refused, exact_or_refused, late, interrupted, saved_whole))
 
 
 @pytest.fixture(scope="module")

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch.utils.data import BatchSampler, DistributedSampler, SequentialSampler
 
 from orchmllm import BalancedDataLoader
+from orchmllm.comm.agree import RemoteError
 from orchmllm.loader.setup import check_state
 from tests.lib.dropin import (
     VOCAB,
@@ -69,6 +70,44 @@ def within_a_step(world) -> list[int]:
 
 def test_a_step_counts_once_its_last_batch_was_yielded():
     assert run_ranks(within_a_step, 2) == [[0, 1, 1, 2]] * 2
+
+
+def streamed_by(world) -> list[str]:
+    """A state of a stream that two processes read, for as many and for others; whether batches are
+    lost where a loop asks for more after an error."""
+    def make(workers: int) -> BalancedDataLoader:
+        return loader_of(Stream(0, 24), 4, num_workers=workers, collate_fn=collate,
+                         length_fn=token_count, **({"multiprocessing_context": "fork"} if workers
+                                                   else {}))
+
+    loader, texts = make(0), []
+    for _ in loader:
+        break
+    state = loader.state_dict()
+    for workers in (1, 0, 2):
+        try:
+            make(workers).load_state_dict({**state, "step": 2})
+            texts.append("")
+        except ValueError as error:
+            texts.append(str(error))
+    failing = Texts()
+    failing.__class__ = type("Failing", (Texts,), {"__getitem__": lambda self, i: 1 / (i != 9)})
+    batches = iter(loader_of(failing, 4, collate_fn=lambda _: {"labels": torch.zeros(1, 2)},
+                             lengths=length_of, check_loss=False))
+    for kind in (RemoteError, RuntimeError, StopIteration):
+        with pytest.raises(kind) as error:
+            while True:
+                next(batches)
+        texts.append(str(error.value))
+    return texts
+
+
+def test_a_stream_that_others_read_and_a_pass_that_failed_are_told():
+    (one, none, two, failed, again, end), = run_ranks(streamed_by, 1)
+    assert (one, none, end) == ("", "", "") and "division by zero" in failed
+    assert "num_workers was 1, now it is 2, so the 2 steps that were done" in two
+    assert "the pass of this BalancedDataLoader ended with an error" in again
+    assert "division by zero" in again
 
 
 @pytest.mark.parametrize("name, other", [

@@ -238,6 +238,7 @@ def refusals(world, folder: str) -> list[str]:
         in_parts.get_tp_size = lambda: 2  # as with DeepSpeed, which has no device mesh
         for make in (
                 lambda: plain(folder, 2, compute_loss_func=comparing),
+                lambda: plain(folder, 2, compute_loss_func=over_padding),
                 lambda: plain(folder, 2, compute_loss_func=in_part),
                 lambda: plain(folder, 2, model=CLIPModel(CLIPConfig(
                     text_config=part, vision_config={**part, "image_size": 8, "patch_size": 8}))),
@@ -274,6 +275,12 @@ def comparing(outputs: Any, labels: torch.Tensor, num_items_in_batch: Any) -> to
     return nn.functional.cross_entropy(one @ one.T, torch.arange(len(one)))
 
 
+def over_padding(outputs: Any, labels: torch.Tensor, num_items_in_batch: Any) -> torch.Tensor:
+    """A mean over all positions of the batch, which looks like one over examples in one width."""
+    return nn.functional.cross_entropy(
+        outputs.logits.flatten(0, 1), labels.flatten(), reduction="none").mean()
+
+
 def in_part(outputs: Any, labels: torch.Tensor, num_items_in_batch: Any) -> torch.Tensor:
     """As the auxiliary loss of routed experts."""
     summed = mean_of_logits(outputs, labels, None) * (labels != -100).sum()
@@ -289,7 +296,7 @@ class GroupTrainer:
 def test_losses_that_balancing_changes_are_refused_with_the_cure(tmp_path):
     ranks = run_ranks(refusals, 2, str(tmp_path))
     for text, part in zip(ranks[0], (
-            "do not show it to be what was tried: a sum, or a mean",
+            *("do not show it to be what was tried: a sum, or a mean",) * 2,
             "divided by num_items_in_batch only in part",
             "CLIPModel has a contrastive loss",
             "the ranks of a replica need the same examples",

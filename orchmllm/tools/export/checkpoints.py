@@ -39,9 +39,13 @@ def model_of(state: dict) -> ModelConfig:
 
 def other_tokenizer(folder: Path, state: dict) -> str:
     """A warning where the tokenizer of a model's folder is not the one whose digest its checkpoint
-    records, in its state.json; else ""."""
+    records, in its state.json; else "". Raises ValueError where the folder is not there."""
     from orchmllm.data.text.tokenizer import ChatTokenizer
 
+    if not folder.is_dir():
+        raise ValueError(f"{folder}, the folder of the model that the checkpoint is of, is not "
+                         f"there (seen from {Path.cwd()}): work in the folder in which it was "
+                         "trained, or put the model there")
     trained = state["attempt"]["settings"].get("content.tokenizer")
     with suppress(ValueError):  # of a tokenizer that no run can be trained with
         if trained in (None, ChatTokenizer(folder).digest):

@@ -28,10 +28,10 @@ def export(checkpoint: Path, out: Path, *, dtype: str = "", max_file_bytes: int 
     from orchmllm.runtime.checkpoint import problem_of
 
     checkpoint = checkpoint_in(checkpoint)
-    state = read_json(checkpoint / "state.json")
     if verify and (problem := problem_of(checkpoint)):
         raise ValueError(f"checkpoint {checkpoint}: {problem}: export an earlier one, or see what "
                          "is left with --no-verify")
+    state = read_json(checkpoint / "state.json")
     log(f"checkpoint {checkpoint}: " + ("every file is what was saved (SHA-256)" if verify else
                                         "not compared with its manifest"))
     model, saved = model_of(state), hf_tensors.read_sharded(checkpoint)

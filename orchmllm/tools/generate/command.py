@@ -13,11 +13,14 @@ generator (docs/generator.md) answers have images, which --out writes.
 
 from __future__ import annotations
 
+import math
 import sys
 from argparse import ArgumentTypeError, Namespace
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+
+from PIL import Image
 
 from orchmllm.cli.options import command_parser, in_one_line
 from orchmllm.data.media.headers import audio_header, image_header
@@ -56,8 +59,13 @@ def main(argv: list[str]) -> int:
     if args.top_p < 1 and not args.temperature:
         parser.error("--top-p needs --temperature above 0: at 0 nothing is drawn")
     parser.refuse_without(args, "--out", "--steps", "--guidance", "--size")
+    if not math.isfinite(args.guidance):
+        parser.error(f"--guidance {args.guidance}: must be a finite number")
     if args.out and not args.out.parent.is_dir():  # before minutes of work
         parser.error(f"--out {args.out}: {args.out.parent} is no folder; make it, or name another")
+    if args.out and Image.registered_extensions().get(args.out.suffix.lower()) not in Image.SAVE:
+        parser.error(f"--out {args.out}: {args.out.suffix or 'no ending'} is no format of images; "
+                     "name a .png")
     print(_answer(args, lambda text: print(text, file=sys.stderr, flush=True)))
     return 0
 

@@ -83,8 +83,12 @@ def answer_whole(args: argparse.Namespace, log: Callable[[str], None]) -> str:
 @torch.no_grad()
 def answer_run(args: argparse.Namespace, checkpoint: Path, log: Callable[[str], None]) -> str:
     """The answer of a checkpoint of a run. The rest as in answer_whole. Raises ValueError for
-    adapters."""
+    adapters, or files that are not what was saved."""
+    from orchmllm.runtime.checkpoint import problem_of
+
     log(f"checkpoint {checkpoint}")
+    if problem := problem_of(checkpoint):
+        raise ValueError(f"checkpoint {checkpoint}: {problem}: name an earlier one")
     state = read_json(checkpoint / "state.json")
     trained = model_of(state)
     if trained.lora.rank:

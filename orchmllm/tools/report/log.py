@@ -38,7 +38,7 @@ class RunLog:
     samples: lines of quarantine.jsonl and samples.jsonl. ledgers: where rows of the sources went
     (see orchmllm.data.ledger). settings: dotted key -> value of all that
     the run was started with last. changes: (step from which on, what changed). cut: the last line
-    is still being written."""
+    is still being written. failed: the error that ended the last attempt, or ""."""
 
     folder: Path
     steps: dict[str, np.ndarray]
@@ -51,6 +51,7 @@ class RunLog:
     changes: list[tuple[int, str]]
     cut: bool
     written_at: float
+    failed: str = ""
 
     def __getitem__(self, column: str) -> np.ndarray:
         return self.steps[column]
@@ -93,9 +94,9 @@ def read_run(folder: Path) -> RunLog:
         folder, _measured_in_place(columns),
         np.array(sorted(validations.items()), float).reshape(-1, 2), sorted(restarts),
         read_rows(folder / "quarantine.jsonl"), read_rows(folder / SAMPLES),
-        json.loads((folder / LEDGERS).read_text()) if (folder / LEDGERS).is_file() else [],
+        _read_ledgers(folder / LEDGERS),
         attempts[-1]["settings"] if attempts else _recipe(folder / "recipe.yaml"),
-        _changes(attempts), cut, written_at=path.stat().st_mtime)
+        _changes(attempts), cut, path.stat().st_mtime, _failed(attempts))
 
 
 def _read(path: Path) -> tuple[np.ndarray, dict[int, float | None], bool]:
@@ -174,6 +175,21 @@ def _restarts(attempts: list[dict]) -> list[int]:
     """The steps at which attempts went on from one that had not finished."""
     return [now["resumed_from"]["step"] for before, now in pairwise(attempts)
             if now.get("resumed_from") and before.get("ended") != "finished"]
+
+
+def _read_ledgers(path: Path) -> list[dict]:
+    """Raises ValueError for a file that is cut off."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else []
+    except ValueError as e:
+        raise ValueError(f"{path} is damaged ({e}): delete it; the report then does not show where "
+                         "rows of the data went") from e
+
+
+def _failed(attempts: list[dict]) -> str:
+    """The error that ended the last of them; "" where none did, or a signal."""
+    ended = attempts[-1].get("ended", "") if attempts else ""
+    return "" if ended in ("", "finished") or ended.startswith("Stopped: ") else ended
 
 
 def _changes(attempts: list[dict]) -> list[tuple[int, str]]:

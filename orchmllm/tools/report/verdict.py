@@ -83,7 +83,8 @@ def verdict(run: RunLog) -> str:
     first, last = latest(known[::-1]), latest(known)
     found, num_steps = figures(run), run.settings.get("train.num_steps")
     total = f" of {num_steps}" if num_steps else ""
-    problems = ["the loss rose"] * bool(last > first) + [
+    problems = [f"it ended with an error ({run.failed})"] * bool(run.failed) + [
+        "the loss rose"] * bool(last > first) + [
         f"{name}: {found[name][0]:g}" for name in PROBLEMS if found[name][0]]
     measured, estimated = (number(run.median(f"measured.gain.{name}"), "%")
                            for name in ("measured", "predicted"))
