@@ -61,7 +61,8 @@ def buffers_of(shares: Sequence[Share], owner: nn.Module) -> dict[str, Tensor]:
 def kept(shares: Sequence[Share], owner: nn.Module, before: Mapping[str, Tensor]
          ) -> Exception | None:
     """What is wrong with a tower that has run and keeps something of its items that is not in its
-    result: of those that moved here, and not of those that this rank has. before: buffers_of."""
+    result: of those that moved here, and not of those that this rank has. before: buffers_of,
+    tensors of any shape."""
     after = buffers_of(shares, owner)
     for name, buffer in before.items():
         if name in after and not torch.equal(after[name], buffer):

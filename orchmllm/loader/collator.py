@@ -109,7 +109,7 @@ def ignore_labels(batch: Any, labels: Tensor | None) -> Any:
 
 
 def with_labels(batch: Any, labels: Tensor) -> Any:
-    """The batch with these labels; a new one where it cannot be changed."""
+    """The batch with these labels, of any shape; a new one where it cannot be changed."""
     if hasattr(batch, "__setitem__"):
         batch["labels"] = labels
     elif dataclasses.is_dataclass(batch):

@@ -223,7 +223,7 @@ def check_state(state: Mapping[str, Any], mine: Mapping[str, Any], own_key: str)
                              else state[own_key][0] is not None):
         return
     for name in ("batch_size", "num_examples", "num_workers"):
-        if state[name] != mine[name]:
+        if state.get(name) != mine.get(name):
             raise ValueError(
                 f"loader state: {name} was {state[name]}, now it is {mine[name]}, so the "
                 f"{state['step']} steps that were done had other examples: go on with "

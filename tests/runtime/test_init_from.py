@@ -11,17 +11,20 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from orchmllm.config.recipe import Recipe
+from orchmllm.cli import dispatch
+from orchmllm.config.recipe import Recipe, load_recipe
 from orchmllm.runtime.attempts import read_attempts
 from orchmllm.runtime.checkpoint import CheckpointError
+from orchmllm.tools.compare import train_in_turn
 from orchmllm.train import main as train_command
 from orchmllm.trainer import Trainer
+from tests.lib.commands import TINY, demo_of
 from tests.lib.drawn import model_of
 from tests.lib.ranks import run_ranks
 from tests.lib.recipes import frozen
 from tests.lib.resume import flip, run_recipe
 from tests.lib.synthetic import SHALLOW, SyntheticDataset
-from tests.lib.training import listened
+from tests.lib.training import listened, train
 
 pytestmark = pytest.mark.dist
 
@@ -168,3 +171,22 @@ def test_a_start_that_is_not_there_is_told_before_ranks_start(tmp_path, demo_cor
         assert train_command([str(recipe), "--validate"]) == 2
         assert (f"error: run.init_from: {named} is no complete checkpoint: give a run "
                 "folder") in capsys.readouterr().err
+
+
+def compared(world, data: Path, folder: Path) -> tuple[float, float, list[float]]:
+    recipe = load_recipe("recipes/demo.yaml", [
+        *TINY, *demo_of(data), "data.num_validation=3", "train.num_steps=1", "train.lr=0.01",
+        f"run.dir={folder / 'first'}"])
+    rows = train(world, recipe)
+    found = train_in_turn(replace(recipe, run=replace(
+        recipe.run, dir=str(folder / "second"), init_from=str(folder / "first"))), world)
+    return (rows[0]["validation_loss"], rows[-1]["validation_loss"],
+            [found[name][0]["validation_loss"] for name in ("off", "on")])
+
+
+def test_a_comparison_starts_with_them_too(demo_corpus, tmp_path, capsys):
+    (drawn, learnt, found), = run_ranks(compared, 1, demo_corpus, tmp_path)
+    assert found == pytest.approx([learnt] * 2, rel=1e-6) and learnt != pytest.approx(drawn, 1e-3)
+    assert dispatch(["compare", "recipes/demo.yaml", *demo_of(demo_corpus),
+                     f"run.resume={tmp_path / 'first'}"]) == 2
+    assert "the comparison begins with step 0" in capsys.readouterr().err

@@ -7,12 +7,16 @@ import importlib.util
 import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from orchmllm.cli import dispatch
+from orchmllm.config.recipe import RunConfig, TrainConfig
+from orchmllm.runtime import preflight
 from orchmllm.train import main
 from tests.lib.commands import ROOT, TINY, demo_of
+from tests.lib.synthetic import recipe
 
 DEMO = str(ROOT / "recipes" / "demo.yaml")
 PROBLEMS = {
@@ -98,3 +102,19 @@ def test_a_start_names_a_file_that_cannot_be_read(folder, demo_corpus, capsys):
                  f"data.path={folder / 'bad.jsonl'}"]) == 2
     error = capsys.readouterr().err
     assert error.startswith("error: ") and "bad.jsonl" in error and "Input/output" in error, error
+    assert main([DEMO, *demo_of(demo_corpus), f"run.dir={folder / 'run'}", *TINY,
+                 "data.num_validation=16"]) == 2  # before ranks start
+    assert "data.num_validation = 16: the data have 16 rows" in capsys.readouterr().err
+
+
+def test_what_a_cut_off_save_left_takes_no_room(folder, monkeypatch):
+    """It is deleted by the next one."""
+    left = folder / "run/checkpoints/.staged_step_00000002"
+    left.mkdir(parents=True)
+    run = recipe(run=RunConfig(dir=str(folder / "run")), train=TrainConfig(num_steps=1))
+    monkeypatch.setattr(preflight.shutil, "disk_usage", lambda _: SimpleNamespace(
+        free=preflight.SPARE_BYTES))
+    with pytest.raises(ValueError, match="but 1 more checkpoint of 1.00kB and logs need"):
+        preflight.check_run_folder(run, 1000)
+    (left / "shard").write_bytes(bytes(1000))
+    preflight.check_run_folder(run, 1000)

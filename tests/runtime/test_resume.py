@@ -13,6 +13,7 @@ import shutil
 import signal
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch.distributed as dist
@@ -248,6 +249,58 @@ def signalled_after_the_last_step(world, run) -> list[str]:
 def test_sigterm_after_the_last_step_does_not_lose_the_run(tmp_path):
     run = run_recipe(tmp_path, every_steps=0)
     assert run_ranks(signalled_after_the_last_step, 1, run) == [[f"step_{STEPS:08d}"]]
+
+
+def looked_at(world, run, at: list, interrupted: str = "", signal_at: int = -1) -> str:
+    """at: gets the step of every validation and of all samples. interrupted: which of them is at
+    the end, when rank 0 is killed in a way that a test survives; signal_at: as in `stopped`."""
+    def noted(what: str, step: int, log: str, row: dict) -> dict:
+        if interrupted == what and step == STEPS:
+            raise KeyboardInterrupt
+        at.append((what, step))
+        if what == "sample" and world.rank == 0:
+            with Path(run.run.dir, log).open("a") as file:
+                file.write(json.dumps({"step": step, **row}) + "\n")
+        return row
+
+    def signal_it(done, row: dict) -> None:
+        if done.index == signal_at and world.rank == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    trainer = Trainer(run, world, dataset=SyntheticDataset(), on_step=signal_it)
+    trainer.recipe = replace(run, train=replace(run.train, validate_every_steps=2, sample_every=4))
+    trainer.validation_rows, trainer.samples = [0], SimpleNamespace(
+        write=lambda model, step: noted("sample", step, "samples.jsonl", {"example": 0}))
+    trainer.validate = lambda: noted("validation", trainer.progress.step, "", {
+        "validation_loss": 1.0})
+    try:
+        trainer.run()
+    except (Stopped, KeyboardInterrupt) as e:
+        return type(e).__name__
+    finally:
+        trainer.close()
+    return "finished"
+
+
+def owed(world, run) -> tuple[list, list]:
+    at: list = []
+    ends = [looked_at(world, run, at, signal_at=2), looked_at(world, run, at, "validation"),
+            looked_at(world, run, at, "sample"), looked_at(world, run, at),
+            looked_at(world, run, at)]
+    return at, ends
+
+
+def test_what_a_stop_or_a_kill_kept_from_coming_comes_at_the_next_start(tmp_path):
+    """Validation and samples after the step of the checkpoint, and after the last one; once."""
+    run = run_recipe(tmp_path, every_steps=0)
+    at, ends = run_ranks(owed, 2, run)[0]
+    assert ends == ["Stopped", "KeyboardInterrupt", "KeyboardInterrupt", "finished", "finished"]
+    assert at == [("validation", 0), ("validation", 2), ("validation", 4), ("sample", 4),
+                  *(("validation", step) for step in range(6, STEPS, 2)),
+                  *([("sample", 8)] if STEPS > 8 else []),
+                  ("validation", STEPS), ("sample", STEPS)]
+    assert [row["ended"].partition(":")[0] for row in read_rows(tmp_path / "attempts.jsonl")
+            if "ended" in row] == ["Stopped", "KeyboardInterrupt", "KeyboardInterrupt", "finished"]
 
 
 def test_sigterm_to_one_rank_stops_all_with_a_checkpoint(tmp_path, whole):

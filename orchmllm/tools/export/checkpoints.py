@@ -22,6 +22,14 @@ def checkpoint_in(folder: Path) -> Path:
     return saved[0]
 
 
+def check_files(checkpoint: Path, cure: str) -> None:
+    """Raises ValueError, with the cure, where its files are not what was saved."""
+    from orchmllm.runtime.checkpoint import problem_of
+
+    if problem := problem_of(checkpoint):
+        raise ValueError(f"checkpoint {checkpoint}: {problem}: {cure}")
+
+
 def model_of(state: dict) -> ModelConfig:
     """The model section that a checkpoint was saved with. Raises ValueError for that of another
     version."""

@@ -14,7 +14,7 @@ from pathlib import Path
 from orchmllm.hf import tensors as hf_tensors
 from orchmllm.hf.folder import read_json
 from orchmllm.tools.export.adapters import write_model
-from orchmllm.tools.export.checkpoints import checkpoint_in, model_of
+from orchmllm.tools.export.checkpoints import check_files, checkpoint_in, model_of
 
 VERSION = 1  # of orchmllm.json
 NOTE = "orchmllm.json"
@@ -25,12 +25,9 @@ def export(checkpoint: Path, out: Path, *, dtype: str = "", max_file_bytes: int 
     """Writes the folder and returns the contents of orchmllm.json. checkpoint: its folder, or that
     of a run, whose newest one is taken. dtype: float32, bfloat16, ...; empty: as saved. merged:
     adapters become part of the weights. Raises ValueError or OSError; `out` is then what it was."""
-    from orchmllm.runtime.checkpoint import problem_of
-
     checkpoint = checkpoint_in(checkpoint)
-    if verify and (problem := problem_of(checkpoint)):
-        raise ValueError(f"checkpoint {checkpoint}: {problem}: export an earlier one, or see what "
-                         "is left with --no-verify")
+    if verify:
+        check_files(checkpoint, "export an earlier one, or see what is left with --no-verify")
     state = read_json(checkpoint / "state.json")
     log(f"checkpoint {checkpoint}: " + ("every file is what was saved (SHA-256)" if verify else
                                         "not compared with its manifest"))

@@ -23,7 +23,7 @@ from orchmllm.models.adapters import need_peft
 from orchmllm.models.families import model_class, read_config
 from orchmllm.models.generate import generated
 from orchmllm.plan.layout import VISION
-from orchmllm.tools.export.checkpoints import model_of, other_tokenizer
+from orchmllm.tools.export.checkpoints import check_files, model_of, other_tokenizer
 from orchmllm.tools.export.whole import trained_model
 from orchmllm.tools.generate.pictures import check, write_pictures
 from orchmllm.tools.generate.sampling import asked, device, length_told, sampling
@@ -84,11 +84,8 @@ def answer_whole(args: argparse.Namespace, log: Callable[[str], None]) -> str:
 def answer_run(args: argparse.Namespace, checkpoint: Path, log: Callable[[str], None]) -> str:
     """The answer of a checkpoint of a run. The rest as in answer_whole. Raises ValueError for
     adapters, or files that are not what was saved."""
-    from orchmllm.runtime.checkpoint import problem_of
-
     log(f"checkpoint {checkpoint}")
-    if problem := problem_of(checkpoint):
-        raise ValueError(f"checkpoint {checkpoint}: {problem}: name an earlier one")
+    check_files(checkpoint, "name an earlier one")
     state = read_json(checkpoint / "state.json")
     trained = model_of(state)
     if trained.lora.rank:

@@ -239,7 +239,12 @@ def test_options_that_have_no_effect_are_refused(tmp_path, capsys):
             (["compose", "--llm", "a", "--out", "c", "--generator", "d"], "--vision or --audio"),
             (["init", "x.jsonl", "--generate"], "--generate is of --demo"),
             (["generate", "x", "hm", "--size", "big"], "'big' is no size"),
-            (["generate", "x", "hm", "--steps", "0"], "--steps: 0: must be at least 1")):
+            (["generate", "x", "hm", "--steps", "0"], "--steps: 0: must be at least 1"),
+            (["generate", "x", "hm", "--seed", f"{2**63}"], "must be at least 0 and below 2**63"),
+            (["generate", "x", "hm", "--guidance", "nan", "--out", "a.png"],
+             "--guidance nan: must be a finite"),
+            (["generate", "x", "hm", "--out", "a.xyz"], "--out a.xyz: .xyz is no format of images"),
+            (["generate", "x", "hm", "--out", "a"], "no ending is no format of images")):
         with pytest.raises(SystemExit) as error:
             dispatch(words)
         assert error.value.code == 2 and told in capsys.readouterr().err.replace("\n", " ")

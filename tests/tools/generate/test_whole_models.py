@@ -20,6 +20,7 @@ from orchmllm.data.stream import open_dataset
 from orchmllm.data.text.model_folder import load_processor
 from tests.lib.composed import write_composed
 from tests.lib.ranks import run_ranks
+from tests.lib.resume import flip
 from tests.lib.tiny_models import shrink
 from tests.lib.tokenizers import SPECIAL, write_tokenizer
 from tests.lib.training import train
@@ -203,5 +204,16 @@ def test_a_run_answers_as_its_export_does(tmp_path, capsys):
     template.write_text(template.read_text().replace("<turn>", "<end><turn>"))
     assert dispatch(export) == 0
     assert "is not the one that the checkpoint was trained with" in capsys.readouterr().out
-    dispatch(["generate", str(tmp_path / "run"), "What is it?", "--max-tokens", "1"])
+    asked = ["generate", str(tmp_path / "run"), "What is it?", "--max-tokens", "1"]
+    dispatch(asked)
     assert "is not the one that the checkpoint was trained with" in capsys.readouterr().err
+
+    model.rename(tmp_path / "moved")
+    for command in (asked, [*export, "--overwrite"]):
+        assert dispatch(command) == 2
+        told = f"error: {model}, the folder of the model that the checkpoint is of, is not there"
+        assert told in capsys.readouterr().err
+    (tmp_path / "moved").rename(model)
+    flip(next((tmp_path / "run").rglob("*.safetensors")))
+    assert dispatch(asked) == 2
+    assert ".safetensors is not what was saved" in capsys.readouterr().err

@@ -184,6 +184,10 @@ def test_the_file_that_cannot_be_read_is_named(tmp_path, capsys):
     assert dispatch(["report", str(folder)]) == 2
     assert f"{folder / 'quarantine.jsonl'}: line 2 is damaged" in capsys.readouterr().err
     (folder / "quarantine.jsonl").unlink()
+    (folder / "ledgers.json").write_text("[{")
+    assert dispatch(["report", str(folder)]) == 2
+    assert f"{folder / 'ledgers.json'} is damaged" in capsys.readouterr().err
+    (folder / "ledgers.json").unlink()
     (folder / "recipe.yaml").write_text("train: {num_steps: [")
     assert dispatch(["report", str(folder)]) == 2
     error = capsys.readouterr().err
@@ -191,6 +195,18 @@ def test_the_file_that_cannot_be_read_is_named(tmp_path, capsys):
     assert dispatch(["report", str(tmp_path / ("x" * 300))]) == 2
     error = capsys.readouterr().err
     assert "File name too long" in error and "report.html" not in error
+
+
+@pytest.mark.parametrize("ended, told", [
+    ("NonFiniteError: step 1: loss nan", "it ended with an error (NonFiniteError: step 1: loss"),
+    ("Stopped: stopped on request", "the log shows no problem"),
+    ("finished", "the log shows no problem"), ("", "the log shows no problem")])
+def test_an_error_that_ended_a_run_is_told(ended, told, tmp_path):
+    folder = write(tmp_path / "run", [measured_row(s) for s in range(4)])
+    lines = [{"attempt": 1, "settings": {}, "resumed_from": None, "changed": {}}]
+    lines += [{"attempt": 1, "ended": ended}] if ended else []
+    (folder / "attempts.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert told in report(folder)[1].text
 
 
 def test_what_is_no_log_is_refused(tmp_path, capsys):
