@@ -10,7 +10,8 @@ def param_groups(unit: FSDPModule) -> list:
     """The records of a unit's parameters (torch 2.12 made a list of the one)."""
     state = unit._get_fsdp_state()
     groups = getattr(state, "_fsdp_param_groups", None)
-    return [g for g in (groups or [state._fsdp_param_group]) if g is not None]
+    found = [state._fsdp_param_group] if groups is None else groups
+    return [group for group in found if group is not None]
 
 
 def ranks_of(model: nn.Module, part: nn.Module) -> set[tuple[int, ...]]:

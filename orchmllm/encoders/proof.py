@@ -2,8 +2,9 @@
 
 In the first forward that has items of an encoder, every rank also encodes its own items as they
 were sampled, from slices of the arguments of its forward, without gradients. One item is encoded
-once more, beside itself: how far its features differ then is the rounding of the model's own
-dtypes. All ranks make the same number of calls, so that the gathers of FSDP2 meet.
+once more, beside one of other numbers: how far its features differ then is the rounding of the
+model's own dtypes, unless the encoder looks at the items beside one. All ranks make the same number
+of calls, so that the gathers of FSDP2 meet.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from orchmllm.encoders.results import Features, flatten
-from orchmllm.encoders.sharing import Share, placeholder, run_encoder
+from orchmllm.encoders.sharing import Share, drawn, placeholder, run_encoder
 
 _TIMES = 4  # the difference that is allowed, in differences between two chunkings
 
@@ -32,7 +33,7 @@ class Proof:
 
     def encode(self, owner: nn.Module, rank: int, device: torch.device) -> None:
         """This rank's own items in chunks that cost no more than what the plan gives a rank, and
-        its first item beside one that no rank has. The state of the random numbers is restored."""
+        its first item beside one of other numbers. The state of the random numbers is restored."""
         devices = [device] if device.type != "cpu" else []
         with torch.no_grad(), torch.random.fork_rng(devices, device_type=device.type):
             for share in self.shares:
@@ -72,7 +73,8 @@ def kept(shares: Sequence[Share], owner: nn.Module, before: Mapping[str, Tensor]
         for path, tower in share.encoder.tower_modules(owner):
             for inner, module in tower.named_modules(prefix=path):
                 for name, value in vars(module).items():
-                    if isinstance(value, Tensor) and value.numel() == 1 and value.grad_fn:
+                    if (isinstance(value, Tensor) and value.numel() == 1 and value.grad_fn
+                            and value._base is None):  # FSDP1's parameters are views
                         return ValueError(
                             f"{inner} keeps a value with a gradient, {name}, which is of the items "
                             "that this rank encodes: return it for each item with the features")
@@ -96,16 +98,15 @@ def _reference(
             arguments = layout.part(local.inputs, meta, items)
             results.append((run(call, arguments), meta[items]))
     first = next(iter(encoder.calls))
-    other_meta, other = placeholder(share, device)
+    meta, values = placeholder(share, device)
     for _ in range(num_calls + 1 - len(results)):  # once everywhere, as later ranks may have none
-        run(first, encoder.layout.build(other_meta, tuple(other)))
-    meta, values = other_meta, other
+        run(first, encoder.layout.build(meta, tuple(values)))
     if len(local.meta):
         meta = local.meta[:1]
         values = [None if v is None else v[: int(rows[0])].to(device) for v, rows in zip(
             local.values, encoder.layout.rows(local.meta), strict=True)]
-    both = [None if v is None else torch.cat([v, w]) for v, w in zip(values, other, strict=True)]
-    meta = np.concatenate([meta, other_meta])
+    both = [None if v is None else torch.cat([v, drawn(v)]) for v in values]
+    meta = np.concatenate([meta, meta])
     result = run(first, encoder.layout.build(meta, tuple(both)))
     held = [flatten(encoder, owner, out, of_items, False) for out, of_items in results]
     return held, flatten(encoder, owner, result, meta, False) if held else None

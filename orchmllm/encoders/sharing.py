@@ -142,19 +142,19 @@ def _encode(
 def placeholder(
     share: Share, device: torch.device
 ) -> tuple[np.ndarray, list[Tensor | None]]:
-    """meta and packed tensors of one item like the cheapest, for a rank that has none. Numbers in
-    [0, 1) that differ, as an encoder may divide by the deviation of an item's; integers are 1."""
+    """meta and packed tensors of one item like the cheapest, for a rank that has none."""
     cheapest = int(share.cost.argmin())
-    generator, values = torch.Generator().manual_seed(0), []
-    for tensor, rows in zip(share.world.tensors, share.rows, strict=True):
-        if tensor is None:
-            values.append(None)
-            continue
-        dtype, shape = tensor[0], (int(rows[cheapest]), *tensor[1])
-        made = (torch.rand(shape, generator=generator) if dtype.is_floating_point
-                else torch.ones(shape))
-        values.append(made.to(device, dtype))
-    return share.world.meta[[cheapest]], values
+    return share.world.meta[[cheapest]], [None if tensor is None else drawn(torch.ones(
+        (int(rows[cheapest]), *tensor[1]), dtype=tensor[0], device=device))
+        for tensor, rows in zip(share.world.tensors, share.rows, strict=True)]
+
+
+def drawn(values: Tensor) -> Tensor:
+    """As they are if they are integers, else numbers in [0, 1) of the same shape, the same on every
+    call: they differ, as an encoder may divide by the deviation of an item's."""
+    if not values.is_floating_point():
+        return values
+    return torch.rand(values.shape, generator=torch.Generator().manual_seed(0)).to(values)
 
 
 def run_encoder(

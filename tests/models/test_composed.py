@@ -171,7 +171,17 @@ def test_what_cannot_be_composed_is_one_line(tmp_path, capsys):
     config = json.loads((parts.llm / "config.json").read_text())
     (parts.llm / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 3}))
     assert f"{parts.llm} lacks weights of model.language_model, such as" in told()
+    (parts.llm / "config.json").write_text(json.dumps({**config, "hidden_size": "x"}))
+    assert f"{parts.llm}: its Config cannot be read" in told()
     (parts.llm / "config.json").write_text(json.dumps(config))
+    part = dict(vocab_size=99, num_hidden_layers=1, num_attention_heads=2)
+    for kind, found in (("Phi", "phi with lm_head.bias"), ("GPT2", "gpt2"),
+                        ("GPTNeoX", "gpt_neox")):
+        getattr(transformers, f"{kind}Config")(**part).save_pretrained(tmp_path / "other")
+        shutil.copytree(parts.llm, tmp_path / "other", dirs_exist_ok=True,
+                        ignore=shutil.ignore_patterns("config.json"))
+        assert f"is a {found}: a composition needs an LLM with a table" in told(
+            llm=tmp_path / "other")
     shutil.rmtree(parts.audio)
     assert f"{parts.audio}: its Config cannot be read" in told()
     compose(parts._replace(audio=None), tmp_path / "out")

@@ -189,7 +189,7 @@ def _write_links(links: Mapping[str, tuple[str, str]], folder: Path) -> None:
 def _read(kind: type, folder: Path, **options: Any) -> Any:
     try:
         return kind.from_pretrained(folder, **LOCAL, **options)
-    except (OSError, ValueError, TypeError, ImportError, KeyError) as error:
+    except Exception as error:  # transformers refuses configurations by errors of many kinds
         raise ValueError(f"{folder}: its {kind.__name__.removeprefix('Auto')} cannot be read: "
                          f"{' '.join(str(error).split())}") from error
 
@@ -215,6 +215,15 @@ def _text_config(folder: Path) -> PreTrainedConfig:
     if type(config) not in AutoModelForCausalLM._model_mapping:
         raise ValueError(f"{folder} is a {config.model_type}, which is no causal LLM of "
                          "transformers: name one with --llm")
+    with torch.device("meta"):
+        llm = AutoModelForCausalLM.from_config(config)
+    base, has = llm.base_model, set(llm.state_dict())
+    others = has ^ {"lm_head.weight", *(f"{llm.base_model_prefix}.{n}" for n in base.state_dict())}
+    if others or not hasattr(base, "embed_tokens"):
+        found = ", ".join(sorted(others & has)[:3])
+        raise ValueError(f"{folder} is a {config.model_type}{f' with {found}' if found else ''}: a "
+                         "composition needs an LLM with a table embed_tokens and a head that is "
+                         "lm_head.weight alone")
     return config
 
 
