@@ -6,14 +6,14 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from safetensors import safe_open
 
-from orchmllm.hf.folder import ELEMENT_BYTES, INDEX, SINGLE, Stored, read_header
+from orchmllm.hf.folder import ELEMENT_BYTES, INDEX, SINGLE, Stored, open_folder, read_header
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -101,6 +101,23 @@ def renamed(tensor: FileTensor, key: str, shape: tuple[int, ...], dtype: str = "
         return out.reshape(shape)
 
     return FileTensor(key, dtype or tensor.dtype, shape, converted)
+
+
+def refuse_unequal(folder: Path, ties: Mapping[str, str]) -> None:
+    """Raises ValueError where a folder has two tensors that `ties` (target -> source, of which the
+    last two parts of the names count) make one, and they differ: transformers would keep both."""
+    tensors = open_folder(folder)
+    for names in ties.items():
+        found = [[key for key in tensors if key.endswith(".".join(name.split(".")[-2:]))]
+                 for name in names]
+        if [len(keys) for keys in found] == [1, 1]:
+            pair = [tensors[key] for [key] in found]
+            first, second = (_rows([stored]) for stored in pair)
+            if not first.equal(second):
+                raise ValueError(
+                    f"{folder}: its config.json says tie_word_embeddings, but {pair[0].key} and "
+                    f"{pair[1].key} differ: set it to false there (and in text_config), or delete "
+                    f"{pair[0].key}")
 
 
 def write_file(path: Path, tensors: Sequence[FileTensor]) -> None:

@@ -19,6 +19,7 @@ from torch import nn
 from orchmllm.config.model import ModelConfig
 from orchmllm.config.recipe import FsdpConfig
 from orchmllm.hf.folder import PARTS, read_json
+from orchmllm.hf.tensors import refuse_unequal
 from orchmllm.models import adapters
 from orchmllm.models.families import model_class, read_config
 from orchmllm.models.whole_model import WholeModel
@@ -50,6 +51,9 @@ def load_whole(
 
     def distribute(hf: nn.Module) -> None:
         hf.tie_weights()  # else FSDP2 would keep two copies of such a row, one of which gets old
+        table, head = hf.get_input_embeddings(), hf.get_output_embeddings()
+        if not model.config and head is not None and head.weight is table.weight:
+            refuse_unequal(folder, hf._tied_weights_keys or {})
         whole = WholeModel(hf, compute_dtype(config))
         whole.loss_chunk_rows = config.loss_chunk_rows
         if model.lora.rank:

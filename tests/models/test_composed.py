@@ -171,6 +171,8 @@ def test_what_cannot_be_composed_is_one_line(tmp_path, capsys):
     config = json.loads((parts.llm / "config.json").read_text())
     (parts.llm / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 3}))
     assert f"{parts.llm} lacks weights of model.language_model, such as" in told()
+    (parts.llm / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": True}))
+    assert "but lm_head.weight and model.embed_tokens.weight differ" in told()
     (parts.llm / "config.json").write_text(json.dumps({**config, "hidden_size": "x"}))
     assert f"{parts.llm}: its Config cannot be read" in told()
     (parts.llm / "config.json").write_text(json.dumps(config))

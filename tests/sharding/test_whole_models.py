@@ -129,6 +129,21 @@ def test_weights_that_are_missing_are_an_error(tmp_path):
     run_ranks(refused, 1, tmp_path, "1 weights are missing or have another shape .*down_proj")
 
 
+def test_two_tables_that_the_model_has_once_are_an_error(tmp_path):
+    """transformers would keep both. Equal ones are one."""
+    model = saved("qwen2_vl", tmp_path, tied=True)
+    tensors = load_file(tmp_path / "model.safetensors")
+    table = model.get_input_embeddings().weight.detach().clone()
+    save_file({**tensors, "lm_head.weight": table}, tmp_path / "model.safetensors",
+              metadata={"format": "pt"})
+    run_ranks(loaded, 1, tmp_path, "qwen2_vl", True, 0, "none")
+    table[3, 3] += 1e-3
+    save_file({**tensors, "lm_head.weight": table}, tmp_path / "model.safetensors",
+              metadata={"format": "pt"})
+    run_ranks(refused, 1, tmp_path, "says tie_word_embeddings, but lm_head.weight and "
+                                    ".*embed_tokens.weight differ: set it to false there")
+
+
 def recipe(folder: Path, model: ModelConfig, steps: int, **train_keys) -> Recipe:
     return Recipe(
         run=RunConfig(dir=str(folder)), data=DataConfig(path="unused", num_validation=2),

@@ -35,6 +35,7 @@ from orchmllm.composition.processing import ComposedProcessor
 from orchmllm.data.text.processor import Processor
 from orchmllm.data.text.template_engine import Environment
 from orchmllm.hf.folder import PARTS, SINGLE, VAE, open_folder, read_json
+from orchmllm.hf.tensors import refuse_unequal
 from orchmllm.models.families import refusals
 
 TOKENS = {"image": "<|image_pad|>", "audio": "<|audio_pad|>"}
@@ -312,7 +313,9 @@ def _links(model: ComposedForConditionalGeneration, parts: Parts, out: Path
         raise ValueError(f"{empty[0]} has no weights (*.safetensors), and other parts have: copy "
                          "it completely, or give folders without weights alone")
     begins = {name: _begin(model, name, folder) for name, folder in places.items()}
-    if not model.config.tie_word_embeddings:
+    if model.config.tie_word_embeddings:
+        refuse_unequal(parts.llm, model._tied_weights_keys)
+    else:
         head = "lm_head."
         places[head], begins[head] = parts.llm, head
         if f"{head}weight" not in open_folder(parts.llm):
