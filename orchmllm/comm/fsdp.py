@@ -14,11 +14,12 @@ def param_groups(unit: FSDPModule) -> list:
     return [group for group in found if group is not None]
 
 
-def ranks_of(model: nn.Module, part: nn.Module) -> set[tuple[int, ...]]:
-    """The global ranks over which FSDP2 reduces gradients of `part`: one entry for all parameters
-    that have the same. Parameters of units that are not within `model` are left out."""
+def ranks_of(model: nn.Module, part: nn.Module) -> set[tuple[frozenset[int], bool]]:
+    """The global ranks over which FSDP2 shards, and reduces the gradients of, parameters of `part`;
+    whether these have gradients. Parameters of units that are not within `model` are left out."""
     modules = set(part.modules())
-    return {tuple(sorted(group.mesh_info.mesh.mesh.flatten().tolist()))
+    return {(frozenset(group.mesh_info.mesh.mesh.flatten().tolist()),
+             parameter.sharded_param.requires_grad)
             for unit in model.modules() if isinstance(unit, FSDPModule)
-            for group in param_groups(unit)
-            if any(p._module_info.module in modules for p in group.fsdp_params)}
+            for group in param_groups(unit) for parameter in group.fsdp_params
+            if parameter._module_info.module in modules}

@@ -47,7 +47,8 @@ class Answer:
                           if not value.is_inference()}
         self.error = RuntimeError(
             f"{self._what} was given {num_items} items but never called {call}: their features "
-            "were not used") if num_items else None
+            "were not used. Give balance_encoders the module whose forward calls it"
+        ) if num_items else None
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._original, name)
@@ -80,10 +81,11 @@ class Answer:
             return "twice"
         if torch.is_grad_enabled() != self._grad:
             return "without gradients"
-        if self._autocast not in (None, self._autocasts()):
-            return f"where autocast is off or casts to another dtype than {self._autocast}"
-        if self._autocasts() != self._autocast:  # the features are more precise than the model's
-            _warn_of_autocast(self._what, self._call)
+        if self._encoder.run is None:  # which may switch autocast itself
+            if self._autocast not in (None, self._autocasts()):
+                return f"where autocast is off or casts to another dtype than {self._autocast}"
+            if self._autocasts() != self._autocast:  # the features are more precise
+                _warn_of_autocast(self._what, self._call)
         for name, value in self._given.items():
             if name in self._versions and value._version != self._versions[name]:
                 return f"with {name} changed in place"
@@ -168,6 +170,7 @@ class Answers:
     def __init__(self, owner: nn.Module, join: str) -> None:
         self._owner, self._join = owner, join
         self._answers: list[Answer] = []
+        self.encoders: set[str] = set()  # whose calls are answered
         self._undo = ExitStack()
         self._zero: Tensor | None = None  # of features that this rank's own forward does not read
         self._nodes: dict[Any, str] = {}  # of features that it reads, in the graph; the encoder
@@ -179,6 +182,7 @@ class Answers:
         """Lets the calls of an encoder return the features of this rank's own items: rows (R, W),
         counts (n,) of each. features: what the encoder returned here, for some items."""
         start, first = 0, 0
+        self.encoders.add(encoder.name)
         for call, n in zip(encoder.calls, local.counts, strict=True):
             sizes = counts[start: start + n].tolist()
             part = rows[first: first + sum(sizes)]
@@ -237,13 +241,15 @@ class Answers:
     def unused(self, result: Any) -> Exception | None:
         """Why ranks would wait for each other in the backward pass of `result`, what the forward
         returned: it does not reach the exchange of these features, but that of others does."""
-        made = (x.grad_fn for x in tree_leaves(result) if isinstance(x, Tensor))
-        nodes, seen = [node for node in made if node is not None], set()
-        if not nodes:
-            return None
+        leaves = tree_leaves(result)
+        nodes, seen = [x.grad_fn for x in leaves if isinstance(x, Tensor) and x.grad_fn], set()
+        if not nodes or any(hasattr(x, "__dict__") and not isinstance(x, Tensor) for x in leaves):
+            return None  # what else it returned may hold the rest
         while nodes:
             node = nodes.pop()
             if node is not None and node not in seen:
+                if type(node).__name__ == "CheckpointFunctionBackward":  # reads more than it says
+                    return None
                 seen.add(node)
                 nodes += [following for following, _ in node.next_functions]
         name = next((name for node, name in self._nodes.items() if node not in seen), None)

@@ -22,6 +22,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import FullyShardedDataParallel
 
 from orchmllm.comm.exchange import RowGather, node_size, rank_list
 from orchmllm.encoders import proof as proofs
@@ -33,6 +34,7 @@ from orchmllm.encoders.spec import (
     check_encoder,
     check_sharding,
     check_towers,
+    has_collectives,
     known_arguments,
     refuse_unknown,
     resolve,
@@ -71,7 +73,10 @@ class EncoderHandle:
             e.name: e.cost(owner) if not hasattr(e.cost, "linear") else e.cost
             for e in self.encoders}).values())
         self._patience_s: float | None = None
-        self._count, self._checked = 0, False  # forwards; whether one ended well on all ranks
+        self._wider: RowGather | None = None  # of ranks over which FSDP2 reduces, if not these
+        self._timeout_s, self._count = timeout_s, 0  # forwards
+        # Those of which no forward ended well on all ranks.
+        self._unchecked, self._looked = {e.name for e in encoders}, False
         self._error: Exception | None = None  # of the forward before
         self._answers: dict[int, Answers] = {}  # of forwards that run, by module
         self._balanced = self._inside = False  # whether a forward was, or one runs
@@ -130,7 +135,10 @@ class EncoderHandle:
             for encoder, local, world, cost in zip(
                 self.encoders, items, worlds, self._costs, strict=True) if len(world.meta)]
         self._report(shares)
-        if self.shadow or not shares:
+        if self.shadow:
+            return None
+        self._meet_wider(worlds)
+        if not shares:
             return None
         # That of the inputs: FSDP may keep parameters on the CPU.
         device = next((v.device for v in inputs.values() if isinstance(v, Tensor)),
@@ -143,14 +151,12 @@ class EncoderHandle:
                 ) -> Answers:
         """Moves and encodes media, agrees on what was made, moves the features back, and has the
         model's calls answered by them."""
-        buffers = {} if self._checked else proofs.buffers_of(shares, module)
         proof = proofs.Proof([s for s in shares if s.encoder.name in self._unproved])
         if proof.shares:
             proof.encode(module, self.rank, device)
             self._agree(proof.error)
         features, error = sharing.encode_all(shares, module, self.rank, device, self.group)
-        if not self._checked:
-            error = error or proofs.kept(shares, module, buffers)
+        error = error or proof.kept(module)
         returned = sharing.return_features(self.gather, self._count, shares, features, error,
                                            self.group, self._patience_s)
         answers = self._answers[id(module)] = Answers(module, self._join)  # _after closes them
@@ -175,25 +181,48 @@ class EncoderHandle:
                 refuse_unknown(self._known, inputs)
             for encoder in self.encoders:
                 check_towers(encoder, module)
-                if not self._checked and check_sharding(encoder, module, self._ranks):
-                    self._patience_s = sharing.PATIENCE_S
+            if not self._looked:
+                self._look_at_sharding(module)
             return [table.describe_local(e, module, inputs) for e in self.encoders], None
         except Exception as error:
             return [], error
 
+    def _look_at_sharding(self, module: nn.Module) -> None:
+        """Once, as FSDP2 may be applied after balance_encoders. Raises ValueError."""
+        wider = set().union(*(check_sharding(e, module, self._ranks) for e in self.encoders))
+        if any(has_collectives(e, module) for e in self.encoders):
+            self._patience_s = sharing.PATIENCE_S
+        if wider:
+            ranks = sorted(wider)
+            self._wider = RowGather(node_size(ranks, 0), self._timeout_s, ranks)
+        self._looked = True
+
+    def _meet_wider(self, worlds: Sequence[table.GatheredItems]) -> None:
+        """Raises ValueError on all ranks over which FSDP2 reduces an encoder's gradients if only
+        some of them run it, for whom the others would wait for ever."""
+        if self._wider is None:
+            return
+        rows = self._wider(np.array([len(world.meta) > 0 for world in worlds], np.int64))
+        for encoder, has in zip(self.encoders, rows.T, strict=True):
+            if has.any() and not has.all():
+                raise ValueError(
+                    f"step {self._count}: encoder {encoder.name!r} has media in some groups of "
+                    "ranks and none in others, but FSDP2 reduces its gradients over all of them: "
+                    "leave group= out of balance_encoders, so that all share their media")
+
     @torch.compiler.disable
     def _after(self, module: nn.Module, args: tuple, kwargs: dict, result: Any) -> None:
-        """Errors of a forward are raised on all ranks: at the end of the first one, later in the
-        next one's gather, which costs nothing."""
+        """Errors of a forward are raised on all ranks: at the end of the first one of an encoder,
+        later in the next one's gather, which costs nothing."""
         answers = self._answers.pop(id(module), None)
         if answers is None:
             return
         self._inside = False
         raised = sys.exc_info()[1] if result is None else None
         error = answers.close()
-        if not self._checked:
-            self._checked = True
+        if fresh := self._unchecked & answers.encoders:
             self._agree(raised or error or answers.unused(result))
+            self._unchecked -= fresh
         elif raised is None:
             self._error = error
 
@@ -208,19 +237,16 @@ class EncoderHandle:
                                f"{s.moved} moved" for name, s in self.last.items()))
 
 
-def _check_owner(owner: nn.Module, encoders: Sequence[Encoder], join: str) -> None:
-    """Raises ValueError if the model is balanced already, only passes on what the encoders call, or
-    has nothing that features join."""
+def _check_owner(owner: nn.Module, join: str) -> None:
+    """Raises ValueError if the model is balanced already, is a wrapper of FSDP1, or has nothing
+    that features join."""
     hooks = (getattr(hook, "__self__", None) for hook in owner._forward_pre_hooks.values())
     if any(isinstance(h, EncoderHandle) and h._hooks for h in hooks):
         raise ValueError(f"the encoders of this {type(owner).__name__} are balanced already: call "
                          "remove() of the handle first")
-    for name in {name.split(".")[0] for e in encoders for name in (*e.calls, *e.towers)}:
-        if name not in owner._modules and not hasattr(type(owner), name) and (
-                name not in vars(owner)):
-            raise ValueError(f"{name} is that of a module within {type(owner).__name__}, which "
-                             "only wraps it: give balance_encoders the module whose forward calls "
-                             "the encoder")
+    if isinstance(owner, FullyShardedDataParallel):
+        raise ValueError("the model is wrapped in FullyShardedDataParallel: give balance_encoders "
+                         "the module whose forward calls the encoders, which it wraps")
     if join:
         resolve(owner, join)
     elif not hasattr(owner, "get_input_embeddings"):
@@ -271,7 +297,7 @@ def balance_encoders(
         raise ValueError("encoders: give at least one Encoder, each with a name of its own")
     for encoder in encoders:
         check_encoder(owner, encoder)
-    _check_owner(owner, encoders, join)
+    _check_owner(owner, join)
     return EncoderHandle(
         owner, encoders, inferred, group=group, when=when, shadow=shadow, min_gain=min_gain,
         join=join, proof=proof, timeout_s=timeout_s)

@@ -9,7 +9,7 @@ of calls, so that the gathers of FSDP2 meet.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from orchmllm.encoders.results import Features, flatten
 from orchmllm.encoders.sharing import Share, drawn, placeholder, run_encoder
+from orchmllm.encoders.spec import Encoder
 
 _TIMES = 4  # the difference that is allowed, in differences between two chunkings
 
@@ -30,6 +31,7 @@ class Proof:
     def __init__(self, shares: Sequence[Share]) -> None:
         self.shares, self.error = list(shares), None
         self._own: dict[str, tuple[list[Features], Features | None]] = {}
+        self._varying: set[str] = set()  # what towers keep that differs for other items
 
     def encode(self, owner: nn.Module, rank: int, device: torch.device) -> None:
         """This rank's own items in chunks that cost no more than what the plan gives a rank, and
@@ -38,9 +40,25 @@ class Proof:
         with torch.no_grad(), torch.random.fork_rng(devices, device_type=device.type):
             for share in self.shares:
                 try:
-                    self._own[share.encoder.name] = _reference(share, owner, rank, device)
+                    own, beside, varying = _reference(share, owner, rank, device)
+                    self._own[share.encoder.name] = own, beside
+                    self._varying |= varying
                 except Exception as error:
                     self.error = self.error or error
+
+    def kept(self, owner: nn.Module) -> ValueError | None:
+        """What is wrong with a tower that has encoded with gradients and keeps something beside its
+        result: of the items that moved here, and not of those that this rank has."""
+        for name in sorted(self._varying):
+            path, _, last = name.rpartition(".")
+            if last in owner.get_submodule(path)._buffers:
+                return ValueError(f"the buffer {name} is computed of the items that a rank "
+                                  "encodes, as running statistics are: put its module in eval mode "
+                                  "after each model.train(), or do not balance the encoder")
+            if getattr(getattr(owner.get_submodule(path), last, None), "grad_fn", None):
+                return ValueError(f"{path} keeps a value with a gradient, {last}, of the items "
+                                  "that a rank encodes: return it for each item with the features")
+        return None
 
     def compare(self, share: Share, rows: Tensor, counts: np.ndarray) -> None:
         """The features (R, W) that came back, counts (n,) of each item, with the own ones."""
@@ -52,38 +70,23 @@ class Proof:
                 self.error = error
 
 
-def buffers_of(shares: Sequence[Share], owner: nn.Module) -> dict[str, Tensor]:
-    """Copies of what the towers keep in floating-point buffers."""
-    return {f"{path}.{name}": buffer.clone() for share in shares
-            for path, tower in share.encoder.tower_modules(owner)
-            for name, buffer in tower.named_buffers() if buffer.is_floating_point()}
-
-
-def kept(shares: Sequence[Share], owner: nn.Module, before: Mapping[str, Tensor]
-         ) -> Exception | None:
-    """What is wrong with a tower that has run and keeps something of its items that is not in its
-    result: of those that moved here, and not of those that this rank has. before: buffers_of,
-    tensors of any shape."""
-    after = buffers_of(shares, owner)
-    for name, buffer in before.items():
-        if name in after and not torch.equal(after[name], buffer):
-            return ValueError(f"the buffer {name} changes with the items that a rank encodes, as "
-                              "running statistics do: freeze it before the model trains")
-    for share in shares:
-        for path, tower in share.encoder.tower_modules(owner):
-            for inner, module in tower.named_modules(prefix=path):
-                for name, value in vars(module).items():
-                    if (isinstance(value, Tensor) and value.numel() == 1 and value.grad_fn
-                            and value._base is None):  # FSDP1's parameters are views
-                        return ValueError(
-                            f"{inner} keeps a value with a gradient, {name}, which is of the items "
-                            "that this rank encodes: return it for each item with the features")
-    return None
+def _kept(encoder: Encoder, owner: nn.Module) -> dict[str, Tensor]:
+    """Copies of what towers keep beside their result: buffers, and attributes of one number."""
+    held = {}
+    for path, tower in encoder.tower_modules(owner):
+        held |= dict(tower.named_buffers(prefix=path))
+        held |= {f"{inner}.{name}": value for inner, module in tower.named_modules(prefix=path)
+                 for name, value in vars(module).items()
+                 if isinstance(value, Tensor) and value.numel() == 1}
+    return {name: value.detach().clone() for name, value in held.items()
+            if value.is_floating_point()}
 
 
 def _reference(
     share: Share, owner: nn.Module, rank: int, device: torch.device
-) -> tuple[list[Features], Features | None]:
+) -> tuple[list[Features], Features | None, set[str]]:
+    """(The features of the own items, those of the first one beside another, what the towers keep
+    that is different then.)"""
     encoder, local = share.encoder, share.local
     sizes = share.move.target_sizes
     limit = int(np.bincount(np.repeat(np.arange(len(sizes)), sizes),
@@ -91,25 +94,39 @@ def _reference(
     cost_of = np.split(share.cost, np.cumsum(share.world.sizes)[:-1])
     # Chunks end with a call, which only this rank knows: each call but one may add a chunk.
     num_calls = max(len(_chunks(c, limit)) for c in cost_of) + len(encoder.calls) - 1
+    start = [(b, b.clone()) for _, t in encoder.tower_modules(owner) for b in t.buffers()]
+    alone: dict[str, Tensor] = {}  # kept after the first call
     results = []  # told apart below: an error there must not keep other ranks from a call
     run = partial(run_encoder, encoder, owner, options=local.options)
     for call, layout, meta, cost in _own_items(share, cost_of[rank]):
         for items in _chunks(cost, limit):
             arguments = layout.part(local.inputs, meta, items)
             results.append((run(call, arguments), meta[items]))
+            alone = alone or _kept(encoder, owner)
     first = next(iter(encoder.calls))
     meta, values = placeholder(share, device)
     for _ in range(num_calls + 1 - len(results)):  # once everywhere, as later ranks may have none
         run(first, encoder.layout.build(meta, tuple(values)))
+    _put_back(start)
     if len(local.meta):
         meta = local.meta[:1]
         values = [None if v is None else v[: int(rows[0])].to(device) for v, rows in zip(
             local.values, encoder.layout.rows(local.meta), strict=True)]
-    both = [None if v is None else torch.cat([v, drawn(v)]) for v in values]
+    both = [None if v is None else torch.cat([v, w])
+            for v, w in zip(values, drawn(values), strict=True)]
     meta = np.concatenate([meta, meta])
     result = run(first, encoder.layout.build(meta, tuple(both)))
+    varying = {name for name, value in _kept(encoder, owner).items()
+               if name in alone and value.shape == alone[name].shape
+               and not value.nan_to_num().equal(alone[name].nan_to_num())}
+    _put_back(start)
     held = [flatten(encoder, owner, out, of_items, False) for out, of_items in results]
-    return held, flatten(encoder, owner, result, meta, False) if held else None
+    return held, flatten(encoder, owner, result, meta, False) if held else None, varying
+
+
+def _put_back(buffers: list[tuple[Tensor, Tensor]]) -> None:
+    for buffer, before in buffers:
+        buffer.copy_(before)
 
 
 def _own_items(

@@ -144,17 +144,20 @@ def placeholder(
 ) -> tuple[np.ndarray, list[Tensor | None]]:
     """meta and packed tensors of one item like the cheapest, for a rank that has none."""
     cheapest = int(share.cost.argmin())
-    return share.world.meta[[cheapest]], [None if tensor is None else drawn(torch.ones(
-        (int(rows[cheapest]), *tensor[1]), dtype=tensor[0], device=device))
-        for tensor, rows in zip(share.world.tensors, share.rows, strict=True)]
+    return share.world.meta[[cheapest]], drawn([None if tensor is None else torch.ones(
+        (int(rows[cheapest]), *tensor[1]), dtype=tensor[0], device=device)
+        for tensor, rows in zip(share.world.tensors, share.rows, strict=True)])
 
 
-def drawn(values: Tensor) -> Tensor:
-    """As they are if they are integers, else numbers in [0, 1) of the same shape, the same on every
-    call: they differ, as an encoder may divide by the deviation of an item's."""
-    if not values.is_floating_point():
-        return values
-    return torch.rand(values.shape, generator=torch.Generator().manual_seed(0)).to(values)
+def drawn(values: Sequence[Tensor | None]) -> list[Tensor | None]:
+    """The packed tensors of an item, of any shapes, with other numbers: the first has some in
+    [0, 1), the same on every call, that differ, as an encoder may divide by their deviation. The
+    others, such as masks, and integers stay."""
+    first, *others = values
+    if first is not None and first.is_floating_point():
+        generator = torch.Generator("cpu").manual_seed(0)
+        first = torch.rand(first.shape, generator=generator, device="cpu").to(first)
+    return [first, *others]
 
 
 def run_encoder(

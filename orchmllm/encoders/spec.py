@@ -133,21 +133,29 @@ def check_towers(encoder: Encoder, owner: nn.Module) -> None:
                 "give the layers of the tower to fully_shard, not the tower itself")
 
 
-def check_sharding(encoder: Encoder, owner: nn.Module, ranks: Sequence[int]) -> bool:
-    """Whether a tower has collectives of its own. Raises ValueError where FSDP2 reduces its
-    gradients over other ranks than those that share its media: gradients of media that left would
-    be lost, or ranks would wait for others that have no media."""
-    towers = [tower for _, tower in encoder.tower_modules(owner)]
+def check_sharding(encoder: Encoder, owner: nn.Module, ranks: Sequence[int]) -> set[int]:
+    """The ranks over which FSDP2 shards a tower, if there are others beside `ranks`, which share
+    its media. Raises ValueError where gradients of media that leave would not reach their tower, or
+    ranks that shard it would be apart."""
+    wider: set[int] = set()
     for path, tower in encoder.tower_modules(owner):
-        for reduced in ranks_of(owner, tower):
-            if reduced != tuple(sorted(ranks)):
+        for reduced, learns in ranks_of(owner, tower):
+            if reduced > set(ranks):
+                wider |= reduced
+            elif reduced != set(ranks) and (learns or not reduced < set(ranks)):
                 raise ValueError(
                     f"encoder {encoder.name!r}: FSDP2 reduces the gradients of {path} over the "
-                    f"ranks {list(reduced)}, but the ranks {sorted(ranks)} share its media: give "
-                    "balance_encoders the process group of the former as group= (such as "
-                    'mesh["dp"].get_group()), or leave it out where they are all ranks')
+                    f"ranks {sorted(reduced)}, but the ranks {sorted(ranks)} share its media: give "
+                    "balance_encoders the mesh or the process group of the former as group=, such "
+                    'as mesh["dp"]')
+    return wider
+
+
+def has_collectives(encoder: Encoder, owner: nn.Module) -> bool:
+    """Whether ranks wait for each other within a tower."""
     return any(isinstance(part, FSDPModule | FullyShardedDataParallel | DTensor)
-               for tower in towers for part in (*tower.modules(), *tower.parameters()))
+               for _, tower in encoder.tower_modules(owner)
+               for part in (*tower.modules(), *tower.parameters()))
 
 
 def _frozen(module: nn.Module) -> bool:

@@ -15,6 +15,8 @@ from torch.utils.data._utils.pin_memory import pin_memory
 from orchmllm.batch import IGNORE_INDEX, UNCOUNTED, Microbatch, Step
 from orchmllm.loader.positions import geometry_of, tensor_in
 
+_LOOKS, _LOOKED_AT = 3, 64  # batches, and labels of each, that may show what the loss ignores
+
 
 class Collator:
     """The user's functions, and what counts as a target. tail_is_filled: whether it is known that
@@ -27,6 +29,7 @@ class Collator:
         self.collate, self.rank, self.num_targets = collate, rank, num_targets
         self._pins = pins and torch.cuda.is_available()
         self._tail_is_filled = tail_is_filled
+        self._ignored, self._looks = IGNORE_INDEX, _LOOKS if num_targets else 0
 
     def finish(self, micro: Microbatch, batch: Any) -> None:
         """Puts the batch into the microbatch, with its targets and geometry. A filler's labels are
@@ -40,16 +43,31 @@ class Collator:
         labels = labels_of(batch)
         micro.labels_shape = None if labels is None else tuple(labels.shape)
         if is_filler or self._tail_is_filled:  # not at the last batch, where it is known before
-            self._check_filler(batch, labels)
+            self._check_filler(labels)
         if is_filler:
-            batch, micro.num_targets = ignore_labels(copy.copy(batch), labels), (0, 0)
+            batch = ignore_labels(copy.copy(batch), labels, self._ignored)
+            micro.num_targets = 0, 0
         elif counts is not None:
             micro.num_targets = (_whole(counts(batch)),) * 2
+            if labels is not None and self._looks:
+                self._looks -= 1
+                self._look_for_ignored(batch, labels)
         else:
             micro.num_targets = UNCOUNTED if labels is None else count_labels(labels)
         micro.content = pin_memory(batch) if self._pins else batch
 
-    def _check_filler(self, batch: Any, labels: Tensor | None) -> None:
+    def _look_for_ignored(self, batch: Any, labels: Tensor) -> None:
+        """What a filler's labels become: -100, or the first of the batch's own of which num_targets
+        counts none, because the loss ignores that."""
+        copied = copy.copy(batch)
+        for value in (IGNORE_INDEX, *labels.unique()[:_LOOKED_AT].tolist(), labels.max().item()):
+            copied = ignore_labels(copied, labels, value)
+            if not self.num_targets(copied):
+                self._ignored, self._looks = value, 0
+                break
+        with_labels(copied, labels)  # a copy may share what holds the tensors
+
+    def _check_filler(self, labels: Tensor | None) -> None:
         if labels is None and self.num_targets is None:
             raise ValueError(
                 f"rank {self.rank} has no example in this step and cannot be given a filler, "
@@ -59,17 +77,6 @@ class Collator:
             raise ValueError(
                 f'the "labels" are {labels.dtype}, which cannot hold {IGNORE_INDEX}, so those of a '
                 "rank without examples could not be ignored: return torch.int64 from collate_fn")
-        if labels is None or self.num_targets is None:
-            return
-        counted = _whole(self.num_targets(batch))
-        ignored = ignore_labels(copy.copy(batch), labels)
-        counted_anyway = _whole(self.num_targets(ignored))
-        with_labels(ignored, labels)  # a copy may share what holds the tensors
-        if counted_anyway > counted:
-            raise ValueError(
-                f"num_targets counts labels that are {IGNORE_INDEX}, as those of a rank without "
-                f"examples become: use {IGNORE_INDEX} for the labels that the loss ignores, or "
-                "drop_last=True without caps, so that no rank lacks examples")
 
 
 def _whole(count: Any) -> int:
@@ -99,13 +106,13 @@ def count_labels(labels: Tensor) -> tuple[int, int]:
     return int(counted.sum()), int(counted[..., 1:].sum()) if labels.dim() else 0
 
 
-def ignore_labels(batch: Any, labels: Tensor | None) -> Any:
-    """The batch with its `labels`, of any shape, all ignored; a new one where it cannot be changed.
-    """
+def ignore_labels(batch: Any, labels: Tensor | None, ignored: float = IGNORE_INDEX) -> Any:
+    """The batch with its `labels`, of any shape, all `ignored`; a new one where it cannot be
+    changed."""
     if labels is None:
         return batch
     # Not in place: they may be the dataset's own.
-    return with_labels(batch, torch.full_like(labels, IGNORE_INDEX))
+    return with_labels(batch, torch.full_like(labels, ignored))
 
 
 def with_labels(batch: Any, labels: Tensor) -> Any:

@@ -71,26 +71,28 @@ class Trial:
         """Of a loss that is not divided by num_items_in_batch: SUM, or what it is a mean over."""
         def fit() -> tuple[list[float], list[bool]]:
             parts = _parts(inputs, num_examples)
-            calls = (parts or [inputs] * 4) + (
-                _cut(parts[-1] if parts else inputs) if has_rows else [])
-            losses, eps = self._losses([(part, None) for part in calls], training=False)
+            losses, eps = self._losses([(part, None) for part in parts or [inputs] * 4],
+                                       training=False)
             if parts is None:
                 return [0.0], [False] * 4
             # Small losses of a later batch are rounded more; what matters is larger.
-            tolerance = max(1e-3 if before else 1e-5, 4 * eps)
-            fits = self._fits(parts, *losses[:4], tolerance)
-            if has_rows:  # a mean over padding is none over examples
-                wide, cut = losses[4:]
-                fits[-1] &= not abs(wide - cut) > tolerance * abs(wide)
-            return losses[:4], fits
+            return losses, self._fits(parts, *losses, max(1e-3 if before else 1e-5, 4 * eps))
+
+        def narrow() -> tuple[list[float], list[bool]]:
+            cut = _cut(inputs)
+            losses, _ = self._losses([(part, None) for part in cut or [inputs] * 2],
+                                     training=False)
+            return losses if cut else [0.0], [abs(losses[0] - losses[1]) <= 0.02 * abs(losses[0])]
 
         refuse_parts(self._trainer)
-        labels = labels_of(inputs)
-        has_rows = labels is not None and labels.dim() > 1
         told = self._told(fit)
         names = (SUM, TARGETS, SHIFTED, EXAMPLES)
         found = {name for k, name in enumerate(names) if len(told) and told[:, k].all()}
         first = [SHIFTED, TARGETS] if self._trainer._loss_shifts_labels else [TARGETS, SHIFTED]
+        labels = labels_of(inputs)
+        if found == {EXAMPLES} and labels is not None and labels.dim() > 1 and (
+                not self._told(narrow).all()):
+            found = set()  # a mean over padding looks like it in rows of one width
         if before in found or before and not len(told):
             return before
         unclear = (self._num_targets is None and EXAMPLES in found and len(found) > 1
@@ -168,24 +170,21 @@ def _response(once: float, again: float, of_twice: float, eps: float) -> list[bo
     return [abs(once - 2 * of_twice) <= 2 * close, abs(once - of_twice) <= close]
 
 
-def _cut(inputs: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """The same examples in rows of the labels' width and in shorter ones: what is beyond half of
-    the targets is ignored, and then cut off. Twice the batch where a row is no example."""
-    labels = labels_of(inputs)
-    width, tensors = labels.shape[1], [
-        v for v in inputs.values() if isinstance(v, Tensor) and v.dim()]
-    if any(len(v) != len(labels) for v in tensors):
-        return [inputs, inputs]
-    held = (labels != IGNORE_INDEX).flatten(2).any(-1) if labels.dim() > 2 else (
-        labels != IGNORE_INDEX)
-    per_column = held.sum(0).cumsum(0)
-    kept = min(int((per_column < per_column[-1] / 2).sum()) + 2, width)
-    rows = {k: v for k, v in inputs.items()
-            if isinstance(v, Tensor) and v.dim() > 1 and v.shape[1] == width}
-    ignored = {"labels": IGNORE_INDEX, "attention_mask": 0}
-    wide = {k: v.clone() for k, v in rows.items() if k in ignored}
-    for name, value in wide.items():
-        value[:, kept:] = ignored[name]
+def _cut(inputs: Mapping[str, Any]) -> list[Mapping[str, Any]] | None:
+    """The same text in rows of their width and in shorter ones: what is beyond half of the targets
+    is ignored, and then cut off. None where that would tell nothing, or cut more than text."""
+    rows = {k: v for k, v in inputs.items() if isinstance(v, Tensor)}
+    if rows.keys() != {"input_ids", "attention_mask", "labels"} or (
+            len({v.shape for v in rows.values()}) > 1):
+        return None
+    held = rows["labels"] != IGNORE_INDEX
+    until = held.sum(0).cumsum(0)
+    width, kept = held.shape[1], int((until < until[-1] / 2).sum()) + 2
+    if held.all() or kept > 0.9 * width:
+        return None
+    beyond = torch.arange(width, device=held.device) >= kept
+    wide = {"labels": rows["labels"].masked_fill(beyond, IGNORE_INDEX),
+            "attention_mask": rows["attention_mask"].masked_fill(beyond, 0)}
     return [{**inputs, **wide},
             {**inputs, **{k: v[:, :kept].contiguous() for k, v in rows.items()}}]
 

@@ -216,14 +216,14 @@ def check_state(state: Mapping[str, Any], mine: Mapping[str, Any], own_key: str)
                              f"{mine[name]!r}{why if name == 'num_ranks' else ''}")
     if not indices and own_key not in state:
         raise ValueError(f"loader state: it has no {own_key!r}, so it is of another rank{why}")
-    if missing := sorted(mine.keys() - state.keys()):
+    if missing := sorted(mine.keys() - state.keys() - {"num_workers"}):
         raise ValueError(f"loader state: it has no {', '.join(missing)}, so it is not whole, or "
                          "older than 0.1.0: begin without a state")
     if not state["step"] or (state["global_batch_size"] == mine["global_batch_size"] if indices
                              else state[own_key][0] is not None):
         return
     for name in ("batch_size", "num_examples", "num_workers"):
-        if state.get(name) != mine.get(name):
+        if name in state and name in mine and state[name] != mine[name]:
             raise ValueError(
                 f"loader state: {name} was {state[name]}, now it is {mine[name]}, so the "
                 f"{state['step']} steps that were done had other examples: go on with "

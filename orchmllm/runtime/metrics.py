@@ -125,18 +125,19 @@ def read_rows(path: Path) -> list[dict]:
 
 
 def has_row(path: Path, step: int, key: str) -> bool:
-    """Whether one of the last rows of a log, which may not be there, is of `step` and has `key`. A
-    damaged line has not."""
-    if not path.is_file():
-        return False
-    with path.open("rb") as f:
+    """Whether one of the last rows of a log, which may not be there, is of `step` and has `key`,
+    and was written since the step before was trained. A damaged line has not."""
+    lines: list[bytes] = []
+    with suppress(OSError), path.open("rb") as f:
         f.seek(max(0, f.seek(0, os.SEEK_END) - MAX_ROW_BYTES))
         lines = f.read().split(b"\n")
     for line in reversed(lines):
-        with suppress(ValueError):
-            row = json.loads(line)
-            if isinstance(row, dict) and row.get("step") == step and key in row:
+        with suppress(ValueError, TypeError):
+            row = dict(json.loads(line))
+            if row.get("step") == step and key in row:
                 return True
+            if row.get("step") == step - 1 and "loss" in row:
+                return False
     return False
 
 

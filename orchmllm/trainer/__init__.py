@@ -46,8 +46,8 @@ class Trainer(StepTrainer):
             flops_of=partial(step_flops, self.recipe.model) if self._peak_flops else None)
 
     def run(self, rows: list[dict] | None = None) -> None:
-        """Trains to the last step. A run that was finished before does nothing, or what a kill kept
-        from coming after its last step. rows: takes every
+        """Trains to the last step. A run that was finished before does nothing, or makes up for a
+        validation that was cut off. rows: takes every
         row of metrics, which nobody else keeps: a row grows with the number of ranks.
 
         Raises Stopped after a signal, when all ranks have saved; NonFiniteError and MediaLimitError
@@ -64,8 +64,8 @@ class Trainer(StepTrainer):
             self.progress.media.check_modalities()  # also where a launcher has started it again
 
     def _owed(self) -> list[Callable[[], None]]:
-        """What comes before the first step, or should have come after the step of the checkpoint:
-        a signal or a kill was earlier. The same on all ranks."""
+        """The validation before the first step, or what the logs lack after the step of the
+        checkpoint, because a signal or a kill ended the run first. The same on all ranks."""
         train, step = self.recipe.train, self.progress.step
         if step == 0:
             return [self._validate]

@@ -184,6 +184,34 @@ class Beside(Tower):
         return out
 
 
+class Harmless(Tower):
+    """It keeps what does not depend on its items, but on its parameters or on their number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.logarithm = nn.Parameter(torch.zeros(1))
+        self.register_buffer("unknown", torch.full((3,), torch.nan))
+        self.register_buffer("table", torch.zeros(0), persistent=False)
+
+    def forward(self, photos):
+        self.scale = self.logarithm.exp()
+        if len(photos) > len(self.table):
+            self.table = torch.arange(len(photos)).double()
+        return super().forward(photos) * self.scale
+
+
+class Second(Model):
+    """Its other tower keeps statistics, of items that come in the second forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.other = Beside("statistics")
+
+    def forward(self, ids, photos=None, others=None):
+        out = super().forward(ids, photos)
+        return out if others is None else out + self.other(others).square().sum()
+
+
 def made_of(kind: type, **parts: nn.Module) -> Model:
     torch.manual_seed(0)
     model = kind()
@@ -194,9 +222,8 @@ def made_of(kind: type, **parts: nn.Module) -> Model:
 
 def exact_or_refused(world) -> tuple[list[float], dict[str, str]]:
     out, texts = [], {}
-    for kind in (InPlace, OfTokens):
+    for model in (made_of(InPlace), made_of(OfTokens), made_of(Model, tower=Harmless())):
         _, inputs = model_and([4, 1], world.rank)
-        model = made_of(kind)
         want = mean_gradients(model, lambda m, given=inputs: [m(**given)])
         handle = balanced(model)
         out.append(worst(mean_gradients_of(model, lambda m, given=inputs: [m(**given)]), want)
@@ -210,6 +237,11 @@ def exact_or_refused(world) -> tuple[list[float], dict[str, str]]:
         model = made_of(Model, tower=Beside(how))
         balanced(model)
         texts[how] = refusal(lambda model=model, given=inputs: model(**given))
+    _, inputs = model_and([1, 1], world.rank)
+    model = made_of(Second)
+    balance_encoders(model, [*ENCODERS, Encoder("other", {"other": Rows("others")})], join="embed")
+    model(**inputs).backward()
+    texts["second"] = refusal(lambda: model(**inputs, others=inputs["photos"]))
     texts["wrapped"] = refusal(lambda: balanced(DistributedDataParallel(made_of(Model))))
     return out, texts
 
@@ -220,7 +252,8 @@ def test_towers_and_forwards_of_others_are_exact_or_refused(two):
         assert "Stopped.forward stops the gradient of its features" in texts["stopped"]
         assert "with another beside it" in texts["centred"]
         assert "tower keeps a value with a gradient, loss," in texts["a loss"]
-        assert "the buffer tower.seen changes with the items" in texts["statistics"]
+        assert "the buffer tower.seen is computed of the items" in texts["statistics"]
+        assert "the buffer other.seen is computed of the items" in texts["second"]
         assert "DistributedDataParallel has no 'tower'" in texts["wrapped"]
 
 
@@ -323,22 +356,39 @@ def data_and_tensor_parallel(world) -> tuple[float, int, str, str]:
     return *out, refusal(lambda: balanced(model_and([1] * 4, world.rank)[0], group=mesh))
 
 
+def frozen_in_nodes(world) -> tuple[float, int]:
+    """A tower that does not learn, and is sharded by fewer ranks than share its media."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("node", "local"))
+    model, inputs = model_and([4, 1, 0, 2], world.rank)
+    model.tower.requires_grad_(False)
+    want = mean_gradients(model, lambda m: [m(**inputs)])
+    handle = balanced(model)
+    fully_shard(model.tower, mesh=mesh["local"])
+    fully_shard(model)
+    model(**inputs).backward()
+    del want["tower.dense.weight"], want["tower.dense.bias"]
+    return worst(gradients(model), want), handle.last["photo"].num_items
+
+
 def hybrid(world) -> tuple[float, list[str]]:
-    """2 x 2 ranks, of which two shard the tower and all reduce its gradients: all share media."""
+    """2 x 2 ranks, of which two shard the tower and all reduce its gradients: all share media, or
+    each two do, and all have some."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-    exact, texts = 0.0, []
-    for group in (None, mesh["shard"], dist.new_subgroups(2)[0]):
-        model, inputs = model_and([5, 1, 0, 0], world.rank)
+    differences, texts = [], []
+    pairs = dist.new_subgroups(2)[0]
+    for group, sizes in ((None, [5, 1, 0, 0]), (mesh["shard"], [5, 1, 0, 3]),
+                         (mesh["shard"], [5, 1, 0, 0]), (pairs, [0, 0, 4, 1])):
+        model, inputs = model_and(sizes, world.rank)
         want = mean_gradients(model, lambda m, given=inputs: [m(**given)])
         balanced(model, group=group)
         fully_shard(model.tower, mesh=mesh)
         fully_shard(model, mesh=mesh)
-        if group is not None:
+        if group is not None and 3 not in sizes:
             texts.append(refusal(lambda m=model, given=inputs: m(**given)))
             continue
         model(**inputs).backward()
-        exact = worst(gradients(model), want)
-    return exact, texts
+        differences.append(worst(gradients(model), want))
+    return max(differences), texts
 
 
 def test_those_share_media_over_which_gradients_are_reduced(four):
@@ -347,9 +397,11 @@ def test_those_share_media_over_which_gradients_are_reduced(four):
         assert ("reduces the gradients of tower over the ranks [0, 2], but the ranks "
                 "[0, 1, 2, 3] share its media: give") in of_all
         assert "group is a mesh of 2 dimensions" in of_mesh and "mesh['dp']" in of_mesh
+    assert all(d < EXACT and n == 7 for d, n in four["frozen_in_nodes"])
     for difference, texts in four["hybrid"]:
         assert difference < EXACT and len(texts) == 2
-        assert all("over the ranks [0, 1, 2, 3], but the ranks [" in text for text in texts)
+        assert all("encoder 'photo' has media in some groups of ranks and none in others" in text
+                   for text in texts)
 
 
 @pytest.fixture(scope="module")
@@ -360,4 +412,4 @@ def two() -> dict[str, list]:
 
 @pytest.fixture(scope="module")
 def four() -> dict[str, list]:
-    return each_in_one_world(4, (data_and_tensor_parallel, hybrid))
+    return each_in_one_world(4, (data_and_tensor_parallel, frozen_in_nodes, hybrid))

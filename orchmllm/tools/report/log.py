@@ -189,7 +189,8 @@ def _read_ledgers(path: Path) -> list[dict]:
 def _failed(attempts: list[dict]) -> str:
     """The error that ended the last of them; "" where none did, or a signal."""
     ended = attempts[-1].get("ended", "") if attempts else ""
-    return "" if ended in ("", "finished") or ended.startswith("Stopped: ") else ended
+    by_signal = ended.startswith(("Stopped: ", "KeyboardInterrupt: "))
+    return "" if by_signal or ended == "finished" else ended
 
 
 def _changes(attempts: list[dict]) -> list[tuple[int, str]]:
