@@ -116,8 +116,8 @@ def world_from(env: Mapping[str, str]) -> World | None:
     """The place that a launcher gave this process, None if there is none.
 
     torchrun sets RANK and friends; inside `srun` (a job step) SLURM_PROCID and friends are used.
-    Raises ValueError naming a variable that is missing or no number, or if the first node of a
-    SLURM job is not known."""
+    Raises ValueError naming a variable that is missing, no number or does not fit the others, or
+    if the first node of a SLURM job is not known."""
     def number(name: str, default: int | None = None) -> int:
         value = env[name] if default is None else env.get(name, default)
         try:
@@ -128,10 +128,18 @@ def world_from(env: Mapping[str, str]) -> World | None:
 
     try:
         if "RANK" in env:
-            world_size = number("WORLD_SIZE")
+            rank, world_size = number("RANK"), number("WORLD_SIZE")
+            local_rank = number("LOCAL_RANK", 0)
+            local_size = number("LOCAL_WORLD_SIZE", world_size)
+            if not (0 <= rank < world_size and 0 <= local_rank < local_size <= world_size):
+                raise ValueError(
+                    f"the launcher says RANK={rank} of WORLD_SIZE={world_size} and LOCAL_RANK="
+                    f"{local_rank} of LOCAL_WORLD_SIZE={local_size}: ranks are 0 and more, below "
+                    "these sizes, and no node has more ranks than the job (see its --node_rank "
+                    "and --nnodes)")
             return World(
-                rank=number("RANK"), world_size=world_size, local_rank=number("LOCAL_RANK", 0),
-                local_world_size=number("LOCAL_WORLD_SIZE", world_size),
+                rank=rank, world_size=world_size, local_rank=local_rank,
+                local_world_size=local_size,
                 master_addr=env["MASTER_ADDR"], master_port=number("MASTER_PORT"),
                 attempt=number("TORCHELASTIC_RESTART_COUNT", 0),
                 checked="ORCHMLLM_CHECKED" in env, ledgers=env.get("ORCHMLLM_LEDGERS", ""),

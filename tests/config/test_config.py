@@ -160,6 +160,9 @@ def test_ranks_from_torchrun():
     assert world_from({}) is None
     with pytest.raises(ValueError, match="variable RANK is 'x', expected a number"):
         world_from(torchrun | {"RANK": "x"})
+    for wrong in ({"RANK": "8"}, {"LOCAL_RANK": "4"}, {"RANK": "-1"}, {"LOCAL_WORLD_SIZE": "16"}):
+        with pytest.raises(ValueError, match="the launcher says RANK=.* below these sizes"):
+            world_from(torchrun | wrong)
 
 
 SOURCES = """data:
