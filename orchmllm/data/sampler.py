@@ -238,13 +238,18 @@ def lengths_digest(dataset) -> str:
     return found.hexdigest()[:16]
 
 
-def _images_and_tokens(dataset) -> list[np.ndarray]:
-    """(len(dataset),) int64 each: images, or the tiles into which a model cuts them, and LLM tokens
-    of every example."""
+def check_indexed(dataset) -> None:
+    """Raises ValueError where a source has no index, of a dataset for capped mini-batches."""
     if None in dataset.indexes:
         name = dataset.sources[dataset.indexes.index(None)].name
         raise ValueError(f"data.batching is 'capped', which needs the lengths of all rows: source "
                          f"{name} has no index; build it (orchmllm data index RECIPE)")
+
+
+def _images_and_tokens(dataset) -> list[np.ndarray]:
+    """(len(dataset),) int64 each: images, or the tiles into which a model cuts them, and LLM tokens
+    of every example."""
+    check_indexed(dataset)
     return [np.concatenate([np.add.reduceat(values, index.start[:-1]) for index, values in (
         (i, np.asarray(of(i.table), np.int64)) for i in dataset.indexes)])
         for of in (lambda t: t[:, 4] * (t[:, 0] == VISION), lambda t: t[:, 3])]

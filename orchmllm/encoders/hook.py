@@ -267,8 +267,8 @@ def balance_encoders(
     encoders: None for a model of transformers, whose encoders are inferred from its methods
     get_image_features, get_video_features and get_audio_features, else one Encoder for each encoder
     of `model`, which is then the module whose forward calls them. group: the
-    ranks that share the media (default: all), or a mesh of one dimension; they are those over which
-    the encoder's gradients are reduced, which is checked where FSDP2 does it. when:
+    ranks that share the media (default: all), or a mesh of one dimension: those over which the
+    encoder's gradients are reduced, or a part of them if all parts have media, or none. when:
     "training" (train mode with gradients) or "always" (also evaluation; all ranks must then make
     the same forwards). shadow: plan, log and record the gain, move nothing. min_gain: move only if
     the slowest rank's cost falls by this share (0.02: 2%; 0: whenever it falls). join: submodule

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from orchmllm.comm.exchange import RowGather, gloo_group
 from orchmllm.config.recipe import Recipe
 from orchmllm.data.dataset import ConversationDataset
+from orchmllm.data.sampler import check_indexed
 from orchmllm.data.stream import open_dataset
 from orchmllm.data.survey import survey
 from orchmllm.models.families import read_config
@@ -40,6 +41,8 @@ def look_at_data(recipe: Recipe, log: Callable[[str], object]) -> str:
     here need not look again. Returns the ledgers as JSON, as many as fit. Raises ValueError."""
     dataset = build_dataset(recipe, seen=True)
     dataset.split(recipe.data.num_validation)  # raises what the ranks would
+    if recipe.data.batching == "capped":
+        check_indexed(dataset)
     ledgers = [ledger.saved() for ledger in survey(
         dataset.sources, dataset.reader, recipe.data, log, decode=True)]
     while len(json.dumps(ledgers)) > MOST_CHARS:

@@ -105,6 +105,9 @@ def test_a_start_names_a_file_that_cannot_be_read(folder, demo_corpus, capsys):
     assert main([DEMO, *demo_of(demo_corpus), f"run.dir={folder / 'run'}", *TINY,
                  "data.num_validation=16"]) == 2  # before ranks start
     assert "data.num_validation = 16: the data have 16 rows" in capsys.readouterr().err
+    assert main([DEMO, *demo_of(demo_corpus), f"run.dir={folder / 'run'}", *TINY,
+                 "data.batching=capped", "data.max_batch_tokens=500"]) == 2
+    assert "'capped', which needs the lengths of all rows: source" in capsys.readouterr().err
 
 
 def test_what_a_cut_off_save_left_takes_no_room(folder, monkeypatch):
