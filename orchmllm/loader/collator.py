@@ -49,7 +49,7 @@ class Collator:
             micro.num_targets = 0, 0
         elif counts is not None:
             micro.num_targets = (_whole(counts(batch)),) * 2
-            if labels is not None and self._looks:
+            if self._looks and labels is not None and labels.numel() and labels.dtype.is_signed:
                 self._looks -= 1
                 self._look_for_ignored(batch, labels)
         else:
