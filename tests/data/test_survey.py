@@ -148,7 +148,8 @@ def test_what_was_seen_before_the_ranks_is_kept_for_the_report(tmp_path, monkeyp
     lines(tmp_path, None, rows)
     recipe = load_recipe(RECIPES / "demo.yaml", [
         f"data.path={tmp_path}/data.jsonl", f"model.config={tmp_path}/model",
-        f"data.index_dir={tmp_path}/index", f"run.dir={tmp_path}/run"])
+        f"data.index_dir={tmp_path}/index", f"run.dir={tmp_path}/run", "data.num_validation=0",
+        "train.validate_every_steps=0", "train.sample_every=0"])
     told: list[str] = []
     ledgers = look_at_data(recipe, told.append)
     assert os.environ["ORCHMLLM_LEDGERS"] == ledgers and "6 rows" in told[0]

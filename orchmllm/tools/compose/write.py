@@ -216,8 +216,11 @@ def _text_config(folder: Path) -> PreTrainedConfig:
     if type(config) not in AutoModelForCausalLM._model_mapping:
         raise ValueError(f"{folder} is a {config.model_type}, which is no causal LLM of "
                          "transformers: name one with --llm")
-    with torch.device("meta"):
-        llm = AutoModelForCausalLM.from_config(config)
+    try:
+        with torch.device("meta"):
+            llm = AutoModelForCausalLM.from_config(config)
+    except Exception as error:  # of values that do not fit each other
+        raise ValueError(f"{folder}: no model can be made of its config.json: {error}") from error
     base, has = llm.base_model, set(llm.state_dict())
     others = has ^ {"lm_head.weight", *(f"{llm.base_model_prefix}.{n}" for n in base.state_dict())}
     if others or not hasattr(base, "embed_tokens"):
