@@ -135,8 +135,7 @@ def world_from(env: Mapping[str, str]) -> World | None:
                 raise ValueError(
                     f"the launcher says RANK={rank} of WORLD_SIZE={world_size} and LOCAL_RANK="
                     f"{local_rank} of LOCAL_WORLD_SIZE={local_size}: ranks are 0 and more, below "
-                    "these sizes, and no node has more ranks than the job (see its --node_rank "
-                    "and --nnodes)")
+                    "these sizes, and a node has no more than the job")
             return World(
                 rank=rank, world_size=world_size, local_rank=local_rank,
                 local_world_size=local_size,

@@ -36,6 +36,9 @@ class Answer:
         self._what = f"encoder {encoder.name!r}: {type(owner).__name__}.forward"
         self._encoder, self._call, self._owner = encoder, call, owner
         self._result, self._local, self._called = result, local, False
+        # Not the parameters', which FSDP may keep on the CPU.
+        self._device = next((v.device.type for v in local.inputs.values() if isinstance(
+            v, Tensor)), "cpu")
         self._grad, self._autocast = torch.is_grad_enabled(), self._autocasts()
         layout = encoder.calls[call]
         names = layout.arguments if encoder.named else (layout.value,)
@@ -47,8 +50,7 @@ class Answer:
                           if not value.is_inference()}
         self.error = RuntimeError(
             f"{self._what} was given {num_items} items but never called {call}: their features "
-            "were not used. Give balance_encoders the module whose forward calls it"
-        ) if num_items else None
+            "were not used: balance the module that calls it") if num_items else None
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._original, name)
@@ -70,9 +72,9 @@ class Answer:
         return self._result
 
     def _autocasts(self) -> torch.dtype | None:
-        """To what it casts on the device of the features; None: it is off."""
-        device = next(self._owner.parameters()).device.type
-        return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+        """To what it casts on the device of the inputs; None: it is off."""
+        on = torch.is_autocast_enabled(self._device)
+        return torch.get_autocast_dtype(self._device) if on else None
 
     def _differs(self, tensors: list[Tensor], args: tuple, kwargs: dict) -> str:
         """How this call is another than the one that was answered before the forward; "" if it
@@ -145,9 +147,8 @@ _signature = lru_cache(inspect.signature)
 @lru_cache
 def _warn_of_autocast(what: str, call: str) -> None:
     """Once for each call."""
-    log.warning("%s called %s under autocast, but its media are encoded before the forward, where "
-                "autocast is off, and take the time and the memory of that: call the model within "
-                "the same autocast, too (accelerate: with accelerator.autocast())", what, call)
+    log.warning("%s called %s under autocast, but its media are encoded before, where it is off: "
+                "call the model within autocast (accelerate: accelerator.autocast())", what, call)
 
 
 def _is(tensor: Tensor, given: Tensor) -> bool:

@@ -53,8 +53,7 @@ class Proof:
             path, _, last = name.rpartition(".")
             if last in owner.get_submodule(path)._buffers:
                 return ValueError(f"the buffer {name} is computed of the items that a rank "
-                                  "encodes, as running statistics are: put its module in eval mode "
-                                  "after each model.train(), or do not balance the encoder")
+                                  "encodes: put its module in eval mode after each model.train()")
             if getattr(getattr(owner.get_submodule(path), last, None), "grad_fn", None):
                 return ValueError(f"{path} keeps a value with a gradient, {last}, of the items "
                                   "that a rank encodes: return it for each item with the features")

@@ -152,11 +152,11 @@ def placeholder(
 def drawn(values: Sequence[Tensor | None]) -> list[Tensor | None]:
     """The packed tensors of an item, of any shapes, with other numbers: the first has some in
     [0, 1), the same on every call, that differ, as an encoder may divide by their deviation. The
-    others, such as masks, and integers stay."""
+    others, such as masks, and integers stay. Made on the device: nothing waits for a copy."""
     first, *others = values
     if first is not None and first.is_floating_point():
-        generator = torch.Generator("cpu").manual_seed(0)
-        first = torch.rand(first.shape, generator=generator, device="cpu").to(first)
+        places = torch.arange(first.numel(), device=first.device) % 1009  # of no width
+        first = (places * 0.618034 % 1).to(first.dtype).reshape(first.shape)
     return [first, *others]
 
 

@@ -146,8 +146,7 @@ def check_sharding(encoder: Encoder, owner: nn.Module, ranks: Sequence[int]) -> 
                 raise ValueError(
                     f"encoder {encoder.name!r}: FSDP2 reduces the gradients of {path} over the "
                     f"ranks {sorted(reduced)}, but the ranks {sorted(ranks)} share its media: give "
-                    "balance_encoders the mesh or the process group of the former as group=, such "
-                    'as mesh["dp"]')
+                    'the mesh or the process group of the former as group=, such as mesh["dp"]')
     return wider
 
 

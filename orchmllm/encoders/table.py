@@ -78,8 +78,7 @@ def _refuse_gradients(encoder: Encoder, inputs: Mapping[str, Any]) -> None:
         value = inputs.get(name)
         if isinstance(value, Tensor) and value.requires_grad and torch.is_grad_enabled():
             raise ValueError(f"encoder {encoder.name!r}: the argument {name} requires gradients, "
-                             "which balance_encoders does not compute of media: detach it, or do "
-                             "not balance this forward")
+                             "which are not computed of media that move: detach it")
 
 
 def _joined(

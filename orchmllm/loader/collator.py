@@ -6,6 +6,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -62,9 +63,10 @@ class Collator:
         copied = copy.copy(batch)
         for value in (IGNORE_INDEX, *labels.unique()[:_LOOKED_AT].tolist(), labels.max().item()):
             copied = ignore_labels(copied, labels, value)
-            if not self.num_targets(copied):
-                self._ignored, self._looks = value, 0
-                break
+            with suppress(Exception):  # what it cannot count is not what it ignores
+                if not self.num_targets(copied):
+                    self._ignored, self._looks = value, 0
+                    break
         with_labels(copied, labels)  # a copy may share what holds the tensors
 
     def _check_filler(self, labels: Tensor | None) -> None:

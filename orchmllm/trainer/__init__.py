@@ -47,8 +47,8 @@ class Trainer(StepTrainer):
 
     def run(self, rows: list[dict] | None = None) -> None:
         """Trains to the last step. A run that was finished before does nothing, or makes up for a
-        validation that was cut off. rows: takes every
-        row of metrics, which nobody else keeps: a row grows with the number of ranks.
+        validation that was cut off. rows: takes every row of metrics, which nobody else keeps: a
+        row grows with the number of ranks.
 
         Raises Stopped after a signal, when all ranks have saved; NonFiniteError and MediaLimitError
         as the recipe says."""
@@ -69,13 +69,17 @@ class Trainer(StepTrainer):
         train, step = self.recipe.train, self.progress.step
         if step == 0:
             return [self._validate]
-        acts = [(self._validate, bool(self.validation_rows), train.validate_every_steps,
-                 METRICS, "validation_loss"),
-                (self._sample, self.samples is not None, train.sample_every, SAMPLES, "example")]
-        due = [act for act in acts if act[1] and (
-            step == train.num_steps or self.progress.is_due(act[2], train.num_steps))]
+
+        def is_due(every: int) -> bool:
+            return step == train.num_steps or self.progress.is_due(every, train.num_steps)
+
+        due: list[tuple[Callable[[], None], str, str]] = []
+        if self.validation_rows and is_due(train.validate_every_steps):
+            due.append((self._validate, METRICS, "validation_loss"))
+        if self.samples is not None and is_due(train.sample_every):
+            due.append((self._sample, SAMPLES, "example"))
         missing = [self.world.rank == 0 and not has_row(self.recipe.run.folder / log, step, key)
-                   for *_, log, key in due]
+                   for _, log, key in due]
         found = gather_scalars(missing, self.device)[0] if due else ()
         return [act for (act, *_), owed in zip(due, found, strict=True) if owed]
 
