@@ -123,6 +123,7 @@ def without(recipe) -> list:
     return run_ranks(losses, 2, recipe, "without", {})[0]
 
 
+@pytest.mark.slow
 @pytest.mark.dist
 def test_losses_and_quarantine_are_those_without_ray(recipe):
     """On one rank with one reader, as each of them imports torch; slow, on two."""

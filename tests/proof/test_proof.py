@@ -216,6 +216,7 @@ def lost_by_compiling(x: torch.Tensor) -> torch.Tensor:
     return 0.1 * (x.detach() if torch.compiler.is_compiling() else x)
 
 
+@pytest.mark.slow
 def test_blocks_that_are_compiled_are_compared_with_those_that_are_not(made):
     build, examples = made
     model = build()

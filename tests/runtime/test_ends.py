@@ -127,7 +127,8 @@ def all_disturbed(world, folder: Path, faults: list[str], bad: frozenset) -> dic
     return {fault: disturbed(world, of_run(folder / fault, fault), fault, bad) for fault in faults}
 
 
-LEFT = ["signal", "worker"]  # to test_resume.py and tests/data/test_workers.py, where it is fast
+# To test_resume.py, test_nonfinite.py and tests/data/, where these are fast.
+LEFT = ["signal", "worker", "nan", "media", "full stdout"]
 
 
 @pytest.mark.parametrize("faults", [
