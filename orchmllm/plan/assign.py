@@ -322,10 +322,13 @@ def _assign(
     options = {name: value for name, value in options.items() if name in policy.options}
     if chosen.sets_tolerance:  # refused by balance() where the policy has none
         options["tolerance"] = chosen.tolerance
-    rank_of = np.zeros(0, np.int64) if not len(lengths) else balance(
-        lengths, num_ranks=layout.num_ranks, policy=chosen.policy, home=home,
-        ranks_per_node=spec.ranks_per_node, max_rank_tokens=chosen.max_rank_tokens or None,
-        **options)
+    try:
+        rank_of = np.zeros(0, np.int64) if not len(lengths) else balance(
+            lengths, num_ranks=layout.num_ranks, policy=chosen.policy, home=home,
+            ranks_per_node=spec.ranks_per_node, max_rank_tokens=chosen.max_rank_tokens or None,
+            **options)
+    except CapError as e:
+        raise CapError(f"balance.{phase}.{e}") from None
     if not chosen.nodewise:
         return rank_of
     if not policy.node_blind:

@@ -159,7 +159,7 @@ def test_what_is_longer_than_a_rank_may_hold_is_shared():
     for given in (spec(cap=1200), spec(cap=1200, cut_media=("vision",))):
         assert plan_step(layout, given).pieces is None
     layout = batch(rng, 4, np.array([1000, *[100] * 24]))
-    with pytest.raises(CapError, match="max_rank_tokens = 960 is below"):
+    with pytest.raises(CapError, match="^balance.llm.max_rank_tokens = 960 is below"):
         plan_step(layout, spec(1, cap=960))
     plan = plan_step(layout, spec(cap=960))
     assert plan.positions("llm").max() <= 960 and plan.pieces.is_shared.any()
