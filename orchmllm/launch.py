@@ -144,9 +144,14 @@ def world_from(env: Mapping[str, str]) -> World | None:
                 checked="ORCHMLLM_CHECKED" in env, ledgers=env.get("ORCHMLLM_LEDGERS", ""),
             )
         if "SLURM_STEP_ID" in env and number("SLURM_NTASKS", 1) > 1:
-            ntasks = number("SLURM_NTASKS")
+            rank, ntasks = number("SLURM_PROCID"), number("SLURM_NTASKS")
+            local_rank = number("SLURM_LOCALID")
+            if not 0 <= local_rank <= rank < ntasks:
+                raise ValueError(f"srun says SLURM_PROCID={rank} of SLURM_NTASKS={ntasks} and "
+                                 f"SLURM_LOCALID={local_rank}: tasks are 0 and more, below their "
+                                 "number; srun sets these, so leave them as they are")
             return World(
-                rank=number("SLURM_PROCID"), world_size=ntasks, local_rank=number("SLURM_LOCALID"),
+                rank=rank, world_size=ntasks, local_rank=local_rank,
                 local_world_size=-(-ntasks // number("SLURM_NNODES", 1)),
                 master_addr=env.get("MASTER_ADDR") or _first_host(env["SLURM_STEP_NODELIST"]),
                 # Any port all tasks agree on; jobs sharing a node get different ones.
@@ -218,8 +223,14 @@ def process_group(world: World, timeout_s: float) -> Iterator[dist.Store]:
     cuda = device.type == "cuda"
     if cuda:
         torch.cuda.set_device(device)
-    store = dist.TCPStore(world.master_addr, world.master_port, world.world_size,
-                          is_master=hosts_store(world), timeout=timeout, wait_for_workers=False)
+    try:
+        store = dist.TCPStore(world.master_addr, world.master_port, world.world_size,
+                              is_master=hosts_store(world), timeout=timeout, wait_for_workers=False)
+    except dist.DistNetworkError as e:
+        if "EADDRINUSE" in str(e):
+            raise ValueError(f"MASTER_PORT={world.master_port} is in use on this node: set it to a "
+                             "free port, for all ranks") from None
+        raise
     # A restarted attempt must not read what the dead one left in the store.
     dist.init_process_group(
         "nccl" if cuda else "gloo", store=dist.PrefixStore(f"attempt{world.attempt}", store),

@@ -12,6 +12,7 @@ import json
 import signal
 import traceback
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -70,7 +71,12 @@ def run_rank(recipe: Recipe, world: launch.World, work: Callable[[HangWatchdog],
 
     # At once: a rank that waits in a collective would not get to see a KeyboardInterrupt.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
-    with launch.process_group(world, recipe.launch.timeout_s) as store:
+    with ExitStack() as stack:
+        try:
+            store = stack.enter_context(launch.process_group(world, recipe.launch.timeout_s))
+        except ValueError as e:
+            launch.report_failure(f"error: {e}")
+            return 2
         unlock, problem = _take_folder(store, world, folder,
                                        taken=lambda: watch.folder_taken.set())
         if problem:

@@ -84,6 +84,9 @@ class Collator:
 def _whole(count: Any) -> int:
     """What num_targets returned. ValueError for what is no count: cut to an integer it would weigh
     the loss wrongly."""
+    if shape := tuple(getattr(count, "shape", ())):
+        raise ValueError(f"num_targets returned a {type(count).__name__} of shape {shape}: return "
+                         "how many of the batch's labels are targets, a whole number")
     value = count.item() if hasattr(count, "item") else count
     if not isinstance(value, int | float) or not value >= 0 or value % 1:  # nan is neither
         raise ValueError(f"num_targets returned {value!r}: return a whole number >= 0, of targets")

@@ -21,17 +21,24 @@ from orchmllm.data.loading.pipeline import Pipeline
 from orchmllm.loader.collator import Collator
 from orchmllm.loader.groups import data_ranks
 from orchmllm.loader.indices import Pass
-from orchmllm.loader.loss import LossWatch, StepInfo
+from orchmllm.loader.loss import LossWatch, StepInfo, warn_of_rest
 from orchmllm.loader.process_groups import agree, connect
-from orchmllm.loader.setup import Planning, check_arguments, check_state, log_step, plan_batch
+from orchmllm.loader.setup import (
+    Planning,
+    check_arguments,
+    check_state,
+    log_step,
+    plan_batch,
+    warn_of_copies,
+)
 from orchmllm.loader.source import (
     PlannedSampler,
     Reader,
     drawn_batches,
     follow,
     open_source,
+    refusal,
     refuse,
-    refuse_ahead,
     tail_is_filled,
 )
 from orchmllm.loader.versions import require
@@ -62,14 +69,14 @@ class BalancedDataLoader(DataLoader):
     device mesh that names its dimensions (default: accelerate's mesh, else all ranks). max_tokens:
     no rank gets more tokens in a microbatch (0: no limit). accumulation_steps: batches per
     optimizer step; "auto": as few in each step as max_tokens allows, of batch_size examples per
-    rank and step. num_targets: collated batch -> its labels (default: entries of "labels" that are
-    not -100). prefetch: steps prepared ahead. seed: of the shuffling, equal on all ranks. min_gain:
-    steps predicted to gain less (0.02: 2%) run as sampled. measure_every: every Nth step does, to
-    measure the gain (docs/loader.md). enabled: false runs every step as sampled, for comparisons.
-    shard_size: balance within groups of so many consecutive ranks (0: all). ranks_per_node: default
-    from the launcher. timeout_s: of an agreement that a rank never joins. log_every: steps between
-    lines of the logger orchmllm.loader on rank 0 (0: none). check_loss: warn if the loop never asks
-    how to scale its loss.
+    rank and step. num_targets: collated batch -> the number of its targets (default: of entries of
+    "labels" that are not -100). prefetch: steps prepared ahead. seed: of the shuffling, equal on
+    all ranks. min_gain: steps predicted to gain less (0.02: 2%) run as sampled. measure_every:
+    every Nth step does, to measure the gain (docs/loader.md). enabled: false runs every step as
+    sampled, for comparisons. shard_size: balance within groups of so many consecutive ranks (0:
+    all). ranks_per_node: default from the launcher. timeout_s: of an agreement that a rank never
+    joins. log_every: steps between lines of the logger orchmllm.loader on rank 0 (0: none).
+    check_loss: warn if the loop never asks how to scale its loss.
 
     The user's batch is passed on untouched: what a loop needs to know of the batch last yielded is
     `loader.step`, and `loader.scale_sum` or `loader.scale_mean` scales its loss. Errors of any
@@ -161,7 +168,7 @@ class BalancedDataLoader(DataLoader):
         steps = 0 if source.kind == "stream" else self._num_steps() or 0
         shown = None if isinstance(source.seen_dataset, IterableDataset) else PlannedSampler(
             source, steps * drawn_batches(self.accumulation_steps) * (source.batch_size or 1),
-            self.rank, self.num_ranks)
+            self.rank, self.num_ranks, weakref.WeakMethod(self._reach))
         super().__init__(
             source.seen_dataset, source.batch_size, sampler=shown, pin_memory=source.pin_memory,
             collate_fn=refuse if source.kind == "stream" else source.collate,
@@ -210,15 +217,26 @@ class BalancedDataLoader(DataLoader):
         self._epoch_of_source = epoch
         self._source.set_epoch(epoch)
 
+    def _reach(self, epoch: int) -> None:
+        """What a trainer tells the sampler of a loader. Where the next pass begins an epoch, or a
+        state was loaded of the end of one, it leads on to that epoch and never back: a trainer
+        may count from 0 after a resume."""
+        at, step, _ = self._next
+        if epoch > at and (not step or step >= (self._num_steps() or math.inf)):
+            self._next = epoch, 0, None
+        self._source.set_epoch(epoch)
+
     def __iter__(self) -> Iterator[Any]:
         """One pass. An iterator that is dropped after its first batch has cost no epoch, unless
         that was the last batch of the pass: a loop that counts its batches asks for no more. Raises
         RuntimeError, at its first batch, while another one is live."""
         frame = sys._getframe(1)  # a generator that kept this frame would be kept alive by it
-        refuse_ahead(frame, self)
-        return Pass(self._pass(deque() if follow(frame, self) else None))
+        wrong = refusal(frame, self)
+        return Pass(self._pass(deque() if follow(frame, self) else None, wrong))
 
-    def _pass(self, ahead: deque[tuple] | None) -> Iterator[Any]:
+    def _pass(self, ahead: deque[tuple] | None, wrong: Exception | None) -> Iterator[Any]:
+        if wrong is not None:  # raised by iter() it would be hidden by an error of Lightning's own
+            raise wrong
         if self._live:
             raise RuntimeError(
                 "a second iterator of this BalancedDataLoader begins while another one is live; "
@@ -242,6 +260,8 @@ class BalancedDataLoader(DataLoader):
         self._live, self._next = True, (after := (epoch + 1, 0, None))
         try:
             for step in steps:
+                if self._source.kind == "stream" and not step.index and self.rank == 0:
+                    warn_of_copies(step)
                 for k, micro in enumerate(step.micro):
                     if k == len(step.micro) - 1:
                         self._done, self._known = (epoch, step.index + 1, step.state), step.known
@@ -260,6 +280,8 @@ class BalancedDataLoader(DataLoader):
             looked = yielded <= 1 and self._done[1] < (self._num_steps() or math.inf)
             if looked and self._next is after:  # no state or epoch was set meanwhile
                 self._next = before
+            elif not info.is_last_microbatch and self.rank == 0:
+                warn_of_rest(info)
             raise
         finally:
             steps.close()
@@ -297,6 +319,11 @@ class BalancedDataLoader(DataLoader):
 
     # State.
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise TypeError("a BalancedDataLoader has connections to other ranks and cannot be copied "
+                        "or pickled: keep loader.state_dict(), and make another loader, on all "
+                        "ranks")
+
     def state_dict(self) -> dict[str, Any]:
         """Where the loop is: after the last step whose batches were all yielded. JSON-able and the
         same on all ranks for a map-style dataset without a sampler (under 4 kB); else of this rank,
@@ -308,8 +335,9 @@ class BalancedDataLoader(DataLoader):
                  "step": step}
         if self._source.kind == "indices":
             return {**state, "batch_size": self._source.batch_size}
+        own = {self._own_key: (inner,)} if self._reader.has_state else {}
         return {**state, **self._source.counted(), "num_ranks": self.num_ranks,
-                "epoch_of_source": self._epoch_of_source, self._own_key: (inner,)}
+                "epoch_of_source": self._epoch_of_source, **own}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Goes on where `state` was taken, on any number of ranks and workers for a map-style

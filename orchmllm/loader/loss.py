@@ -6,6 +6,7 @@ from __future__ import annotations
 import logging
 import sys
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -144,6 +145,12 @@ def scale(
                          f"accumulation_steps={divided_by}")
     factor = (num_ranks or info.num_ranks) if gradients == "mean" else 1
     factor *= _divisor(info) if divided_by is None else divided_by
+    state = _accelerate() if info.is_last_microbatch and torch.is_grad_enabled() else None
+    if state is not None and state.num_steps > 1 and not state.sync_gradients:
+        raise ValueError(
+            f"accelerate goes on accumulating after the last batch of step {info.step} of the "
+            "loader, so the optimizer would step in the middle of the next one: leave a pass only "
+            "after the last batch of a step, where loader.step.is_last_microbatch")
     denominator = max(info.denominator(shifted=shifted), 1)
     weight = info.local_targets[shifted] if mean else 1
     if not info.num_examples or not weight:
@@ -189,24 +196,36 @@ def check_labels(labels: Tensor | None, info: StepInfo, *, shifted: bool) -> Non
             f"{info.local_targets[shifted]}: {cure}")
 
 
+def _accelerate() -> Any:
+    """Its GradientState, None where it is not used."""
+    state = sys.modules.get("accelerate.state")
+    used = state is not None and state.GradientState._shared_state
+    return state.GradientState() if used else None
+
+
 def _divisor(info: StepInfo) -> int:
     """What the caller's backward divides the loss by, where that is known. Raises ValueError where
     it is not."""
-    state = sys.modules.get("accelerate.state")
-    if state is not None and state.GradientState._shared_state:
-        steps = state.GradientState().num_steps
-        if steps > 1:
-            raise ValueError(
-                f"Accelerator(gradient_accumulation_steps={steps}): accelerator.backward divides "
-                f"the loss by {steps}; give the loader accumulation_steps={steps} and say "
-                "divided_by=accelerator.gradient_accumulation_steps here, or divided_by=1 if you "
-                "call loss.backward()")
+    if (state := _accelerate()) is not None and (steps := state.num_steps) > 1:
+        raise ValueError(
+            f"Accelerator(gradient_accumulation_steps={steps}): accelerator.backward divides "
+            f"the loss by {steps}; give the loader accumulation_steps={steps} and say "
+            "divided_by=accelerator.gradient_accumulation_steps here, or divided_by=1 if you "
+            "call loss.backward()")
     lightning = {"lightning.pytorch", "pytorch_lightning"} & set(sys.modules)
     if lightning and info.num_microbatches > 1:
         raise ValueError(
             "Lightning's Trainer divides the loss by its accumulate_grad_batches: say "
             "divided_by=trainer.accumulate_grad_batches, or divided_by=1 in other loops")
     return 1
+
+
+def warn_of_rest(info: StepInfo) -> None:
+    """Of a pass that a loop left after the batch of `info`, within a step."""
+    log.warning("the loop left epoch %d after batch %d of the %d of step %d: if the optimizer "
+                "steps now, the gradients lack the examples of the others (a limit on batches has "
+                "to be a multiple of accumulation_steps)", info.epoch, info.microbatch + 1,
+                info.num_microbatches, info.step)
 
 
 class LossWatch:

@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
+
 from orchmllm.batch import PACKED, PADDED, Step
 from orchmllm.loader.loop_gain import LoopGain, costs_of
 from orchmllm.loader.loss import StepInfo
@@ -202,6 +204,16 @@ def log_step(step: Step, info: StepInfo, loop: LoopGain) -> None:
              info.epoch, info.step, *info.imbalance, 100 * gain, 1e3 * info.wait_s, note)
 
 
+def warn_of_copies(step: Step) -> None:
+    """Where each rank drew examples of the same lengths, of a stream: as a rule the same ones."""
+    layout = step.layout
+    drawn = np.split(layout.tokens_per_example, np.cumsum(layout.examples_per_rank)[:-1])
+    if len(np.unique(drawn[0])) > 1 and all(np.array_equal(drawn[0], d) for d in drawn[1:]):
+        log.warning("all %d ranks drew examples of the same lengths from their streams: a stream "
+                    "has to yield each rank's own part, as by datasets' split_dataset_by_node "
+                    "(accelerate's prepare does not split it)", len(drawn))
+
+
 def check_state(state: Mapping[str, Any], mine: Mapping[str, Any], own_key: str) -> None:
     """Raises ValueError if `state` cannot be loaded into a loader whose state is `mine`. own_key:
     under which a state per rank has this rank's part."""
@@ -214,13 +226,13 @@ def check_state(state: Mapping[str, Any], mine: Mapping[str, Any], own_key: str)
         if state.get(name) != mine[name]:
             raise ValueError(f"loader state: {name} was {state.get(name)!r}, now it is "
                              f"{mine[name]!r}{why if name == 'num_ranks' else ''}")
-    if not indices and own_key not in state:
+    if own_key in mine and own_key not in state:
         raise ValueError(f"loader state: it has no {own_key!r}, so it is of another rank{why}")
     if missing := sorted(mine.keys() - state.keys() - {"num_workers"}):
         raise ValueError(f"loader state: it has no {', '.join(missing)}, so it is not whole, or "
                          "older than 0.1.0: begin without a state")
     if not state["step"] or (state["global_batch_size"] == mine["global_batch_size"] if indices
-                             else state[own_key][0] is not None):
+                             else state.get(own_key, (None,))[0] is not None):
         return
     for name in ("batch_size", "num_examples", "num_workers"):
         if name in state and name in mine and state[name] != mine[name]:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import copy
 import math
+import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -120,6 +121,10 @@ def open_source(
         wrap(known, dataset, collate_fn, lengths)
     elif isinstance(dataset, IterableDataset) or hasattr(dataset, "__getitem__"):
         loader = DataLoader(dataset, **drawing, **workers)  # refuses what excludes each other
+        if drawing["batch_size"] is None and isinstance(dataset, IterableDataset):
+            raise ValueError("batch_size is None: a dataset that yields single examples needs the "
+                             "number of them in a rank's batch; give an iterable that yields lists "
+                             "of examples without batch_size")
         if not isinstance(dataset, IterableDataset):
             has_sampler = drawing["sampler"] is not None or drawing["batch_sampler"] is not None
             plan_indices(known, loader, shared=not has_sampler)
@@ -191,6 +196,8 @@ class Reader:
                 self.loader.multiprocessing_context = source.workers["multiprocessing_context"]
         else:
             self.loader, self._measure = source.dataset, with_lengths
+        # Of its own, on each rank.
+        self.has_state = source.kind == "stream" and hasattr(self.loader, "state_dict")
 
     def feed(
         self, order: Mapping[str, Any], prefetch: int, epoch: int, first: int, state: Any
@@ -230,17 +237,18 @@ class PlannedSampler(DistributedSampler):
     """What loader.sampler shows: a distributed sampler, so that trainers do not put one of theirs
     in its place. The loader alone can iterate what it plans; a copy of the loader cannot.
 
-    set_epoch reaches the user's sampler. Without one the loader counts epochs itself, and keeps
-    them in its state: trainers count from 0 after a resume."""
+    set_epoch reaches the loader, if it still lives, and the user's sampler."""
 
-    def __init__(self, source: Source, num_samples: int, rank: int, num_ranks: int) -> None:
+    def __init__(self, source: Source, num_samples: int, rank: int, num_ranks: int,
+                 reach: weakref.WeakMethod) -> None:
         self.dataset, self.num_replicas, self.rank = source.seen_dataset, num_ranks, rank
         self.shuffle, self.drop_last, self.seed, self.epoch = source.shuffle, source.drop_last, 0, 0
         self.num_samples, self.total_size = num_samples, num_samples * num_ranks
-        self._source = source
+        self._reach = reach
 
     def set_epoch(self, epoch: int) -> None:
-        self._source.set_epoch(epoch)
+        if reach := self._reach():
+            reach(epoch)
         self.epoch = epoch
 
     def __iter__(self) -> Iterator[int]:
@@ -250,23 +258,44 @@ class PlannedSampler(DistributedSampler):
 REBUILT = (
     "a DataLoader was made of the parts of a BalancedDataLoader; it would load unbalanced batches. "
     "accelerate's skip_first_batches, with which transformers' Trainer resumes, does that: use "
-    "orchmllm.balance_trainer(trainer, ...), or loader.load_state_dict in a loop of your own. Give "
-    "other libraries the BalancedDataLoader as it is")
+    "orchmllm.balance_trainer(trainer, ...), or loader.load_state_dict in a loop of your own. "
+    "Lightning's predict does it, too: give it torch's DataLoader. Give other libraries the "
+    "BalancedDataLoader as it is")
 
 
-def refuse_ahead(frame: Any, loader: DataLoader) -> None:
-    """Raises TypeError if Lightning's Trainer (the frame that iterates) would fetch each batch
-    before it trained on the last: then loader.step is that of another batch. RuntimeError if the
-    caller is of an older version than was tested."""
+def refusal(frame: Any, loader: DataLoader) -> Exception | None:
+    """Why Lightning's Trainer, if that iterates in this frame, would train wrongly: it would fetch
+    each batch before it trained on the last, so that loader.step is that of another batch, or its
+    steps are of fewer or more batches. Raises RuntimeError if the caller is of an older version
+    than was tested."""
     require(caller := frame.f_globals.get("__name__", ""))
-    if caller.startswith(("lightning.pytorch.", "pytorch_lightning.")):
-        try:
-            len(loader)
-        except TypeError as error:
-            raise TypeError(
-                "Lightning's Trainer fetches a batch ahead of a loader without a length, and "
-                "loader.step would be that of the wrong batch: give the stream a __len__"
-            ) from error
+    if not caller.startswith(("lightning.pytorch.", "pytorch_lightning.")):
+        return None
+    try:
+        len(loader)
+    except TypeError:
+        return TypeError(
+            "Lightning's Trainer fetches a batch ahead of a loader without a length, and "
+            "loader.step would be that of the wrong batch: give the stream a __len__")
+    trainer = _lightning_trainer(frame) if loader.accumulation_steps > 1 else None
+    if trainer is not None and trainer.lightning_module.automatic_optimization and (
+            loader.accumulation_steps != trainer.accumulate_grad_batches):
+        return ValueError(
+            f"Lightning's Trainer(accumulate_grad_batches={trainer.accumulate_grad_batches}), "
+            f"but the loader plans steps of {loader.accumulation_steps} batches "
+            "(accumulation_steps): give both the same number, without a schedule")
+    return None
+
+
+def _lightning_trainer(frame: Any) -> Any:
+    """That whose loop iterates in this frame or above it; None if there is none."""
+    while frame is not None:
+        # Not by getattr: some of its objects raise for what they have not.
+        trainer = getattr(frame.f_locals.get("self"), "__dict__", {}).get("trainer")
+        if hasattr(trainer, "accumulate_grad_batches"):
+            return trainer
+        frame = frame.f_back
+    return None
 
 
 def follow(frame: Any, loader: DataLoader) -> bool:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import socket
 from pathlib import Path
 
 import pytest
 
+from orchmllm import launch
 from orchmllm.config.model import ModelConfig
 from orchmllm.config.recipe import (
     DataConfig,
@@ -21,6 +25,7 @@ from orchmllm.config.recipe import (
 from orchmllm.config.schema import leaves, sections
 from orchmllm.launch import World, world_from
 from orchmllm.plan.balance import balance
+from orchmllm.train import run_rank
 from scripts.make_recipe_reference import main as make_reference
 from tests.lib.commands import ROOT
 
@@ -163,6 +168,28 @@ def test_ranks_from_torchrun():
     for wrong in ({"RANK": "8"}, {"LOCAL_RANK": "4"}, {"RANK": "-1"}, {"LOCAL_WORLD_SIZE": "16"}):
         with pytest.raises(ValueError, match="the launcher says RANK=.* below these sizes"):
             world_from(torchrun | wrong)
+
+
+def test_ranks_from_srun():
+    srun = dict(SLURM_STEP_ID="0", SLURM_JOB_ID="7", SLURM_NTASKS="4", SLURM_NNODES="2",
+                SLURM_PROCID="3", SLURM_LOCALID="1", MASTER_ADDR="a")
+    assert world_from(srun) == World(3, 4, 1, 2, "a", 20007)
+    for wrong in ({"SLURM_PROCID": "4"}, {"SLURM_LOCALID": "4"}):
+        with pytest.raises(ValueError, match="srun says SLURM_PROCID=.* of SLURM_NTASKS=4"):
+            world_from(srun | wrong)
+
+
+def test_a_port_that_is_taken_is_named(monkeypatch, capsys):
+    for owner, name, value in ((os, "environ", dict(os.environ)), (launch, "_had_group", False),
+                               (signal, "signal", print)):  # which a rank changes
+        monkeypatch.setattr(owner, name, value)
+    with socket.socket() as taken:
+        taken.bind(("0.0.0.0", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        recipe = load_recipe(ROOT / "recipes" / "demo.yaml")
+        assert run_rank(recipe, World(0, 2, 0, 2, "127.0.0.1", port), work=print) == 2
+    assert f"error: MASTER_PORT={port} is in use on this node" in capsys.readouterr().err
 
 
 SOURCES = """data:
