@@ -121,10 +121,6 @@ def open_source(
         wrap(known, dataset, collate_fn, lengths)
     elif isinstance(dataset, IterableDataset) or hasattr(dataset, "__getitem__"):
         loader = DataLoader(dataset, **drawing, **workers)  # refuses what excludes each other
-        if drawing["batch_size"] is None and isinstance(dataset, IterableDataset):
-            raise ValueError("batch_size is None: a dataset that yields single examples needs the "
-                             "number of them in a rank's batch; give an iterable that yields lists "
-                             "of examples without batch_size")
         if not isinstance(dataset, IterableDataset):
             has_sampler = drawing["sampler"] is not None or drawing["batch_sampler"] is not None
             plan_indices(known, loader, shared=not has_sampler)

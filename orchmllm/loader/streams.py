@@ -117,7 +117,8 @@ def measured(length_fn: Callable[[Any], Any], examples: list[Any]) -> list[tuple
     is no list of examples."""
     if not isinstance(examples, list):  # a tuple may be one example, of ids and labels
         raise TypeError(f"the wrapped loader yielded a {type(examples).__name__}: wrap one that "
-                        "yields lists of examples, or a torch DataLoader")
+                        "yields lists of examples, or a torch DataLoader; a dataset that yields "
+                        "single examples needs a batch_size")
     return [(length_fn(e), e) for e in examples]
 
 

@@ -101,8 +101,8 @@ def left_and_copied(world) -> None:
     for first, copies in ((0, True), (8 * world.rank, False)):
         next(iter(loader_of(Stream(first, 8), 4, collate_fn=collate, length_fn=token_count)))
         heard.check("drew examples of the same lengths", copies and world.rank == 0)
-    with pytest.raises(ValueError, match="batch_size is None: a dataset that yields single"):
-        loader_of(Stream(0, 8), None, collate_fn=collate, length_fn=token_count)
+    with pytest.raises(RemoteError, match="yielded a dict: .* single examples needs a batch_size"):
+        next(iter(loader_of(Stream(0, 8), None, collate_fn=collate, length_fn=token_count)))
     loader = loader_of(Texts(24), 2, collate_fn=collate, lengths=length_of,
                        num_targets=lambda batch: batch["labels"])
     with pytest.raises(RemoteError, match="returned a Tensor of shape .*: return how many"):
