@@ -163,6 +163,8 @@ def test_ranks_from_torchrun():
                     MASTER_ADDR="a", MASTER_PORT="1", TORCHELASTIC_RESTART_COUNT="2")
     assert world_from(torchrun) == World(5, 8, 1, 4, "a", 1, 2)
     assert world_from({}) is None
+    assert world_from({k: v for k, v in torchrun.items() if k != "LOCAL_WORLD_SIZE"}) == World(
+        5, 8, 1, 8, "a", 1, 2)
     with pytest.raises(ValueError, match="variable RANK is 'x', expected a number"):
         world_from(torchrun | {"RANK": "x"})
     for wrong in ({"RANK": "8"}, {"LOCAL_RANK": "4"}, {"RANK": "-1"}, {"LOCAL_WORLD_SIZE": "16"}):

@@ -160,6 +160,9 @@ def test_capped_mini_batches_stay_below_the_caps_and_drop_nothing(indexed):
     with pytest.raises(ValueError, match="source 0.jsonl has no index; build it"):
         plain = open_dataset(replace(run.data, index_dir="none"), str(with_processor()), seed=3)
         make_sampler(plain, range(31), 4, data=run.data, seed=3)
+    plain.indexes[0] = dataset.indexes[0]
+    with pytest.raises(ValueError, match="source 1.jsonl has no index; build it"):
+        make_sampler(plain, range(31), 4, data=run.data, seed=3)
 
 
 CAPPED = SyntheticDataset()

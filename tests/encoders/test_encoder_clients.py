@@ -346,7 +346,8 @@ def data_and_tensor_parallel(world) -> tuple[float, int, str, str]:
         model, inputs = model_and([4, 1], mesh["dp"].get_local_rank())
         want = mean_gradients(model, lambda m, given=inputs: [m(**given)])
         handle = balanced(model, group=group)
-        fully_shard(model.tower, mesh=mesh["dp"])
+        if group is not None:  # else the root's unit has the tower's parameters
+            fully_shard(model.tower, mesh=mesh["dp"])
         fully_shard(model, mesh=mesh["dp"])
         if group is None:
             out.append(refusal(lambda m=model, given=inputs: m(**given)))

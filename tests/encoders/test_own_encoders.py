@@ -12,6 +12,7 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 from orchmllm import CostModel, Encoder, Masked, Packed, balance_encoders
+from orchmllm.comm.agree import RemoteError
 from orchmllm.encoders.infer import infer_encoders
 from orchmllm.encoders.items import Cropped
 from orchmllm.encoders.sharing import assign
@@ -309,6 +310,9 @@ def told(world) -> list[float]:
         want = mean_gradients(model, losses)
         handle = balance_encoders(model, [Encoder("e", {"tower": layout})], join="embed")
         out.append(worst(mean_gradients_of(model, losses), want) + (not handle.last["e"].moved))
+        if said is mask:  # learnt, its gradient would be lost
+            with pytest.raises(RemoteError, match="the argument told requires gradients"):
+                losses(model, said=mask.double().requires_grad_())
     return out
 
 

@@ -271,8 +271,12 @@ def epochs_of_what_is_wrapped(world) -> None:
                           (StatefulDataLoader(data, 4, sampler=sampler), sampler)):
         loader = loader_of(wrapped, length_fn=token_count)
         assert loader.batch_size == 4
+        loader.set_epoch(0)
+        state = loader.state_dict()
         loader.set_epoch(3)
         assert part.epoch == 3
+        loader.load_state_dict(state)
+        assert part.epoch == 0
 
 
 def test_set_epoch_reaches_the_data_and_the_sampler_of_a_wrapped_loader():

@@ -88,19 +88,25 @@ class Batch:
         self.tensors[key] = value
 
 
-def labelled(world) -> list[tuple[int, int]]:
+def targets_in(batch: Batch) -> int:
+    return int((batch["labels"] != -100).sum())
+
+
+def labelled(world) -> list[list[tuple[int, int]]]:
     """(labels, targets) of each batch; 13 examples, so that the last batch is a filler."""
-    loader = loader_of(Texts(13), 3, accumulation_steps=2, collate_fn=Batch,
-                       lengths=length_of)
-    return [(int((batch["labels"] != -100).sum()), loader.step.local_targets[0])
-            for batch in loader]
+    out = []
+    for counts in (None, targets_in):
+        loader = loader_of(Texts(13), 3, accumulation_steps=2, collate_fn=Batch,
+                           lengths=length_of, num_targets=counts)
+        out.append([(targets_in(batch), loader.step.local_targets[0]) for batch in loader])
+    return out
 
 
 @pytest.mark.dist
 def test_looking_for_a_fillers_labels_changes_no_batch():
-    batches, = run_ranks(labelled, 1)
-    assert [held for held, _ in batches] == [counted for _, counted in batches]
-    assert [held > 0 for held, _ in batches] == [True] * 5 + [False]
+    for batches in run_ranks(labelled, 1)[0]:
+        assert [held for held, _ in batches] == [counted for _, counted in batches]
+        assert [held > 0 for held, _ in batches] == [True] * 5 + [False]
 
 
 def of_bytes(world) -> str:

@@ -30,7 +30,7 @@ from orchmllm.config.recipe import RunConfig
 from orchmllm.runtime import display as progress
 from orchmllm.runtime.display import RunDisplay
 from orchmllm.runtime.log_schema import ROW_SCHEMA
-from orchmllm.runtime.metrics import metrics_log, read_rows, set_logs_aside
+from orchmllm.runtime.metrics import has_row, metrics_log, read_rows, set_logs_aside
 from orchmllm.trainer import Trainer
 from tests.lib.ranks import run_ranks
 from tests.lib.rows import a_row, row_problems, scalars
@@ -257,6 +257,14 @@ def test_rows_that_do_not_keep_to_the_schema():
         bad = copy.deepcopy(good)
         change(bad)
         assert row_problems(bad) == [text]
+
+
+def test_a_row_of_steps_that_were_given_up_counts_no_more(tmp_path):
+    log = tmp_path / "metrics.jsonl"
+    rows = [{"step": 2, "loss": 1.0}, {"step": 3, "validation_loss": 1.0}]
+    for written, found in ((rows, True), (rows + rows[:1], False), (rows * 2, True)):
+        log.write_text("".join(json.dumps(row) + "\n" for row in written))
+        assert has_row(log, 3, "validation_loss") == found
 
 
 def test_log_is_json_and_goes_on_after_a_kill(tmp_path):

@@ -293,7 +293,8 @@ def owed(world, run) -> tuple[list, list]:
 def test_what_a_stop_or_a_kill_kept_from_coming_comes_at_the_next_start(tmp_path):
     """Validation and samples after the step of the checkpoint, and after the last one; once."""
     run = run_recipe(tmp_path, every_steps=0)
-    at, ends = run_ranks(owed, 2, run)[0]
+    (at, ends), other = run_ranks(owed, 2, run)
+    assert (at, ends) == other  # on all ranks, which wait for each other then
     assert ends == ["Stopped", "KeyboardInterrupt", "KeyboardInterrupt", "finished", "finished"]
     assert at == [("validation", 0), ("validation", 2), ("validation", 4), ("sample", 4),
                   *(("validation", step) for step in range(6, STEPS, 2)),

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from argparse import Namespace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -24,7 +25,7 @@ from orchmllm.data.media.medium import Medium
 from orchmllm.data.media.shapes import Size
 from orchmllm.data.text.processor import Processor
 from orchmllm.plan.layout import MADE, VISION
-from orchmllm.tools.compose.write import compose
+from orchmllm.tools.compose.write import _generator_config, compose
 from orchmllm.tools.generate.pictures import write_pictures
 from tests.lib import composed
 from tests.lib.ranks import run_ranks
@@ -244,10 +245,19 @@ def test_options_that_have_no_effect_are_refused(tmp_path, capsys):
             (["generate", "x", "hm", "--guidance", "nan", "--out", "a.png"],
              "--guidance nan: must be a finite"),
             (["generate", "x", "hm", "--out", "a.xyz"], "--out a.xyz: .xyz is no format of images"),
+            (["generate", "x", "hm", "--out", "no/a.PNG"], "no is no folder"),
             (["generate", "x", "hm", "--out", "a"], "no ending is no format of images")):
         with pytest.raises(SystemExit) as error:
             dispatch(words)
         assert error.value.code == 2 and told in capsys.readouterr().err.replace("\n", " ")
+
+
+def test_a_table_that_ends_before_the_token_is_refused(tmp_path):
+    (tmp_path / "model.safetensors").touch()
+    parts, tokenizer = SimpleNamespace(llm=tmp_path), SimpleNamespace(
+        convert_tokens_to_ids=lambda token: 20)
+    with pytest.raises(ValueError, match="its table has 20 rows, and none for the token"):
+        _generator_config(parts, SimpleNamespace(vocab_size=20), tokenizer)
 
 
 @pytest.mark.slow

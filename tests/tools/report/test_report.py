@@ -18,6 +18,7 @@ from orchmllm.runtime import metrics
 from orchmllm.runtime.display import Totals
 from orchmllm.tools.report.log import read_run
 from orchmllm.tools.report.svg import MAX_POINTS, number, thin
+from orchmllm.tools.report.verdict import figures
 from tests.lib.ranks import run_ranks
 from tests.lib.report_pages import measured_row, report, write
 from tests.lib.rows import a_row, row_problems
@@ -207,6 +208,16 @@ def test_an_error_that_ended_a_run_is_told(ended, told, tmp_path):
     lines += [{"attempt": 1, "ended": ended}] if ended else []
     (folder / "attempts.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     assert told in report(folder)[1].text
+    lines += [{**lines[0], "attempt": 2}, {"attempt": 2, "ended": "finished"}]
+    (folder / "attempts.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert "the log shows no problem" in report(folder)[1].text
+
+
+def test_steps_without_an_update_are_counted_once(tmp_path):
+    """The log has how many there were so far."""
+    rows = [{**measured_row(s), "skipped_steps": int(s > 0)} for s in range(4)]
+    found = figures(read_run(write(tmp_path / "run", rows)))
+    assert found["steps without an update"][0] == 1
 
 
 def test_what_is_no_log_is_refused(tmp_path, capsys):
