@@ -326,9 +326,9 @@ class BalancedDataLoader(DataLoader):
 
     def state_dict(self) -> dict[str, Any]:
         """Where the loop is: after the last step whose batches were all yielded. JSON-able and the
-        same on all ranks for a map-style dataset without a sampler (under 4 kB); else of this rank,
-        with the wrapped loader's own state if it has one, in a tuple under a name that no other
-        rank uses: torch's distributed checkpoints take it as one value, and keep that of each rank.
+        same on all ranks (under 4 kB); a stream that has a state of its own adds that of this rank,
+        in a tuple under a name that no other rank uses: torch's distributed checkpoints take it as
+        one value, and keep that of each rank.
         """
         epoch, step, inner = self._done
         state = {"version": STATE_VERSION, **self._order(), **self._known, "epoch": epoch,
