@@ -35,11 +35,10 @@ CLEAR = "\x1b[J"
 
 class RunDisplay:
     """start, step after step, finish; close in any case. shows: false on all ranks but one, where
-    every method does nothing.
-"""
+    every method does nothing. patience_s: that close may take."""
 
-    def __init__(self, run: RunConfig, *, shows: bool = True) -> None:
-        self._run, self._shows = run, shows
+    def __init__(self, run: RunConfig, *, shows: bool = True, patience_s: float = math.inf) -> None:
+        self._run, self._shows, self._patience_s = run, shows, patience_s
         self.stop_signal = 0
         self._totals = Totals()
         self._draws = False
@@ -56,7 +55,7 @@ class RunDisplay:
         self._started_at = self._stepped_at = time.perf_counter()
         if not self._shows:
             return
-        self._trackers = Trackers(self._run, self.note)
+        self._trackers = Trackers(self._run, self.note, self._patience_s)
         self._draws = _width() > 0
 
     def step(self, row: dict) -> None:
