@@ -14,7 +14,7 @@ from orchmllm.cli import dispatch
 from orchmllm.config.balance import BalanceConfig
 from orchmllm.config.recipe import RunConfig
 from orchmllm.plan.assign import PHASES
-from orchmllm.runtime import metrics
+from orchmllm.runtime import metrics, run_lock
 from orchmllm.runtime.display import Totals
 from orchmllm.tools.report.log import read_run
 from orchmllm.tools.report.svg import MAX_POINTS, number, thin
@@ -197,16 +197,22 @@ def test_the_file_that_cannot_be_read_is_named(tmp_path, capsys):
     assert "File name too long" in error and "report.html" not in error
 
 
+@pytest.mark.parametrize("steps", [4, 0])
 @pytest.mark.parametrize("ended, told", [
     ("NonFiniteError: step 1: loss nan", "it ended with an error (NonFiniteError: step 1: loss"),
     ("Stopped: stopped on request", "the log shows no problem"),
-    ("finished", "the log shows no problem"), ("", "the log shows no problem")])
-def test_an_error_that_ended_a_run_is_told(ended, told, tmp_path):
-    folder = write(tmp_path / "run", [measured_row(s) for s in range(4)])
+    ("finished", "the log shows no problem"), ("", "it was started, and no end is recorded")])
+def test_an_error_that_ended_a_run_is_told(ended, told, steps, tmp_path, monkeypatch):
+    """Also one before the first step."""
+    folder = write(tmp_path / "run", [measured_row(s) for s in range(steps)])
     lines = [{"attempt": 1, "settings": {}, "resumed_from": None, "changed": {}}]
     lines += [{"attempt": 1, "ended": ended}] if ended else []
     (folder / "attempts.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    assert told in report(folder)[1].text
+    assert (told if steps or "ended" in told else "No step is logged yet") in (
+        report(folder)[1].text)
+    monkeypatch.setattr(run_lock, "_lock", lambda *_: False)  # another process has it
+    (folder / "run.lock").write_text("")
+    assert ended or "no end is recorded" not in report(folder)[1].text
 
 
 def test_what_is_no_log_is_refused(tmp_path, capsys):
