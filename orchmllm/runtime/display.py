@@ -19,7 +19,7 @@ from tqdm import tqdm
 
 from orchmllm.config.recipe import RunConfig
 from orchmllm.launch import drop_output, say
-from orchmllm.plan.gain import Gain, describe
+from orchmllm.plan.gain import Gain, describe, slowest_costs
 from orchmllm.runtime.log_schema import METRICS, NUMBERS
 from orchmllm.runtime.trackers import Trackers
 
@@ -172,6 +172,7 @@ class Totals:
         self.bytes = {"moved_bytes": 0, "internode_bytes": 0}
         # phase -> cost of the slowest rank before, after, and of the mean rank
         self.cost = defaultdict(partial(np.zeros, 3))
+        self._balanced = np.zeros(2)  # cost before and after of the steps that are balanced
         self.gains: list[Gain] = []
 
     def add(self, row: dict) -> None:
@@ -187,7 +188,9 @@ class Totals:
         if gain := (row["measured"] or {}).get("gain"):
             self.gains.append(Gain(**gain))
         phases = row["phases"]
-        self.num_unbalanced += any(p["imbalance_before"] > 1.05 for p in phases.values())
+        if not row["as_sampled"]:  # for balance.measure_every
+            self._balanced += slowest_costs(phases)
+            self.num_unbalanced += any(p["imbalance_before"] > 1.05 for p in phases.values())
         for phase, stats in phases.items():
             self.cost[phase] += stats["mean_cost_kflop"] * np.array(
                 [stats["imbalance_before"], stats["imbalance_after"], 1.0])
@@ -196,7 +199,7 @@ class Totals:
 
     def saved(self) -> float:
         """Share of the phases' time that balancing saved, by the cost model; 0 without any cost."""
-        before, after, _ = sum(self.cost.values(), np.zeros(3))
+        before, after = self._balanced
         return float(1 - after / before) if before else 0.0
 
     def gain(self) -> str:

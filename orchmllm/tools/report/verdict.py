@@ -62,9 +62,11 @@ def figures(run: RunLog) -> dict[str, tuple[float, str]]:
 
 
 def costs(run: RunLog) -> tuple[np.ndarray, np.ndarray]:
-    """Of every step: cost of the slowest ranks as sampled and as processed."""
-    return slowest_costs({p: {name: np.nan_to_num(run[f"{p}.{name}"]) for name in PHASE_METRICS}
+    """Of every step: cost of the slowest ranks as sampled and as processed; 0 where a step ran as
+    sampled for balance.measure_every."""
+    both = slowest_costs({p: {name: np.nan_to_num(run[f"{p}.{name}"]) for name in PHASE_METRICS}
                           for p in EVERY_PHASE})
+    return tuple(np.where(run["as_sampled"] == 1, 0.0, cost) for cost in both)
 
 
 def moved_bytes(run: RunLog) -> tuple[np.ndarray, np.ndarray]:

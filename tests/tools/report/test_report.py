@@ -53,6 +53,9 @@ def test_a_run_that_was_killed_and_is_still_written(tmp_path):
 
 def test_figures_are_those_of_the_rows(tmp_path):
     rows = [measured_row(s) for s in range(4)]
+    rows.append(measured_row(4, as_sampled=True))  # which is no step that balancing made shorter
+    for stats in rows[-1]["phases"].values():
+        stats["imbalance_after"] = stats["imbalance_before"]
     totals = Totals()
     for row in rows:
         totals.add(row)
@@ -64,7 +67,7 @@ def test_figures_are_those_of_the_rows(tmp_path):
         row.update(update_s=0.02, waiting_s=0.3, core_wait_s=0.25, logging_s=0.001)
     page = report(write(tmp_path / "run", rows))[1]
     assert "Not measured: set balance.measure_every." in page.text
-    assert page.text.count("4 steps are done, and the loss went from 2 to 2; the log shows no "
+    assert page.text.count("5 steps are done, and the loss went from 2 to 2; the log shows no "
                            "problem; balancing saved an estimated 55.0% of the phases' time; the "
                            "largest part of a step is waiting for a core, 49.9%.") == 1
     for part in ("vision 50 ms", "exchange 10 ms", "data wait 5 ms", "update 20 ms",
