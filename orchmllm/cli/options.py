@@ -39,8 +39,8 @@ def at_least(least: int) -> Callable[[str], int]:
 
 
 def new_file(text: str) -> Path:
-    """The type of an option that names a file to write, which is looked at before minutes of work.
-    """
+    """The type of an option that names a file to write, so that what cannot be written is refused
+    before minutes of work. Raises ArgumentTypeError."""
     path = Path(text)
     if path.is_dir():
         raise argparse.ArgumentTypeError(f"{text} is a folder: name a file")
