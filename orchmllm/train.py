@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import signal
+import sys
 import traceback
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -71,6 +73,7 @@ def run_rank(recipe: Recipe, world: launch.World, work: Callable[[HangWatchdog],
 
     # At once: a rank that waits in a collective would not get to see a KeyboardInterrupt.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
+    sys.stdin = Path(os.devnull).open()  # a package that asks would wait, and all ranks with it
     with ExitStack() as stack:
         try:
             store = stack.enter_context(launch.process_group(world, recipe.launch.timeout_s))

@@ -8,6 +8,7 @@ import functools
 import re
 import textwrap
 from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 from typing import NoReturn
 
 from orchmllm.data.storage.clients import StorageError
@@ -35,6 +36,18 @@ def at_least(least: int) -> Callable[[str], int]:
             raise argparse.ArgumentTypeError(f"{text}: must be at least {least} and below 2**63")
         return int(text)
     return number
+
+
+def new_file(text: str) -> Path:
+    """The type of an option that names a file to write, so that what cannot be written is refused
+    before minutes of work. Raises ArgumentTypeError."""
+    path = Path(text)
+    if path.is_dir():
+        raise argparse.ArgumentTypeError(f"{text} is a folder: name a file")
+    if not path.parent.is_dir():
+        raise argparse.ArgumentTypeError(f"{text}: {path.parent} is no folder; make it, or name "
+                                         "another")
+    return path
 
 
 def add_options(to: argparse._ActionsContainer, options: Sequence[tuple]) -> None:

@@ -56,15 +56,17 @@ class RunConfig:
         return Path(self.dir)
 
     def conflicts(self) -> Iterator[Conflict]:
-        """run.resume: a path has to exist; run.dir cannot be empty; run.trackers: known ones, whose
-        packages are installed."""
-        for name in self.trackers:
+        """run.resume: a path has to exist; run.dir cannot be empty; run.trackers: known ones, once,
+        whose packages are installed."""
+        for name in dict.fromkeys(self.trackers):
             if name not in TRACKERS:
                 yield Conflict(("trackers",), did_you_mean(name, TRACKERS)
                                + f"choose of {', '.join(TRACKERS)}")
             elif importlib.util.find_spec(name) is None:
                 yield Conflict(("trackers",), f"the package {name} is not installed: pip install "
                                f"{name}, or leave it out")
+            elif self.trackers.count(name) > 1:
+                yield Conflict(("trackers",), f"{name} is there twice: name it once")
         if not self.dir.strip():
             yield Conflict(("dir",), "give a folder")
         if self.resume not in ("auto", "never") and not Path(self.resume).exists():

@@ -91,6 +91,11 @@ def dump(tree: Any) -> str:
     return yaml.dump(tree, Dumper=Dumper, sort_keys=False, width=10**9, allow_unicode=True)
 
 
+def quoted(text: str) -> str:
+    """Text as a value on one line, whatever characters it has."""
+    return yaml.dump(text, Dumper=Dumper, default_style='"', width=10**9, allow_unicode=True)[:-1]
+
+
 def parse(data: bytes | str, at_line: int = 0) -> Any:
     """The document's value, with Section for its mappings; None if it is empty. at_line: of every
     key, 0: as it is written. Raises YamlProblem."""

@@ -13,12 +13,11 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from textwrap import wrap
 
 import numpy as np
 
-from orchmllm.cli.options import in_one_line, recipe_parser
+from orchmllm.cli.options import in_one_line, new_file, recipe_parser
 from orchmllm.config.balance import BalanceConfig
 from orchmllm.config.job import check_world, resolve
 from orchmllm.config.recipe import Recipe, read_recipe
@@ -188,7 +187,7 @@ def _sizes(recipe: Recipe, world_size: int) -> list[tuple[int, int, int]]:
 def main(argv: list[str]) -> int:
     parser = recipe_parser("papers ablations", __doc__, (
         ("--ranks", 0, "number of ranks; 0: a table at 128 and one at 2560"),
-        ("--json", Path, "also write what was found")))
+        ("--json", new_file, "also write what was found")))
     cluster_options(parser)
     args = parser.parse_recipe(argv)
     loaded, hardware = read_recipe(args.recipe, args.overrides), cluster_of(args)

@@ -103,10 +103,10 @@ ASSIGN: Mapping[str, Callable[[BatchLayout, PlanSpec], StepPlan]] = {
 
 @dataclass(frozen=True)
 class Result:
-    """A scheme over some steps. imbalance: phase -> slowest rank over mean; over_perfect: time of
-    the steps over that of the same work spread evenly; moved_mb, internode_mb: per rank and step;
-    dropped: share of the examples; length_cv: standard deviation of the steps' mean length over its
-    mean; steps."""
+    """A scheme over some steps. imbalance: phase -> slowest rank over mean, 0 where there is
+    nothing to do; over_perfect: time of the steps over that of the same work spread evenly;
+    moved_mb, internode_mb: per rank and step; dropped: share of the examples; length_cv: standard
+    deviation of the steps' mean length over its mean; steps."""
 
     imbalance: Mapping[str, float]
     over_perfect: float
@@ -158,7 +158,8 @@ def scheme_table(results: Mapping[str, Result]) -> str:
     out = [f"{'scheme':<17} {'vision':>7} {'audio':>7} {'llm':>7} {'step':>7} {'MB moved':>9} "
            f"{'between nodes':>13} {'dropped':>8} {'length cv':>9}  what"]
     for name, r in results.items():
-        phases = " ".join(f"{r.imbalance[p]:>7.3f}" for p in PHASES)
+        shown = [f"{x:.3f}" if (x := r.imbalance[p]) else "-" for p in PHASES]
+        phases = " ".join(f"{text:>7}" for text in shown)
         out.append(f"{name:<17} {phases} {r.over_perfect:>7.3f} {r.moved_mb:>9.1f} "
                    f"{r.internode_mb:>13.1f} {r.dropped:>8.2%} {r.length_cv:>9.4f}  "
                    f"{SCHEMES[name].paper}")

@@ -7,7 +7,7 @@
 `settings` is everything that an attempt is compared by: the whole resolved recipe by its dotted
 keys, `content.` what the data and the tokenizer are, `versions.` and `world.`. `changed` is what
 differs from the attempt before in the folder, `resumed_from.changed` what differs from the attempt
-that wrote the checkpoint. An attempt without a second line was killed, or ended by another rank.
+that wrote the checkpoint. An attempt without a second line was killed.
 
 `init_from`, with the fields of `resumed_from`, is there where the weights of another run's
 checkpoint were read (run.init_from).
@@ -22,7 +22,7 @@ from __future__ import annotations
 import json
 import platform
 import socket
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
 from datetime import UTC, datetime
@@ -87,19 +87,25 @@ def read_attempts(folder: Path) -> list[dict]:
 
 
 @contextmanager
-def recorded(folder: Path, attempt: dict) -> Iterator[None]:
-    """Writes that an attempt starts, and how it ends, to the attempts of a run folder. Raises
-    ValueError if that cannot be opened; a line that cannot be written is warned about."""
-    lines = JsonLines(folder / NAME, synced=True)
+def recorded(folder: Path, attempt: dict) -> Iterator[Callable[[str], None]]:
+    """Writes that an attempt starts, and how it ends, to the attempts of a run folder; gives what
+    writes the end of one that hangs, from another thread. Raises ValueError if the file cannot be
+    opened; a line that cannot be written is warned about."""
+    lines, once = JsonLines(folder / NAME, synced=True), iter((True,))
     lines.write({"attempt": attempt["attempt"], "started": _now(), **attempt})
     how = "finished"
+
+    def end(how: str) -> None:
+        if next(once, False):
+            lines.write({"attempt": attempt["attempt"], "ended": how, "at": _now()})
+
     try:
-        yield
+        yield end
     except BaseException as error:
         how = f"{type(error).__name__}: {error}"
         raise
     finally:
-        lines.write({"attempt": attempt["attempt"], "ended": how, "at": _now()})
+        end(how)
         lines.close()
 
 

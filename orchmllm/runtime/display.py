@@ -19,7 +19,7 @@ from tqdm import tqdm
 
 from orchmllm.config.recipe import RunConfig
 from orchmllm.launch import drop_output, say
-from orchmllm.plan.gain import Gain, describe
+from orchmllm.plan.gain import Gain, describe, slowest_costs
 from orchmllm.runtime.log_schema import METRICS, NUMBERS
 from orchmllm.runtime.trackers import Trackers
 
@@ -35,11 +35,10 @@ CLEAR = "\x1b[J"
 
 class RunDisplay:
     """start, step after step, finish; close in any case. shows: false on all ranks but one, where
-    every method does nothing.
-"""
+    every method does nothing. patience_s: that close may take."""
 
-    def __init__(self, run: RunConfig, *, shows: bool = True) -> None:
-        self._run, self._shows = run, shows
+    def __init__(self, run: RunConfig, *, shows: bool = True, patience_s: float = math.inf) -> None:
+        self._run, self._shows, self._patience_s = run, shows, patience_s
         self.stop_signal = 0
         self._totals = Totals()
         self._draws = False
@@ -56,7 +55,7 @@ class RunDisplay:
         self._started_at = self._stepped_at = time.perf_counter()
         if not self._shows:
             return
-        self._trackers = Trackers(self._run, self.note)
+        self._trackers = Trackers(self._run, self.note, self._patience_s)
         self._draws = _width() > 0
 
     def step(self, row: dict) -> None:
@@ -173,6 +172,7 @@ class Totals:
         self.bytes = {"moved_bytes": 0, "internode_bytes": 0}
         # phase -> cost of the slowest rank before, after, and of the mean rank
         self.cost = defaultdict(partial(np.zeros, 3))
+        self._balanced = np.zeros(2)  # cost before and after of the steps that are balanced
         self.gains: list[Gain] = []
 
     def add(self, row: dict) -> None:
@@ -188,7 +188,9 @@ class Totals:
         if gain := (row["measured"] or {}).get("gain"):
             self.gains.append(Gain(**gain))
         phases = row["phases"]
-        self.num_unbalanced += any(p["imbalance_before"] > 1.05 for p in phases.values())
+        if not row["as_sampled"]:  # for balance.measure_every
+            self._balanced += slowest_costs(phases)
+            self.num_unbalanced += any(p["imbalance_before"] > 1.05 for p in phases.values())
         for phase, stats in phases.items():
             self.cost[phase] += stats["mean_cost_kflop"] * np.array(
                 [stats["imbalance_before"], stats["imbalance_after"], 1.0])
@@ -197,7 +199,7 @@ class Totals:
 
     def saved(self) -> float:
         """Share of the phases' time that balancing saved, by the cost model; 0 without any cost."""
-        before, after, _ = sum(self.cost.values(), np.zeros(3))
+        before, after = self._balanced
         return float(1 - after / before) if before else 0.0
 
     def gain(self) -> str:

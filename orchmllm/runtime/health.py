@@ -38,6 +38,7 @@ from orchmllm.runtime.stall_report import (
 
 _LIBRARIES = (sysconfig.get_path("stdlib"), "<frozen")
 LATE_S = 30.0  # that the other ranks may take to start before one is named
+DISK_S = 10.0  # for what is left in the run folder, whose disk may hang, too
 GRACE_S = 4.0  # for a rank to end by itself after another one failed
 CURABLE = (OSError, ValueError)  # the message says what to do; other errors need a traceback
 # Of torch.compile, in the forward pass and where the backward pass is compiled.
@@ -72,6 +73,7 @@ class HangWatchdog:
         self._main = threading.get_ident()
         self._done = threading.Event()
         self.clock: PhaseClock | None = None
+        self.record: Callable[[str], None] | None = None  # how the run ends; of one rank
         self.step, self.example_ids = 0, []
         self._thread = threading.Thread(target=self._run, name="orchmllm-watch", daemon=True)
         self._thread.start()
@@ -179,9 +181,11 @@ class HangWatchdog:
             if error:
                 with contextlib.suppress(RuntimeError):  # the store may be what was lost
                     self._store.set(f"read{self.rank}", "")
-                if error.startswith(_STALL):  # at once: a lost connection may soon end this rank
-                    self._leave_stacks()
+                stalls = error.startswith(_STALL)
+                if stalls:  # at once: a lost connection may soon end this rank
+                    self._leave(error, stacks=True)
                 if not self._done.wait(GRACE_S):
+                    self._leave(error, stacks=False)
                     self._exit_now(1, f"error: {error}")
                 return
 
@@ -220,6 +224,19 @@ class HangWatchdog:
         """Whether this rank is in torch.compile, which may take minutes."""
         return any(frame.f_code.co_filename.endswith(_COMPILERS)
                    for top in sys._current_frames().values() for frame in _stack(top))
+
+    def _leave(self, error: str, stacks: bool) -> None:
+        """Records how the run ends, if this rank does, and leaves stacks; waits for DISK_S at most.
+        """
+        def leave() -> None:
+            if self.record is not None:
+                self.record(error)
+            if stacks:
+                self._leave_stacks()
+
+        writing = threading.Thread(target=leave, daemon=True)
+        writing.start()
+        writing.join(DISK_S)
 
     def _leave_stacks(self) -> None:
         recorder = "nccl" if dist.get_backend() == "nccl" else "fr"  # each backend has its own

@@ -147,9 +147,9 @@ class RunCheckpoints(Checkpointer):
         error.saves, self.saved = False, None
         raise error
 
-    def attempt(self, *, trains: bool) -> AbstractContextManager[None]:
+    def attempt(self, *, trains: bool) -> AbstractContextManager[Callable[[str], None] | None]:
         """Within it the attempt runs: its start and its end are recorded in the run folder, unless
-        it has nothing to do. trains: whether a step is left."""
+        it has nothing to do; see recorded. trains: whether a step is left."""
         writes = trains and self.rank == 0
         return recorded(self._recipe.run.folder, self._attempt) if writes else nullcontext()
 

@@ -128,6 +128,16 @@ def check_folder(folder: Path) -> None:
         os.close(descriptor)  # and with it the lock
 
 
+def is_locked(folder: Path) -> bool:
+    """Whether a run writes the folder, as far as this process may find out."""
+    path = folder / NAME
+    try:
+        check_folder(folder)
+    except FolderInUse:
+        return True
+    return path.exists() and not os.access(path, os.W_OK)
+
+
 def _sign(descriptor: int) -> None:
     holder = {"host": socket.gethostname(), "pid": os.getpid()}
     os.ftruncate(descriptor, 0)

@@ -57,7 +57,9 @@ class Trainer(StepTrainer):
         self.progress = self.checkpointer.resume() or self.progress
         owed = self._owed()
         works = bool(owed) or self.progress.step < num_steps
-        with self.checkpointer.attempt(trains=works):
+        with self.checkpointer.attempt(trains=works) as end:
+            if self.watch is not None:
+                self.watch.record = end
             if works:
                 self._train(num_steps, owed)
             self._finish()

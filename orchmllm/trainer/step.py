@@ -73,7 +73,8 @@ class StepTrainer:
         watch: HangWatchdog | None = None, on_step: Callable[[Step, dict], None] | None = None,
     ) -> None:
         self.recipe, self.world, self.watch, self.on_step = recipe, world, watch, on_step
-        self.display = RunDisplay(recipe.run, shows=world.rank == 0)
+        self.display = RunDisplay(recipe.run, shows=world.rank == 0,
+                                  patience_s=recipe.launch.stall_timeout_s / 2)
         self._log = self.display.note
         self.device = device_of(world)
         self._gather, self._send = (partial(f, device=self.device) for f in (

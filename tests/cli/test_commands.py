@@ -64,7 +64,11 @@ def test_versions(capsys):
     (["report", "runs/x", "--gpu", "h200"], "--gpu has no effect without --score"),
     (["report", "runs/x", "--mix", "omni"], "--mix has no effect without --score"),
     (["generate", "runs/x", "What?", "--steps", "9"], "--steps has no effect without --out"),
-    (["generate", "runs/x", "What?", "--out", "nowhere/x.png"], "nowhere is no folder"),
+    *((argv.split(), f"argument {argv.split()[-2]}: {said}") for command in (
+        "generate x What? --out", "dry-run r.yaml --json", "plan job r.yaml --ranks 2 --out",
+        "papers ablations r.yaml --json") for argv, said in (
+            (f"{command} nowhere/x", "nowhere/x: nowhere is no folder; make it, or name another"),
+            (f"{command} .", ". is a folder: name a file"))),
     (["compose", "--llm", "a", "--vision", "b", "--out", "c", "--audio-packed"],
      "--audio-packed has no effect without --audio"),
     (["compose", "--llm", "a", "--audio", "b", "--out", "c", "--max-pixels", "9"],

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import socket
+import sys
 from pathlib import Path
 
 import pytest
@@ -183,7 +184,7 @@ def test_ranks_from_srun():
 
 def test_a_port_that_is_taken_is_named(monkeypatch, capsys):
     for owner, name, value in ((os, "environ", dict(os.environ)), (launch, "_had_group", False),
-                               (signal, "signal", print)):  # which a rank changes
+                               (signal, "signal", print), (sys, "stdin", sys.stdin)):  # which a rank changes
         monkeypatch.setattr(owner, name, value)
     with socket.socket() as taken:
         taken.bind(("0.0.0.0", 0))

@@ -10,6 +10,7 @@ from orchmllm.papers import disttrain, omnibal
 from orchmllm.papers.advice import ratio, rows
 from orchmllm.papers.fact import Printed
 from orchmllm.papers.reproduce import main as reproduce
+from orchmllm.papers.schemes import SCHEMES, Result, scheme_table
 from tests.papers.modules import plan_bytes
 
 
@@ -35,6 +36,13 @@ def test_few_combinations_are_tried_at_1296_gpus(monkeypatch):
         self, dp, *a))
     disttrain.plan("72B", 1296, 1920)
     assert len(opened) <= 16
+
+
+def test_a_phase_with_nothing_to_do_is_not_balanced():
+    name = next(iter(SCHEMES))
+    imbalance = {"vision": 0.0, "audio": 0.0, "llm": 1.25}
+    table = scheme_table({name: Result(imbalance, 1.1, 0.0, 0.0, 0.0, 0.5, 2)})
+    assert table.splitlines()[1].split()[:5] == [name, "-", "-", "1.250", "1.100"]
 
 
 def test_verdict_follows_the_link():

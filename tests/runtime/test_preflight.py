@@ -30,6 +30,7 @@ PROBLEMS = {
     f"data.path=FOLDER/{'x' * 300}.jsonl": "File name too long",
     "run.trackers=[tensorboard]": "run.trackers = ('tensorboard',): the package tensorboard is "
                                   "not installed: pip install tensorboard, or leave it out",
+    "run.trackers=[wandb,wandb]": "run.trackers = ('wandb', 'wandb'): wandb is there twice: ",
     "run.trackers=[wand]": "run.trackers = ('wand',): did you mean 'wandb'? choose of tensorboard",
 }
 

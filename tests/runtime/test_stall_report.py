@@ -218,3 +218,20 @@ def test_the_records_are_those_of_the_backend(backend, tmp_path, monkeypatch):
     store.wait(["read0"])
     watch.close()  # the thread writes the files before it ends
     assert (tmp_path / "flight_recorder_rank0.json").read_bytes() == backend.encode()
+
+
+@pytest.mark.parametrize("hangs", [False, True], ids=["", "the disk hangs"])
+@pytest.mark.parametrize("error", ["no progress for 600 s", "rank 1 failed"])
+def test_the_rank_that_records_how_a_run_ends_writes_it_before_it_ends(error, hangs, tmp_path,
+                                                                       monkeypatch):
+    monkeypatch.setattr(health, "GRACE_S", 0.0)
+    monkeypatch.setattr(health, "DISK_S", 0.01 if hangs else 60.0)
+    monkeypatch.setattr(dist, "get_backend", lambda: "gloo")
+    said, ended = [], threading.Event()
+    watch = HangWatchdog(dist.HashStore(), 0, 1, folder=tmp_path, stall_timeout_s=600, poll_s=0.01,
+                         exit_now=lambda code, text: (said.append(text), ended.set()))
+    watch.record = lambda text: ended.wait() if hangs else said.append(text)
+    watch.post(error)
+    assert ended.wait(60)
+    watch.close()
+    assert dict.fromkeys(said) == dict.fromkeys([error] * (not hangs) + [f"error: {error}"])

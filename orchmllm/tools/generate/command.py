@@ -22,7 +22,7 @@ from pathlib import Path
 
 from PIL import Image
 
-from orchmllm.cli.options import command_parser, in_one_line
+from orchmllm.cli.options import command_parser, in_one_line, new_file
 from orchmllm.data.media.headers import audio_header, image_header
 from orchmllm.data.media.medium import MediaError, Medium, RowError, VideoSampling
 from orchmllm.data.media.video import expand
@@ -37,7 +37,7 @@ def main(argv: list[str]) -> int:
         ("--temperature", 0.0, "tokens are drawn; 0: the most likely one is taken"),
         ("--top-p", 1.0, "tokens are drawn from those of so much probability"),
         ("--seed", 0, "of what is drawn"),
-        ("--out", Path, "the answer's image; several are numbered"),
+        ("--out", new_file, "the answer's image; several are numbered"),
         ("--steps", 50, "steps in which an image is made"),
         ("--guidance", 2.0, "of an image by its condition; 1: as learnt")))
     parser.usage = "%(prog)s [options] FOLDER QUESTION"
@@ -61,8 +61,6 @@ def main(argv: list[str]) -> int:
     parser.refuse_without(args, "--out", "--steps", "--guidance", "--size")
     if not math.isfinite(args.guidance):
         parser.error(f"--guidance {args.guidance}: must be a finite number")
-    if args.out and not args.out.parent.is_dir():  # before minutes of work
-        parser.error(f"--out {args.out}: {args.out.parent} is no folder; make it, or name another")
     if args.out and Image.registered_extensions().get(args.out.suffix.lower()) not in Image.SAVE:
         parser.error(f"--out {args.out}: {args.out.suffix or 'no ending'} is no format of images; "
                      "name a .png")

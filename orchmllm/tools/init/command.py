@@ -14,11 +14,11 @@ their texts.
 
 from __future__ import annotations
 
-import json
 import shutil
 from pathlib import Path
 
 from orchmllm.cli.options import command_parser, in_one_line
+from orchmllm.config.strict_yaml import quoted
 
 RECIPES = next(path for path in (Path(__file__).parents[2] / "recipes",
                                  Path(__file__).parents[3] / "recipes") if path.is_dir())
@@ -79,7 +79,7 @@ def write_demo(folder: Path, out: Path, generate: bool) -> None:
     text = (RECIPES / "demo.yaml").read_text(encoding="utf-8")
     for key, value, own in (("dir", "runs/demo", folder / "run"), ("path", "demo_data", folder),
                             ("config", "demo_data/model", folder / "model")):
-        text = text.replace(f"  {key}: {value}", f"  {key}: {json.dumps(str(own))}")
+        text = text.replace(f"  {key}: {value}", f"  {key}: {quoted(str(own))}")
     out.write_text(text, encoding="utf-8")
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -13,6 +12,7 @@ import numpy as np
 
 from orchmllm.config.job import resolve
 from orchmllm.config.recipe import DataConfig, Recipe, SourceConfig, load_recipe
+from orchmllm.config.strict_yaml import quoted
 from orchmllm.data.formats.conversation import media_of
 from orchmllm.data.formats.open import DataSource, index_path, open_source
 from orchmllm.data.lengths import LengthReader
@@ -120,8 +120,8 @@ def write_recipe(path: str, models: Mapping[str, Path], out: Path, trained: Path
         f"{share:.0%} are {name}" for name, code in MODALITIES.items()
         if (share := every.num_tokens[every.modality == code].sum() / every.num_tokens.sum())) + "."
     values = {
-        "source": source, "lengths": lengths, "shares": shares, "machine": machine,
-        "run": json.dumps(f"runs/{Path(source.name).stem}"), "path": json.dumps(path),
+        "source": quoted(str(source)), "lengths": lengths, "shares": shares, "machine": machine,
+        "run": quoted(f"runs/{Path(source.name).stem}"), "path": quoted(path),
         "rows": rows, "model": model, "held_out": min(64, rows // 10),
         "lr": "1e-5" if model.startswith("pretrained") else "1e-3"}
     out.write_text(TEXT.format(**values, batch=1, why="", steps=1, examples=1, sample=0, save=0),
@@ -142,13 +142,13 @@ def _model(source: DataSource, some: Sequence[int], models: Mapping[str, Path], 
     """(The folder of the model, where its tokenizer is from, what the recipe says of it). Raises
     ValueError."""
     if whole := models.get(""):
-        return whole, f"processor of {whole}", WHOLE.format(folder=json.dumps(str(whole)))
+        return whole, f"processor of {whole}", WHOLE.format(folder=quoted(str(whole)))
     if "llm" in models:
         parts = Parts(models["llm"], models.get("vision"), models.get("audio"))
         compose(parts, made)
         return made, f"tokenizer of {models['llm']}, parts composed in {made}", COMPOSED.format(
             key="pretrained" if (made / PARTS).is_file() else "config",
-            folder=json.dumps(str(made)), parts=", ".join(map(str, models.values())))
+            folder=quoted(str(made)), parts=", ".join(quoted(str(p)) for p in models.values()))
     texts, kinds = [], set()
     for row in some:
         try:
@@ -162,7 +162,7 @@ def _model(source: DataSource, some: Sequence[int], models: Mapping[str, Path], 
     vision = machine.encoder if VISION in kinds else () if kinds else UNUSED
     write_drawn(shapes(machine.llm, vision, machine.encoder if AUDIO in kinds else (),
                        vocab_size=size), tokenizer.path, made, machine.max_side)
-    return made, f"{told}\nmodel {made}", DRAWN.format(folder=json.dumps(str(made)))
+    return made, f"{told}\nmodel {made}", DRAWN.format(folder=quoted(str(made)))
 
 
 def _tokenizer(source: DataSource, texts: Sequence[str], path: Path

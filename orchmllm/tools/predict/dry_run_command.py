@@ -10,9 +10,8 @@ Exit code: 0 it fits, 2 it does not, or cannot run.
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
-from orchmllm.cli.options import in_one_line, recipe_parser
+from orchmllm.cli.options import in_one_line, new_file, recipe_parser
 from orchmllm.config.job import default_world
 from orchmllm.config.recipe import load_recipe
 from orchmllm.tools.predict.dry_run import dry_run
@@ -27,12 +26,10 @@ def main(argv: list[str]) -> int:
     parser = recipe_parser("dry-run", __doc__, (
         ("--ranks", 0, "number of ranks; 0: those that the recipe starts, or one "
          "shard group, or one node"),
-        ("--json", Path, "also write what was found")))
+        ("--json", new_file, "also write what was found")))
     cluster_options(parser)
     args = parser.parse_recipe(argv)
     recipe, hardware = load_recipe(args.recipe, args.overrides), cluster_of(args)
-    if args.json and not args.json.parent.is_dir():  # before minutes of work
-        raise ValueError(f"--json {args.json}: {args.json.parent} is no folder")
     ranks, why = args.ranks, "--ranks"
     if not ranks:
         ranks, why = default_world(recipe, hardware.ranks_per_node)

@@ -14,10 +14,9 @@ from __future__ import annotations
 import argparse
 import time
 from dataclasses import asdict
-from pathlib import Path
 from textwrap import wrap
 
-from orchmllm.cli.options import at_least, in_one_line, recipe_parser
+from orchmllm.cli.options import at_least, in_one_line, new_file, recipe_parser
 from orchmllm.config.job import resolve
 from orchmllm.config.recipe import load_recipe
 from orchmllm.plan.assign import PHASES
@@ -33,7 +32,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser = recipe_parser("plan job", __doc__, (
         ("--global-batch", at_least(0), "examples a step; 0: any (as the recipe says)"),
         ("--steps", 2, "planned for each batch size"),
-        ("--out", Path, "writes the overrides, one a line"),
+        ("--out", new_file, "writes the overrides, one a line"),
         ("--ranks", at_least(1), "GPUs of the job; has to be given")))
     cluster_options(parser)
     args = parser.parse_recipe(argv)
@@ -67,9 +66,6 @@ def main(argv: list[str]) -> int:
     """Exit code. Raises ValueError for what the search cannot take or write."""
     args, started = parse(argv), time.process_time()
     recipe, gpus = load_recipe(args.recipe, args.overrides), args.ranks
-    if args.out and not args.out.parent.is_dir():  # before the search
-        raise ValueError(f"--out {args.out}: {args.out.parent} is no folder; make it, or name "
-                         "another")
     if recipe.data.batching == "capped":
         raise ValueError(
             "data.batching is capped: data.max_batch_tokens decides what a rank holds, and the "

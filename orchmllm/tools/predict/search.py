@@ -105,8 +105,11 @@ class Search:
 
     def __post_init__(self) -> None:
         if self.global_batch % self.num_ranks:
+            given = "--global-batch"
+            if self.global_batch == self.recipe.train.global_batch_size:
+                given = "train.global_batch_size"
             raise ValueError(
-                f"--global-batch {self.global_batch} is no multiple of {self.num_ranks} GPUs: say "
+                f"{given} {self.global_batch} is no multiple of {self.num_ranks} GPUs: say "
                 f"{self.global_batch // self.num_ranks * self.num_ranks or self.num_ranks}")
         if GENERATOR in part_counts(self.recipe.model):
             raise ValueError("the model makes images, and choices for its generator are not "
@@ -290,7 +293,8 @@ class Search:
                 f"({self.allowed_by}): give more GPUs, a smaller batch or model, or a "
                 "larger balance.*.max_rank_tokens where the recipe sets one")
         found = sorted(map(self.found, fitting), key=lambda f: -f.tokens_per_s)
-        return sorted([*found, *self._by_layer(found)], key=lambda f: -f.tokens_per_s)
+        each = {f.setting: f for f in (*found, *self._by_layer(found))}  # some are both
+        return sorted(each.values(), key=lambda f: -f.tokens_per_s)
 
     def _by_layer(self, found: list[Found]) -> Iterator[Found]:
         """The first of them with other numbers of layers that recompute, as `auto` chooses them."""

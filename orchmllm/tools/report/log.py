@@ -20,6 +20,7 @@ from orchmllm.runtime.attempts import flat, read_attempts
 from orchmllm.runtime.log_schema import NUMBERS, PHASE_METRICS, SCHEMA_VERSION
 from orchmllm.runtime.metrics import LEDGERS, SAMPLES, read_rows
 from orchmllm.runtime.resumable import describe_changes
+from orchmllm.runtime.run_lock import is_locked
 
 MEASURED = ("imbalance", "slowest_s", "rank")
 COLUMNS = (
@@ -38,7 +39,8 @@ class RunLog:
     samples: lines of quarantine.jsonl and samples.jsonl. ledgers: where rows of the sources went
     (see orchmllm.data.ledger). settings: dotted key -> value of all that
     the run was started with last. changes: (step from which on, what changed). cut: the last line
-    is still being written. failed: the error that ended the last attempt, or ""."""
+    is still being written. failed: how the last attempt ended if that was no end of a run, else "".
+    """
 
     folder: Path
     steps: dict[str, np.ndarray]
@@ -84,7 +86,7 @@ def read_run(folder: Path) -> RunLog:
                          "run.dir of a run")
     if not path.is_file():
         raise ValueError(f"{folder}: no metrics.jsonl in it; give the run.dir of a run, which "
-                         "writes its first line after its first step")
+                         "writes its first line after its first step or validation")
     rows, validations, cut = _read(path)
     attempts = read_attempts(folder)  # they also have versions, host and data
     columns, restarts = _rows_that_count(dict(zip(COLUMNS, rows.T, strict=True)))
@@ -96,7 +98,7 @@ def read_run(folder: Path) -> RunLog:
         read_rows(folder / "quarantine.jsonl"), read_rows(folder / SAMPLES),
         _read_ledgers(folder / LEDGERS),
         attempts[-1]["settings"] if attempts else _recipe(folder / "recipe.yaml"),
-        _changes(attempts), cut, path.stat().st_mtime, _failed(attempts))
+        _changes(attempts), cut, path.stat().st_mtime, _failed(folder, attempts))
 
 
 def _read(path: Path) -> tuple[np.ndarray, dict[int, float | None], bool]:
@@ -186,11 +188,14 @@ def _read_ledgers(path: Path) -> list[dict]:
                          "rows of the data went") from e
 
 
-def _failed(attempts: list[dict]) -> str:
-    """The error that ended the last of them; "" where none did, or a signal."""
-    ended = attempts[-1].get("ended", "") if attempts else ""
+def _failed(folder: Path, attempts: list[dict]) -> str:
+    """How the last of them ended; "" where it is done or stopped by a signal, or still runs."""
+    ended = attempts[-1].get("ended") if attempts else "finished"
+    if ended is None:
+        return "" if is_locked(folder) else (
+            "it was started, and no end is recorded: it was killed, or its machine failed")
     by_signal = ended.startswith(("Stopped: ", "KeyboardInterrupt: "))
-    return "" if by_signal or ended == "finished" else ended
+    return "" if by_signal or ended == "finished" else f"it ended with an error ({ended})"
 
 
 def _changes(attempts: list[dict]) -> list[tuple[int, str]]:

@@ -62,9 +62,11 @@ def figures(run: RunLog) -> dict[str, tuple[float, str]]:
 
 
 def costs(run: RunLog) -> tuple[np.ndarray, np.ndarray]:
-    """Of every step: cost of the slowest ranks as sampled and as processed."""
-    return slowest_costs({p: {name: np.nan_to_num(run[f"{p}.{name}"]) for name in PHASE_METRICS}
+    """Of every step: cost of the slowest ranks as sampled and as processed; 0 where a step ran as
+    sampled for balance.measure_every."""
+    both = slowest_costs({p: {name: np.nan_to_num(run[f"{p}.{name}"]) for name in PHASE_METRICS}
                           for p in EVERY_PHASE})
+    return tuple(np.where(run["as_sampled"] == 1, 0.0, cost) for cost in both)
 
 
 def moved_bytes(run: RunLog) -> tuple[np.ndarray, np.ndarray]:
@@ -76,15 +78,15 @@ def moved_bytes(run: RunLog) -> tuple[np.ndarray, np.ndarray]:
 
 def verdict(run: RunLog) -> str:
     """What the run did, whether the log shows a problem, what balancing gave, what costs most."""
-    known = run["loss"][np.isfinite(run["loss"])]
+    known, failed = run["loss"][np.isfinite(run["loss"])], [run.failed] * bool(run.failed)
     if not len(known):
-        return (f"None of the {run.num_steps} steps has a loss that is a finite number."
-                if run.num_steps else "No step is logged yet.")
+        none = (f"None of the {run.num_steps} steps has a loss that is a finite number"
+                if run.num_steps else "No step is logged yet")
+        return "; ".join([none, *failed]) + "."
     first, last = latest(known[::-1]), latest(known)
     found, num_steps = figures(run), run.settings.get("train.num_steps")
     total = f" of {num_steps}" if num_steps else ""
-    problems = [f"it ended with an error ({run.failed})"] * bool(run.failed) + [
-        "the loss rose"] * bool(last > first) + [
+    problems = failed + ["the loss rose"] * bool(last > first) + [
         f"{name}: {found[name][0]:g}" for name in PROBLEMS if found[name][0]]
     measured, estimated = (number(run.median(f"measured.gain.{name}"), "%")
                            for name in ("measured", "predicted"))

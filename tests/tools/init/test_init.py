@@ -10,6 +10,7 @@ import pytest
 
 from orchmllm.cli import dispatch
 from orchmllm.config.recipe import load_recipe
+from orchmllm.tools.init import demo
 from tests.lib.commands import TINY, make_demo_data, python
 from tests.lib.composed import write_parts
 from tests.lib.whole_folders import write_model, write_rows
@@ -18,7 +19,7 @@ from tests.lib.whole_folders import write_model, write_rows
 @pytest.fixture
 def data(demo_corpus, tmp_path) -> Path:
     """Rows and media without a tokenizer, in a folder of their own; a row cannot be used."""
-    folder = tmp_path / "my data"
+    folder = tmp_path / "my data \U0001f600"
     shutil.copytree(demo_corpus, folder, ignore=lambda *_: [
         "tokenizer.json", "README.txt", "model"])
     with (folder / "data.jsonl").open("a") as file:
@@ -63,8 +64,10 @@ def test_what_is_there_stays_and_what_fails_leaves_nothing(data, tmp_path, capsy
     code, said = init(capsys, "--demo", data.parent)
     assert code == 2 and f"error: --demo {data.parent} is not empty: name a new folder" in said
     assert data.read_bytes() == before
-    data.write_text('{"messages": [{"role": "user", "content": "No answer."}]}\n')
     out = tmp_path / "new" / "mine.yaml"
+    code, said = init(capsys, shutil.copy(data, data.with_name("two\nlines.jsonl")), "--out", out)
+    assert code == 2 and said.endswith(": must be one line of printable characters\n")
+    data.write_text('{"messages": [{"role": "user", "content": "No answer."}]}\n')
     code, said = init(capsys, data, "--out", out)
     assert code == 2 and "1 of 1 rows that were looked at cannot be used" in said.splitlines()[-1]
     assert not list(out.parent.iterdir())
@@ -140,6 +143,14 @@ def test_what_cannot_be_used_is_one_line_and_leaves_nothing(argv, text, tmp_path
     except SystemExit as stop:
         code, said = stop.code, "".join(capsys.readouterr())
     assert code == 2 and text in said.splitlines()[-1] and not list(tmp_path.iterdir())
+
+
+def test_the_recipe_of_the_demo_names_its_folder_whatever_it_is_called(tmp_path, capsys,
+                                                                      monkeypatch):
+    monkeypatch.setattr(demo, "make_corpus", lambda out, generate: out.mkdir())
+    folder = tmp_path / "\U0001f600"
+    assert init(capsys, "--demo", folder)[0] == 0
+    assert load_recipe(folder / "recipe.yaml").data.path == str(folder)
 
 
 @pytest.mark.slow

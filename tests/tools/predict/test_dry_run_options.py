@@ -209,8 +209,6 @@ def test_wrong_options_are_one_line(tmp_path, own):
         lines.write_text(row, encoding="utf-8")
         code, _, told = own("--lengths", str(lines))
         assert code == 2 and f"--lengths {lines}" in told and says in told, told
-    code, _, told = own("--json", str(tmp_path / "no" / "r.json"))
-    assert code == 2 and "no/r.json" in told and told.count("\n") == 1
 
 
 def test_a_measured_file_is_whole_and_replaces_the_assumed_shares(tmp_path, own):

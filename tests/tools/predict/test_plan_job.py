@@ -113,6 +113,8 @@ def test_the_command(tmp_path, capsys):
     recipe = load_recipe(path, overrides)  # as train takes them
     assert recipe.train.batch_size * recipe.train.accumulation_steps == 16
     assert "\n  ".join(overrides) in said.out
+    table = said.out.partition("(vision/audio/llm):\n")[2].partition("\n\n")[0].splitlines()
+    assert len(table) > 3 and len(set(table)) == len(table)
 
 
 def test_one_shard_of_all_ranks_is_named_where_shards_balance(tmp_path):
@@ -124,14 +126,14 @@ def test_one_shard_of_all_ranks_is_named_where_shards_balance(tmp_path):
 
 
 @pytest.mark.parametrize("args, says", [
-    (["--ranks", "8", "--global-batch", "12"], "say 8"),
+    (["--ranks", "8", "--global-batch", "12"], "--global-batch 12 is no multiple of 8 GPUs: say "),
+    (["--ranks", "4", "train.global_batch_size=30"],
+     "train.global_batch_size 30 is no multiple of 4 GPUs: say 28"),
     (["--ranks", "1", "fsdp.memory_gb=5"], "nothing fits 1 GPUs of 5.0 GB (fsdp.memory_gb)"),
     (["--ranks", "8", "--gpu", "h1"], "choose one of h100-sxm"),
     (["--ranks", "8", "--network", "nan"], "--network nan"),
-    (["--ranks", "1", "--out", "/no/x", "fsdp.memory_gb=5"], "--out /no/x: /no is no folder"),
 ])
 def test_what_cannot_be_is_one_line(args, says, capsys):
-    """Where nothing fits either, what is wrong with the options comes first."""
     assert main([str(RECIPES / "mllm_1gpu.yaml"), "--steps", "1", *args]) == 2
     told = capsys.readouterr().err
     assert told.startswith("error: ") and says in told and told.count("\n") == 1

@@ -14,7 +14,7 @@ from orchmllm.cli import dispatch
 from orchmllm.config.balance import BalanceConfig
 from orchmllm.config.recipe import RunConfig
 from orchmllm.plan.assign import PHASES
-from orchmllm.runtime import metrics
+from orchmllm.runtime import metrics, run_lock
 from orchmllm.runtime.display import Totals
 from orchmllm.tools.report.log import read_run
 from orchmllm.tools.report.svg import MAX_POINTS, number, thin
@@ -54,6 +54,9 @@ def test_a_run_that_was_killed_and_is_still_written(tmp_path):
 
 def test_figures_are_those_of_the_rows(tmp_path):
     rows = [measured_row(s) for s in range(4)]
+    rows.append(measured_row(4, as_sampled=True))  # which is no step that balancing made shorter
+    for stats in rows[-1]["phases"].values():
+        stats["imbalance_after"] = stats["imbalance_before"]
     totals = Totals()
     for row in rows:
         totals.add(row)
@@ -65,7 +68,7 @@ def test_figures_are_those_of_the_rows(tmp_path):
         row.update(update_s=0.02, waiting_s=0.3, core_wait_s=0.25, logging_s=0.001)
     page = report(write(tmp_path / "run", rows))[1]
     assert "Not measured: set balance.measure_every." in page.text
-    assert page.text.count("4 steps are done, and the loss went from 2 to 2; the log shows no "
+    assert page.text.count("5 steps are done, and the loss went from 2 to 2; the log shows no "
                            "problem; balancing saved an estimated 55.0% of the phases' time; the "
                            "largest part of a step is waiting for a core, 49.9%.") == 1
     for part in ("vision 50 ms", "exchange 10 ms", "data wait 5 ms", "update 20 ms",
@@ -198,19 +201,26 @@ def test_the_file_that_cannot_be_read_is_named(tmp_path, capsys):
     assert "File name too long" in error and "report.html" not in error
 
 
+@pytest.mark.parametrize("steps", [4, 0])
 @pytest.mark.parametrize("ended, told", [
     ("NonFiniteError: step 1: loss nan", "it ended with an error (NonFiniteError: step 1: loss"),
     ("Stopped: stopped on request", "the log shows no problem"),
-    ("finished", "the log shows no problem"), ("", "the log shows no problem")])
-def test_an_error_that_ended_a_run_is_told(ended, told, tmp_path):
-    folder = write(tmp_path / "run", [measured_row(s) for s in range(4)])
+    ("finished", "the log shows no problem"), ("", "it was started, and no end is recorded")])
+def test_an_error_that_ended_a_run_is_told(ended, told, steps, tmp_path, monkeypatch):
+    """Also one before the first step."""
+    folder = write(tmp_path / "run", [measured_row(s) for s in range(steps)])
     lines = [{"attempt": 1, "settings": {}, "resumed_from": None, "changed": {}}]
     lines += [{"attempt": 1, "ended": ended}] if ended else []
     (folder / "attempts.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    assert told in report(folder)[1].text
+    assert (told if steps or "ended" in told else "No step is logged yet") in (
+        report(folder)[1].text)
+    monkeypatch.setattr(run_lock, "_lock", lambda *_: False)  # another process has it
+    (folder / "run.lock").write_text("")
+    assert ended or "no end is recorded" not in report(folder)[1].text
     lines += [{**lines[0], "attempt": 2}, {"attempt": 2, "ended": "finished"}]
     (folder / "attempts.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    assert "the log shows no problem" in report(folder)[1].text
+    text = report(folder)[1].text
+    assert "it ended with an error" not in text and "no end is recorded" not in text
 
 
 def test_steps_without_an_update_are_counted_once(tmp_path):
