@@ -183,8 +183,9 @@ def test_ranks_from_srun():
 
 
 def test_a_port_that_is_taken_is_named(monkeypatch, capsys):
-    for owner, name, value in ((os, "environ", dict(os.environ)), (launch, "_had_group", False),
-                               (signal, "signal", print), (sys, "stdin", sys.stdin)):  # which a rank changes
+    for owner, name, value in (  # which a rank changes
+            (os, "environ", dict(os.environ)), (launch, "_had_group", False),
+            (signal, "signal", print), (sys, "stdin", sys.stdin)):
         monkeypatch.setattr(owner, name, value)
     with socket.socket() as taken:
         taken.bind(("0.0.0.0", 0))
