@@ -36,6 +36,30 @@ def _orders(count: int, window: int, *key: int) -> Callable[[int], np.ndarray]:
     return lru_cache(maxsize=2)(lambda epoch: shuffled(count, window, [*key, epoch]))
 
 
+def split_rows(sources: Sequence, num_validation: int) -> tuple[Sequence[int], Sequence[int]]:
+    """(training, validation) dataset indices: the last rows of each source are held out, in
+    proportion to its size. sources: orchmllm.data.formats.open.DataSource. Raises ValueError if
+    that leaves no row to train on, also of one source that has a weight."""
+    bounds = np.cumsum([0, *map(len, sources)])
+    total = int(bounds[-1])
+    if num_validation < 0 or total - num_validation < 1:
+        raise ValueError(
+            f"data.num_validation = {num_validation}: the data have {total} rows, of which at "
+            f"most {total - 1} can be held out")
+    if len(sources) == 1:  # ranges take no memory
+        return range(total - num_validation), range(total - num_validation, total)
+    held = np.diff(np.floor(bounds * (num_validation / total) + 0.5).astype(int))
+    stops = bounds[1:] - held
+    for k in np.flatnonzero(stops == bounds[:-1]).tolist():
+        if weight := sources[k].config.weight:
+            raise ValueError(
+                f"data.num_validation = {num_validation} holds out all {held[k]} rows of "
+                f"{sources[k].config.path}, but data.sources[{k}].weight is {weight:g}: lower "
+                "data.num_validation, or leave the source out")
+    train = np.concatenate(list(map(np.arange, bounds[:-1], stops)))
+    return train, np.concatenate(list(map(np.arange, stops, bounds[1:]))).tolist()
+
+
 class _Sampler:
     """One whose batches have a fixed number of examples, by which they are divided. Raises
     ValueError for an empty batch."""
@@ -162,15 +186,11 @@ class MixtureSampler(_Sampler):
     own seeded epochs at its own pace.
 
     groups: the dataset indices of each source. batch_size: examples per step over all ranks.
-    window: see `shuffled`. Raises ValueError for an empty batch, and for a source with a weight
-    and no rows."""
+    window: see `shuffled`. Raises ValueError for an empty batch."""
 
     def __init__(self, groups: Sequence[Sequence[int]], weights: Sequence[float], batch_size: int,
                  *, seed: int = 0, window: int = 0) -> None:
         super().__init__(batch_size)
-        for k, (group, weight) in enumerate(zip(groups, weights, strict=True)):
-            if weight and not len(group):
-                raise ValueError(f"source {k + 1} has weight {weight} but no rows")
         self.groups = [np.asarray(g, np.int64) for g in groups]
         self._mixture = Mixture(weights, seed)
         self._orders = [_orders(len(g), window, seed, 2, k) for k, g in enumerate(groups)]
