@@ -13,12 +13,12 @@ from hashlib import sha256
 
 import numpy as np
 
+from orchmllm.config.data import BLOCK
 from orchmllm.config.recipe import DataConfig
 from orchmllm.plan.grouping import Groups, capped
 from orchmllm.plan.layout import VISION
 
 DEFAULTS = DataConfig()
-BLOCK = 1000  # draws after which the shares of a mixture are exact
 
 
 def shuffled(count: int, window: int, key: Sequence[int]) -> np.ndarray:
@@ -150,14 +150,12 @@ class CappedSampler:
 class Mixture:
     """Which source each draw comes from: in every block of BLOCK draws a source comes in proportion
     to its weight (largest remainder), at seeded places. A pure function of the draw's number:
-    nothing has to be remembered or replayed. Raises ValueError for a share below 1 / BLOCK."""
+    nothing has to be remembered or replayed. A recipe has no share below 1 / BLOCK."""
 
     def __init__(self, weights: Sequence[float], seed: int) -> None:
         share = np.asarray(weights, float) / np.sum(weights) * BLOCK
         counts = np.floor(share).astype(np.int64)
         counts[np.argsort(counts - share, kind="stable")[: BLOCK - counts.sum()]] += 1
-        if (counts[np.asarray(weights) > 0] == 0).any():
-            raise ValueError(f"weights {list(weights)}: each share must be at least 1/{BLOCK}")
         self.counts, self.seed = counts, seed
         self._block = lru_cache(maxsize=4)(self._draw_block)
 
