@@ -22,6 +22,7 @@ from orchmllm.data.formats.open import DataSource
 from orchmllm.data.formats.scanned import digest, sizes
 from orchmllm.data.lengths import LengthReader
 from orchmllm.data.media.medium import MediaError
+from orchmllm.data.storage.replaced import aside
 from orchmllm.plan.layout import BatchLayout
 from orchmllm.plan.rearrange import ranges
 
@@ -115,9 +116,15 @@ def index_folder(source: DataSource, reader: LengthReader, index_dir: Path) -> P
 def open_index(source: DataSource, reader: LengthReader, index_dir: Path) -> LengthIndex | None:
     """The source's index if there is one that fits it. Raises ValueError if it is damaged."""
     folder = index_folder(source, reader, index_dir)
+    wrong: Exception = OSError("it changes again and again")
+    for place in (folder, aside(folder), folder):  # another process may renew it meanwhile
+        try:
+            before = place.stat().st_ino
+            index = LengthIndex(place)
+            if place.stat().st_ino == before:  # all of its files are of the same one
+                return index
+        except (OSError, ValueError, LookupError) as error:
+            wrong = error
     if not folder.is_dir():
         return None
-    try:
-        return LengthIndex(folder)
-    except (OSError, ValueError, LookupError) as error:
-        raise ValueError(f"{folder}: damaged index ({error}); delete it") from error
+    raise ValueError(f"{folder}: damaged index ({wrong}); delete it") from wrong
