@@ -85,7 +85,10 @@ from scripts.count_code import count_parts, count_rooms, read_all
 # What clients met took +311 of the base and +46 of the tools: encoders whose gradients are reduced
 # over other ranks, that look at other items, keep values or stop gradients (+190), streams, fillers
 # and passes that failed (+45), means over padding (+30), validations that a stop cut off (+40).
-MOST = {"base": 24_830, "tools": 5_217, "papers": 1_598, "cpp": 2_100}
+# An index that is renewed beside its readers and other builds, rows that no prediction is made of,
+# and shares, empty files, dead links and ranks that are refused before a start took +58 of the base
+# and +3 of the tools.
+MOST = {"base": 24_891, "tools": 5_220, "papers": 1_598, "cpp": 2_100}
 
 
 @pytest.fixture(scope="module")

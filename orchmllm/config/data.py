@@ -201,13 +201,10 @@ class DataConfig:
         for k, source in enumerate(self.sources):
             weight, repeats = ((f"sources.{k}.{name}", f"sources.{k}.path")
                                for name in ("weight", "repeats"))
-            if total and not source.weight:
-                yield Conflict(weight, f"{source.path} would never be drawn, as other sources have "
-                               "weights: give every source a weight, or none")
-            elif total > (BLOCK + 0.5) * source.weight:
-                yield Conflict(weight, f"of {source.path} less than 1/{BLOCK} would be drawn "
-                               f"({source.weight / total:.2g} of all weights): raise it, or leave "
-                               "the source out")
+            if total > (BLOCK + 0.5) * source.weight:
+                yield Conflict(weight, f"{source.path} has {source.weight / total:.2g} of all "
+                               f"weights: give every source 1/{BLOCK} of them or more, or none a "
+                               "weight")
             if source.repeats > 1 and (total or self.streaming):
                 yield Conflict(repeats, f"repeats of {source.path} are counted in epochs of all "
                                "rows, which neither weights nor data.streaming have: use weights "

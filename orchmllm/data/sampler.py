@@ -13,8 +13,7 @@ from hashlib import sha256
 
 import numpy as np
 
-from orchmllm.config.data import BLOCK
-from orchmllm.config.recipe import DataConfig
+from orchmllm.config.data import BLOCK, DataConfig
 from orchmllm.plan.grouping import Groups, capped
 from orchmllm.plan.layout import VISION
 

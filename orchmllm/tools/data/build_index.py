@@ -57,28 +57,27 @@ def build_index(
         return None if fresh else open_index(source, reader, index_dir)
 
     old = opened()
-    if old is not None and not old.problems and not aside(folder).exists():
-        progress(len(old))
-        return old, 0
-    # Written apart and renamed: a reader sees a whole one or none.
-    with _apart(folder, fresh) as new:
-        settle(folder)
-        old = opened()  # another process may have made it meanwhile
-        if old is not None and not old.problems:
-            progress(len(old))
-            return old, 0
-        new.mkdir(exist_ok=True)
-        written = _Written(new)
-        progress(written.rows)
-        num_read = 0
-        for part, count in _parts(source, reader, index_dir, old, num_workers, written.rows):
-            written.add(part)
-            num_read += count
-            progress(len(part.counts))
-        written.close()
-        (new / JOURNAL).unlink()
-        put_in_place(new, folder)
-        return LengthIndex(folder), num_read
+    if old is None or old.problems or aside(folder).exists():
+        # Written apart and renamed: a reader sees a whole one or none.
+        with _apart(folder, fresh) as new:
+            settle(folder)
+            old = opened()  # another process may have made it meanwhile
+            if old is None or old.problems:
+                new.mkdir(exist_ok=True)
+                written = _Written(new)
+                progress(written.rows)
+                num_read = 0
+                for part, count in _parts(source, reader, index_dir, old, num_workers,
+                                          written.rows):
+                    written.add(part)
+                    num_read += count
+                    progress(len(part.counts))
+                written.close()
+                (new / JOURNAL).unlink()
+                put_in_place(new, folder)
+                return LengthIndex(folder), num_read
+    progress(len(old))
+    return old, 0
 
 
 @contextmanager
