@@ -52,9 +52,9 @@ def split_rows(sources: Sequence, num_validation: int) -> tuple[Sequence[int], S
     for k in np.flatnonzero(stops == bounds[:-1]).tolist():
         if weight := sources[k].config.weight:
             raise ValueError(
-                f"data.num_validation = {num_validation} holds out all {held[k]} rows of "
-                f"{sources[k].config.path}, but data.sources[{k}].weight is {weight:g}: lower "
-                "data.num_validation, or leave the source out")
+                f"data.sources[{k}].weight = {weight:g}: of the {len(sources[k])} rows of "
+                f"{sources[k].config.path} data.num_validation = {num_validation} holds out "
+                f"{held[k]}, so there is none to draw: lower it, or leave the source out")
     train = np.concatenate(list(map(np.arange, bounds[:-1], stops)))
     return train, np.concatenate(list(map(np.arange, stops, bounds[1:]))).tolist()
 

@@ -92,8 +92,8 @@ def test_a_weighted_source_is_not_held_out_as_a_whole(folder):
     sources = tuple(SourceConfig(path=str(folder / f"{k}.jsonl"), weight=0.5) for k in range(3))
     dataset = open_dataset(DataConfig(sources=sources), str(with_processor()), seed=0)
     assert [*map(len, dataset.split(20))] == [11, 20]
-    with pytest.raises(ValueError, match=r"num_validation = 30 holds out all 7 rows of .*0.jsonl, "
-                       r"but data.sources\[0\].weight is 0.5: lower data.num_validation"):
+    with pytest.raises(ValueError, match=r"data.sources\[0\].weight = 0.5: of the 7 rows of .*0."
+                       "jsonl data.num_validation = 30 holds out 7, so there is none to draw: low"):
         dataset.split(30)
 
 
