@@ -180,6 +180,10 @@ def main(argv: list[str]) -> int:
         launch.report_failure("\n".join(f"error: {p}" for p in problems))
         return 2
     if args.validate or args.print_config:
+        if args.validate:
+            from orchmllm.runtime.build import open_data
+
+            open_data(recipe)
         print(explain(loaded) if args.print_config else f"recipe {args.recipe}: no problems\n",
               end="")
         return 0

@@ -23,7 +23,7 @@ def in_one_line(command: Callable[[list[str]], int]) -> Callable[[list[str]], in
             return command(argv)
         except BrokenPipeError:  # as under `| head`, which is no error
             raise
-        except (ValueError, OSError, StorageError) as error:
+        except (ValueError, OSError, StorageError, MemoryError) as error:
             report_failure(f"error: {error}")
             return 2
     return answered

@@ -9,6 +9,8 @@ from dataclasses import MISSING, dataclass
 
 from orchmllm.config.schema import Conflict, key, section
 
+BLOCK = 1000  # draws after which the shares of weighted sources are exact
+
 
 @dataclass(frozen=True)
 class ColumnsConfig:
@@ -178,22 +180,32 @@ class DataConfig:
         if self.preprocess and importlib.util.find_spec("ray") is None:
             yield Conflict(("preprocess",), "the package ray is not installed: pip install ray, or "
                            "leave it out")
-        weights = [source.weight for source in self.sources]
-        if any(weights) and not all(weights):
-            yield Conflict(("sources",), "give every source a weight, or none")
-        if any(s.repeats > 1 for s in self.sources) and (any(weights) or self.streaming):
-            yield Conflict(("sources",), "repeats are counted in epochs of all rows, which neither "
-                           "weights nor data.streaming have: use weights alone")
+        yield from self._wrong_shares()
         if self.streaming and self.num_validation:
             yield Conflict(("num_validation", "streaming"),
                            "a stream holds nothing out: set it to 0")
-        capped = self.batching == "capped"
-        if capped and (self.streaming or any(weights) or self.shuffle_window):
+        capped, weighted = self.batching == "capped", any(s.weight for s in self.sources)
+        if capped and (self.streaming or weighted or self.shuffle_window):
             yield Conflict(("batching",), "forms mini-batches of all rows once: without "
                            "data.streaming, data.shuffle_window and weights (repeats can be given)")
         if capped != bool(self.max_batch_tokens) or (self.max_batch_images and not capped):
             yield Conflict(("max_batch_tokens", "batching"), "data.batching=capped needs a number "
                            "of tokens that a rank can hold, and `sample` has no caps")
-        if self.streaming and len(weights) > 1 and not any(weights):
+        if self.streaming and len(self.sources) > 1 and not weighted:
             yield Conflict(("streaming", "sources"), "needs a weight for every source: how many "
                            "rows a stream has is not known")
+
+    def _wrong_shares(self) -> Iterator[Conflict]:
+        """Of weights and repeats."""
+        total = sum(source.weight for source in self.sources)
+        for k, source in enumerate(self.sources):
+            weight, repeats = ((f"sources.{k}.{name}", f"sources.{k}.path")
+                               for name in ("weight", "repeats"))
+            if total > (BLOCK + 0.5) * source.weight:
+                yield Conflict(weight, f"{source.path} has {source.weight / total:.2g} of all "
+                               f"weights: give every source 1/{BLOCK} of them or more, or none a "
+                               "weight")
+            if source.repeats > 1 and (total or self.streaming):
+                yield Conflict(repeats, f"repeats of {source.path} are counted in epochs of all "
+                               "rows, which neither weights nor data.streaming have: use weights "
+                               "alone")

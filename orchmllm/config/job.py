@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from orchmllm.config.recipe import Recipe
 from orchmllm.plan.assign import EVERY_PHASE
 
+MOST_RANKS = 10**6  # what a plan needs of them still fits the memory of one machine
+
 
 @dataclass(frozen=True)
 class Job:
@@ -65,6 +67,8 @@ def check_world(job: Job) -> None:
     recipe, ranks, per_node, size = job.recipe, job.num_ranks, job.ranks_per_node, job.shard_size
     if ranks < 1:
         raise ValueError(f"world size {ranks}: at least one rank is needed")
+    if ranks > MOST_RANKS:
+        raise ValueError(f"world size {ranks}: ask for {MOST_RANKS:,} ranks at most")
     if ranks % size:
         raise ValueError(f"fsdp.shard_size is {size}, which does not divide the {ranks} ranks: "
                          f"start {_multiples(size, ranks)} ranks, or set it to 0 (all ranks) or a "

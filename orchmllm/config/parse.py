@@ -11,9 +11,8 @@ import dataclasses
 import difflib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, reduce
 from itertools import takewhile
-from operator import attrgetter
 from typing import Any, Generic, TypeVar
 
 from pydantic import TypeAdapter, ValidationError
@@ -196,11 +195,13 @@ def _broken_rules(section: Any, path: Path, tree: Any,
         if dataclasses.is_dataclass(value) or isinstance(value, tuple):
             yield from _broken_rules(value, (*path, name), tree, bad)
     for conflict in section.conflicts() if hasattr(section, "conflicts") else ():
-        keys = [(*path, *k.split(".")) for k in conflict.keys]
+        keys = [(*path, *(int(p) if p.isdigit() else p for p in k.split(".")))
+                for k in conflict.keys]
         if any(key[:n] in bad for key in keys for n in range(len(key) + 1)):
             continue
         given = [_find(tree, key)[0] for key in keys if _find(tree, key)[1]]
-        value = attrgetter(conflict.keys[0])(section)
+        value = reduce(lambda part, name: part[name] if isinstance(name, int) else getattr(
+            part, name), keys[0][len(path):], section)
         text = f" = {show(value)}{'' if _find(tree, keys[0])[1] else ' (default)'}"
         if not given and not value:
             text = " is missing"

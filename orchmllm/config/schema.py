@@ -43,8 +43,8 @@ class Key:
 
 
 class Conflict(NamedTuple):
-    """Values that are fine alone and wrong together. keys: relative to the section that says so;
-    the first is blamed."""
+    """Values that are fine alone and wrong together. keys: relative to the section that says so,
+    `sources.2.weight` of an item of a list; the first is blamed."""
 
     keys: tuple[str, ...]
     cure: str

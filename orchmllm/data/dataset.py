@@ -23,6 +23,7 @@ from orchmllm.data.index import LengthIndex, joined_layouts, open_index
 from orchmllm.data.lengths import MeasuredExample
 from orchmllm.data.media.medium import MediaError, Medium, printable
 from orchmllm.data.processed import ProcessedReader
+from orchmllm.data.sampler import split_rows
 from orchmllm.data.storage.remote import NOWHERE, Storage, fetch_ahead
 from orchmllm.plan.layout import BatchLayout
 
@@ -174,19 +175,8 @@ class ConversationDataset:
         return [(s, m.modality, m) for s, m in self._row(i).media_at.items()]
 
     def split(self, num_validation: int) -> tuple[Sequence[int], Sequence[int]]:
-        """(training, validation) indices: the last rows of each source are held out, in proportion
-        to its size. Raises ValueError if that leaves no row to train on."""
-        total = len(self)
-        if num_validation < 0 or total - num_validation < 1:
-            raise ValueError(
-                f"data.num_validation = {num_validation}: the data have {total} rows, of which at "
-                f"most {total - 1} can be held out")
-        if len(self.sources) == 1:  # ranges take no memory
-            return range(total - num_validation), range(total - num_validation, total)
-        held = np.diff(np.floor(self.bounds * (num_validation / total) + 0.5).astype(int))
-        stops = self.bounds[1:] - held
-        train = np.concatenate(list(map(np.arange, self.bounds[:-1], stops)))
-        return train, np.concatenate(list(map(np.arange, stops, self.bounds[1:]))).tolist()
+        """See orchmllm.data.sampler.split_rows."""
+        return split_rows(self.sources, num_validation)
 
     def _row(self, i: int) -> MeasuredExample:
         """Row i with its media; its tokens come with these where there is an index."""

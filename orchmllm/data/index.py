@@ -22,6 +22,7 @@ from orchmllm.data.formats.open import DataSource
 from orchmllm.data.formats.scanned import digest, sizes
 from orchmllm.data.lengths import LengthReader
 from orchmllm.data.media.medium import MediaError
+from orchmllm.data.storage.replaced import aside
 from orchmllm.plan.layout import BatchLayout
 from orchmllm.plan.rearrange import ranges
 
@@ -66,16 +67,20 @@ def _mapped(path: Path) -> np.ndarray:
     return np.asarray(np.memmap(path, np.int64, "r")) if path.stat().st_size else np.empty(0, int)
 
 
-def usable_rows(indexes: Sequence[LengthIndex]) -> Iterator[BatchLayout]:
-    """All usable rows of sources that follow each other, ROWS_AT_ONCE or fewer at a time."""
-    first = 0
-    for index in indexes:
-        usable = np.ones(len(index), bool)
-        usable[list(index.problems)] = False
-        for start in range(0, len(index), ROWS_AT_ONCE):
-            rows = start + np.flatnonzero(usable[start: start + ROWS_AT_ONCE])
-            yield index.layout(rows, first + rows)
-        first += len(index)
+def usable(indexes: Sequence[LengthIndex], examples: Sequence[int]) -> np.ndarray:
+    """Those of examples (n,) of sources that follow each other that can be used."""
+    firsts = np.cumsum([0, *map(len, indexes)]).tolist()
+    wrong = [first + row for first, index in zip(firsts, indexes, strict=False)
+             for row in index.problems]
+    return np.setdiff1d(examples, wrong, assume_unique=True)
+
+
+def usable_rows(indexes: Sequence[LengthIndex], examples: Sequence[int]) -> Iterator[BatchLayout]:
+    """Lengths of those that are `usable`, ROWS_AT_ONCE or fewer at a time."""
+    bounds, left = np.cumsum([0, *map(len, indexes)]), usable(indexes, examples)
+    for start in range(0, len(left), ROWS_AT_ONCE):
+        part = left[start: start + ROWS_AT_ONCE]
+        yield joined_layouts(indexes, bounds, part, [len(part)])
 
 
 def joined_layouts(
@@ -111,9 +116,15 @@ def index_folder(source: DataSource, reader: LengthReader, index_dir: Path) -> P
 def open_index(source: DataSource, reader: LengthReader, index_dir: Path) -> LengthIndex | None:
     """The source's index if there is one that fits it. Raises ValueError if it is damaged."""
     folder = index_folder(source, reader, index_dir)
+    wrong: Exception = OSError("it changes again and again")
+    for place in (folder, aside(folder), folder):  # another process may renew it meanwhile
+        try:
+            before = place.stat().st_ino
+            index = LengthIndex(place)
+            if place.stat().st_ino == before:  # all of its files are of the same one
+                return index
+        except (OSError, ValueError, LookupError) as error:
+            wrong = error
     if not folder.is_dir():
         return None
-    try:
-        return LengthIndex(folder)
-    except (OSError, ValueError, LookupError) as error:
-        raise ValueError(f"{folder}: damaged index ({error}); delete it") from error
+    raise ValueError(f"{folder}: damaged index ({wrong}); delete it") from wrong

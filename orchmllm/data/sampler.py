@@ -13,12 +13,11 @@ from hashlib import sha256
 
 import numpy as np
 
-from orchmllm.config.recipe import DataConfig
+from orchmllm.config.data import BLOCK, DataConfig
 from orchmllm.plan.grouping import Groups, capped
 from orchmllm.plan.layout import VISION
 
 DEFAULTS = DataConfig()
-BLOCK = 1000  # draws after which the shares of a mixture are exact
 
 
 def shuffled(count: int, window: int, key: Sequence[int]) -> np.ndarray:
@@ -34,6 +33,30 @@ def shuffled(count: int, window: int, key: Sequence[int]) -> np.ndarray:
 def _orders(count: int, window: int, *key: int) -> Callable[[int], np.ndarray]:
     """The order of each epoch: `shuffled` by the key and the epoch."""
     return lru_cache(maxsize=2)(lambda epoch: shuffled(count, window, [*key, epoch]))
+
+
+def split_rows(sources: Sequence, num_validation: int) -> tuple[Sequence[int], Sequence[int]]:
+    """(training, validation) dataset indices: the last rows of each source are held out, in
+    proportion to its size. sources: orchmllm.data.formats.open.DataSource. Raises ValueError if
+    that leaves no row to train on, also of one source that has a weight."""
+    bounds = np.cumsum([0, *map(len, sources)])
+    total = int(bounds[-1])
+    if num_validation < 0 or total - num_validation < 1:
+        raise ValueError(
+            f"data.num_validation = {num_validation}: the data have {total} rows, of which at "
+            f"most {total - 1} can be held out")
+    if len(sources) == 1:  # ranges take no memory
+        return range(total - num_validation), range(total - num_validation, total)
+    held = np.diff(np.floor(bounds * (num_validation / total) + 0.5).astype(int))
+    stops = bounds[1:] - held
+    for k in np.flatnonzero(stops == bounds[:-1]).tolist():
+        if weight := sources[k].config.weight:
+            raise ValueError(
+                f"data.sources[{k}].weight = {weight:g}: of the {len(sources[k])} rows of "
+                f"{sources[k].config.path} data.num_validation = {num_validation} holds out "
+                f"{held[k]}, so there is none to draw: lower it, or leave the source out")
+    train = np.concatenate(list(map(np.arange, bounds[:-1], stops)))
+    return train, np.concatenate(list(map(np.arange, stops, bounds[1:]))).tolist()
 
 
 class _Sampler:
@@ -126,14 +149,12 @@ class CappedSampler:
 class Mixture:
     """Which source each draw comes from: in every block of BLOCK draws a source comes in proportion
     to its weight (largest remainder), at seeded places. A pure function of the draw's number:
-    nothing has to be remembered or replayed. Raises ValueError for a share below 1 / BLOCK."""
+    nothing has to be remembered or replayed. A recipe has no share below 1 / BLOCK."""
 
     def __init__(self, weights: Sequence[float], seed: int) -> None:
         share = np.asarray(weights, float) / np.sum(weights) * BLOCK
         counts = np.floor(share).astype(np.int64)
         counts[np.argsort(counts - share, kind="stable")[: BLOCK - counts.sum()]] += 1
-        if (counts[np.asarray(weights) > 0] == 0).any():
-            raise ValueError(f"weights {list(weights)}: each share must be at least 1/{BLOCK}")
         self.counts, self.seed = counts, seed
         self._block = lru_cache(maxsize=4)(self._draw_block)
 
@@ -162,15 +183,11 @@ class MixtureSampler(_Sampler):
     own seeded epochs at its own pace.
 
     groups: the dataset indices of each source. batch_size: examples per step over all ranks.
-    window: see `shuffled`. Raises ValueError for an empty batch, and for a source with a weight
-    and no rows."""
+    window: see `shuffled`. Raises ValueError for an empty batch."""
 
     def __init__(self, groups: Sequence[Sequence[int]], weights: Sequence[float], batch_size: int,
                  *, seed: int = 0, window: int = 0) -> None:
         super().__init__(batch_size)
-        for k, (group, weight) in enumerate(zip(groups, weights, strict=True)):
-            if weight and not len(group):
-                raise ValueError(f"source {k + 1} has weight {weight} but no rows")
         self.groups = [np.asarray(g, np.int64) for g in groups]
         self._mixture = Mixture(weights, seed)
         self._orders = [_orders(len(g), window, seed, 2, k) for k, g in enumerate(groups)]

@@ -36,13 +36,19 @@ def build_dataset(recipe: Recipe, log: Callable[[str], object] = lambda line: No
     return dataset
 
 
-def look_at_data(recipe: Recipe, log: Callable[[str], object]) -> str:
-    """Before there are ranks: rows of each source go the whole way to a model, and ranks that start
-    here need not look again. Returns the ledgers as JSON, as many as fit. Raises ValueError."""
+def open_data(recipe: Recipe) -> ConversationDataset:
+    """The dataset of a recipe. Raises ValueError for data of which ranks could draw nothing."""
     dataset = build_dataset(recipe, seen=True)
     dataset.split(recipe.data.num_validation)  # raises what the ranks would
     if recipe.data.batching == "capped":
         check_indexed(dataset)
+    return dataset
+
+
+def look_at_data(recipe: Recipe, log: Callable[[str], object]) -> str:
+    """Before there are ranks: rows of each source go the whole way to a model, and ranks that start
+    here need not look again. Returns the ledgers as JSON, as many as fit. Raises ValueError."""
+    dataset = open_data(recipe)
     ledgers = [ledger.saved() for ledger in survey(
         dataset.sources, dataset.reader, recipe.data, log, decode=True)]
     while len(json.dumps(ledgers)) > MOST_CHARS:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import reduce
+from functools import partial, reduce
 from itertools import chain
 from typing import TYPE_CHECKING
 
@@ -253,11 +253,11 @@ class LongExamples:
     """What a run is told of its long examples, by one of its ranks (shows).
 
     When it is made: rows of an index that cannot fit. `tell`, before each step: at first the table,
-    of all rows if they are indexed, and later a line where a phase waits for one example, and
+    of all train_rows if they are indexed, and later a line where a phase waits for one example, and
     longer than before."""
 
-    def __init__(self, job: Job, spec: PlanSpec, dataset, device_bytes: float,
-                 log: Callable[[str], object], shows: bool = True) -> None:
+    def __init__(self, job: Job, spec: PlanSpec, dataset, train_rows: Sequence[int],
+                 device_bytes: float, log: Callable[[str], object], shows: bool = True) -> None:
         self._room = Room.of(job, device_bytes, MemoryModel.of(job))
         self._costs, self._place, self._log = spec.costs, dataset.name, log
         self._shows, llm = shows, job.recipe.balance.llm
@@ -266,11 +266,12 @@ class LongExamples:
             job.ranks_per_node, job.num_ranks)
         self._told: dict[str, float] = {}
         indexes = getattr(dataset, "indexes", ())
-        self._indexes = indexes if shows and None not in indexes else ()
+        self._rows = partial(usable_rows, indexes, train_rows) if (
+            shows and indexes and None not in indexes) else tuple
         self._warn()
 
     def _warn(self) -> None:
-        if lines := self._room.misfits(usable_rows(self._indexes), self._place):
+        if lines := self._room.misfits(self._rows(), self._place):
             self._log("\n".join(lines))
 
     def tell(self, step: Step, choice: Choice) -> None:
@@ -282,7 +283,7 @@ class LongExamples:
             if choice != self._room.choice:
                 self._room = replace(self._room, choice=choice)
                 self._warn()
-            found = heaviest(batches, self._costs, usable_rows(self._indexes), self._room.fits)
+            found = heaviest(batches, self._costs, self._rows(), self._room.fits)
             self._log("\n".join(table(found, self._room, self._place)))
             self._told = dict.fromkeys(EVERY_PHASE, 1.0)
         late = {p: self._costs[p] for p, figures in step.phases.items()

@@ -111,7 +111,8 @@ class StepTrainer:
         world = self.world
         gpu, device_bytes = gpu_of(self.device)
         self._peak_flops = peak_flops(gpu)
-        self.long = LongExamples(job, spec, self.dataset, device_bytes, self._log, world.rank == 0)
+        self.long = LongExamples(job, spec, self.dataset, self.train_rows, device_bytes, self._log,
+                                 world.rank == 0)
         self.memory = RunMemory(
             self.recipe, self.dataset, self.train_rows, spec, world.world_size, device_bytes,
             self.checkpointer.kept_batch, gather=self._gather, known=self.checkpointer.memory,

@@ -95,7 +95,7 @@ def test_the_console_script_is_this_command():
 
 
 @pytest.mark.parametrize("error", [ValueError("a value"), FileNotFoundError("a file"),
-                                   StorageError("a server")])
+                                   StorageError("a server"), MemoryError("an array")])
 def test_what_cannot_be_done_is_one_line(error, capsys):
     @in_one_line
     def command(argv: list[str]) -> int:

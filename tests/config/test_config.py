@@ -225,7 +225,10 @@ def test_a_list_of_sources(tmp_path):
     ("sources: [{path: a, wieght: 1}]", "line 2: data.sources[0].wieght: unknown key; did you mean "
      "'data.sources.weight'?"),
     ("sources: [{path: a}, {weight: 1}]", "data.sources[1].path is missing: A JSON"),
-    ("sources: [{path: a, weight: 1}, {path: b}]", "give every source a weight, or none"),
+    ("sources: [{path: a, weight: 1}, {path: b}]", "data.sources[1].weight = 0.0 (default): b "
+     "has 0 of all weights: give every source 1/1000 of them or more, or none a weight"),
+    ("sources: [{path: a, weight: 0.7}, {path: b, weight: 1.0e-9}]", "line 2: data.sources[1]."
+     "weight = 1e-09: b has 1.4e-09 of all weights: give"),
     ("{path: a, sources: [{path: b}]}", "give data.path or data.sources, not both"),
     ("{streaming: true, sources: [{path: a}, {path: b}]}", "needs a weight for every source"),
     ("{streaming: true, path: a, num_validation: 2}", "a stream holds nothing out: set it to 0"),

@@ -88,6 +88,15 @@ def test_a_weighted_source_comes_whole_before_it_comes_again():
             assert len({*mine[at: at + size].tolist()}) == size
 
 
+def test_a_weighted_source_is_not_held_out_as_a_whole(folder):
+    sources = tuple(SourceConfig(path=str(folder / f"{k}.jsonl"), weight=0.5) for k in range(3))
+    dataset = open_dataset(DataConfig(sources=sources), str(with_processor()), seed=0)
+    assert [*map(len, dataset.split(20))] == [11, 20]
+    with pytest.raises(ValueError, match=r"data.sources\[0\].weight = 0.5: of the 7 rows of .*0."
+                       "jsonl data.num_validation = 30 holds out 7, so there is none to draw: low"):
+        dataset.split(30)
+
+
 def test_a_window_is_shuffled_in_itself_and_windows_among_each_other():
     order = shuffled(103, 10, [0, 1])
     assert sorted(order) == list(range(103))
@@ -236,8 +245,9 @@ def test_other_lengths_of_capped_mini_batches_are_refused_on_resume(indexed, tmp
     ("{path: x, max_batch_tokens: 9}", "needs a number of tokens"),
     ("{path: x, batching: capped, max_batch_tokens: 9, streaming: true}", "forms mini-batches of"),
     ("{path: x, batching: capped, max_batch_tokens: 9, shuffle_window: 3}", "forms mini-batches"),
-    ("{sources: [{path: x, weight: 1, repeats: 2}]}", "repeats are counted in epochs"),
-    ("{sources: [{path: x, repeats: 2}], streaming: true}", "repeats are counted in epochs")])
+    ("{sources: [{path: x, weight: 1, repeats: 2}]}",
+     r"data.sources\[0\].repeats = 2: repeats of x are counted in epochs"),
+    ("{sources: [{path: x, repeats: 2}], streaming: true}", "repeats of x are counted in epochs")])
 def test_what_does_not_go_together_is_refused(tmp_path, data, said):
     (tmp_path / "r.yaml").write_text(f"data: {data}\n")
     with pytest.raises(RecipeError, match=said):

@@ -172,6 +172,7 @@ def test_a_bad_url_is_named_before_ranks_start(files, tmp_path, capsys):
                            (f"{web.url}/none.jsonl", f"no such file: '{web.url}/none.jsonl'"),
                            ("https://example.org/rows.jsonl", "is a URL that is not declared")):
             code = main([demo, "--validate", f"data.path={path}", model, root,
+                         "data.num_validation=8",
                          f"run.dir={tmp_path}/run", f"data.remote.cache={tmp_path}/cache"])
             said = capsys.readouterr().err
             assert code == (2 if text else 0) and text in said, said

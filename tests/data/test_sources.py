@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import resource
+import shutil
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 from PIL import Image
 
 from orchmllm.config.recipe import SourceConfig
+from orchmllm.data import index as index_module
 from orchmllm.data.formats.open import open_source
+from orchmllm.data.index import LengthIndex
 from orchmllm.data.media.headers import image_header
 from orchmllm.data.media.medium import MediaError
+from orchmllm.data.storage.replaced import aside, put_in_place
 from orchmllm.tools.data import build_index as build_index_module
 from orchmllm.tools.data.build_index import build_index
 from tests.data.test_safety import write_tar
@@ -71,6 +78,50 @@ def test_a_damaged_index_is_named(reader, tmp_path):
                 opened(path, reader, tmp_path)
         file.write_bytes(content)
     assert opened(path, reader, tmp_path).indexes != [None]
+
+
+def test_an_index_is_read_whole_while_it_is_renewed(reader, tmp_path, monkeypatch):
+    """What a kill leaves aside is put back, or deleted, by the next build."""
+    path = write_jsonl(tmp_path / "a.jsonl", [TEXT_ROW] * 4)
+    source = opened(path, reader, tmp_path).sources[0]
+    one = dict(source=source, reader=reader, index_dir=tmp_path / "index", num_workers=1)
+    folder = build_index(**one)[0].folder
+    old, new, read = aside(folder), tmp_path / "new", []
+    folder.rename(old)
+    assert opened(path, reader, tmp_path).indexes != [None]
+    assert build_index(**one)[1] == 0 and folder.is_dir() and not old.exists()
+    shutil.copytree(folder, old)
+    assert build_index(**one)[1] == 0 and not old.exists()
+
+    def renewed(place: Path) -> LengthIndex:
+        read.append(LengthIndex(place))
+        if not new.exists():
+            shutil.copytree(folder, new)
+            put_in_place(new, folder)
+            new.mkdir()
+        return read[-1]
+
+    monkeypatch.setattr(index_module, "LengthIndex", renewed)
+    assert opened(path, reader, tmp_path).indexes == [read[1]]
+
+
+def test_a_build_waits_for_that_of_another_process(reader, tmp_path, monkeypatch):
+    source = opened(write_jsonl(tmp_path / "a.jsonl", [TEXT_ROW] * 4), reader, tmp_path).sources[0]
+    one = dict(source=source, reader=reader, index_dir=tmp_path / "index", num_workers=1)
+    lock, waits = fcntl.flock, threading.Event()
+    monkeypatch.setattr(fcntl, "flock", lambda file, how: (
+        how == fcntl.LOCK_EX and waits.set(), lock(file, how)))
+    with ThreadPoolExecutor(1) as pool:
+        others = []
+
+        def progress(count: int) -> None:
+            if not others:
+                others.append(pool.submit(build_index, **one))
+                assert waits.wait(60)
+
+        assert build_index(**one, progress=progress)[1] == 4
+        assert others[0].result()[1] == 0
+    assert not [*(tmp_path / "index").glob("*.part")]
 
 
 def test_what_follows_a_json_array_is_not_left_out(tmp_path):

@@ -97,18 +97,23 @@ def test_a_start_is_refused_with_all_problems(folder, demo_corpus, under, monkey
 
 
 def test_a_start_names_a_file_that_cannot_be_read(folder, demo_corpus, capsys):
-    """Which --validate does not open."""
+    """So does --validate."""
     (folder / "bad.jsonl").symlink_to("/proc/self/mem")  # an error of the disk to every reader
-    assert main([DEMO, *demo_of(demo_corpus), f"run.dir={folder / 'run'}", *TINY,
-                 f"data.path={folder / 'bad.jsonl'}"]) == 2
-    error = capsys.readouterr().err
-    assert error.startswith("error: ") and "bad.jsonl" in error and "Input/output" in error, error
-    assert main([DEMO, *demo_of(demo_corpus), f"run.dir={folder / 'run'}", *TINY,
-                 "data.num_validation=16"]) == 2  # before ranks start
-    assert "data.num_validation = 16: the data have 16 rows" in capsys.readouterr().err
-    assert main([DEMO, *demo_of(demo_corpus), f"run.dir={folder / 'run'}", *TINY,
-                 "data.batching=capped", "data.max_batch_tokens=500"]) == 2
-    assert "'capped', which needs the lengths of all rows: source" in capsys.readouterr().err
+    (folder / "empty.jsonl").write_bytes(b"")
+    (folder / "links").mkdir()
+    (folder / "links" / "data.jsonl").symlink_to(folder / "gone.jsonl")
+    for change, said in (
+            (f"data.path={folder / 'bad.jsonl'}", "bad.jsonl: [Errno 5] Input/output"),
+            (f"data.path={folder / 'empty.jsonl'}", "empty.jsonl: it is empty"),
+            (f"data.path={folder / 'links'}", "links/data.jsonl: a link to a file that is gone: "),
+            ("data.num_validation=16", "data.num_validation = 16: the data have 16 rows"),
+            ("data.batching=capped data.max_batch_tokens=500",
+             "'capped', which needs the lengths of all rows: source")):
+        for args in (arguments(folder, demo_corpus), [DEMO, *demo_of(demo_corpus), *TINY,
+                                                      f"run.dir={folder / 'run'}"]):
+            assert main([*args, *change.split()]) == 2  # before ranks start
+            error = capsys.readouterr().err
+            assert error.startswith("error: ") and said in error, error
 
 
 def test_what_a_cut_off_save_left_takes_no_room(folder, monkeypatch):

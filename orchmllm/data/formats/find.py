@@ -226,6 +226,12 @@ def _find_remote(config: SourceConfig, cache_dir: Path, storage: Storage) -> Fou
     return _opener(data, url, config, cache_dir)
 
 
+def _is_empty(file: File) -> bool:
+    """Whether a file of this machine holds nothing. Those of /proc have no size either."""
+    return (isinstance(file, Path) and file.is_file() and not file.stat().st_size
+            and not file.read_bytes())
+
+
 def _opener(files: Sequence[File], root: Path | str, config: SourceConfig, cache_dir: Path,
             layout: str | None = None) -> Found:
     for path in files:
@@ -233,6 +239,10 @@ def _opener(files: Sequence[File], root: Path | str, config: SourceConfig, cache
             refuse_kind(str(path))
             raise ValueError(f"{path}: {path.suffix or 'no suffix'} is not read; it must be one of "
                              f"{', '.join(READABLE)}")
+        if isinstance(path, Path) and path.is_symlink() and not path.exists():
+            raise ValueError(f"{path}: a link to a file that is gone: mend it, or remove it")
+    if all(map(_is_empty, files)):
+        raise ValueError(f"{config.path}: it is empty, without a row to read")
     kinds = {"JSON" if path.suffix in JSON_SUFFIXES else _kind(path) for path in files}
     if len(kinds) > 1:
         raise ValueError(f"{config.path}: files of several kinds ({', '.join(sorted(kinds))}); "

@@ -20,6 +20,7 @@ from orchmllm.data.formats.open import DataSource, open_source
 from orchmllm.data.index import LengthIndex, index_folder, open_index
 from orchmllm.data.lengths import LengthReader
 from orchmllm.data.storage.remote import Storage
+from orchmllm.data.storage.replaced import aside, put_in_place, settle
 from orchmllm.plan.layout import BatchLayout
 
 CHUNK = 256  # rows a worker is given at a time
@@ -45,47 +46,58 @@ def build_index(
     fresh: bool = False, progress: Callable[[int], object] = lambda count: None,
 ) -> tuple[LengthIndex, int]:
     """(the index, rows that had to be read): all of them the first time and with `fresh`; later
-    those that were unusable. A build that was killed goes on where it was. progress: called with
-    the number of rows done. Raises ValueError for a source without rows."""
+    those that were unusable. A build that was killed goes on where it was, and one that another
+    process does is waited for. progress: called with the number of rows done. Raises ValueError for
+    a source without rows."""
     if not len(source):
         raise ValueError(f"{source.config.path}: there are no rows to index")
     folder = index_folder(source, reader, index_dir)
-    old = None if fresh else open_index(source, reader, index_dir)
-    if old is not None and not old.problems:
-        progress(len(old))
-        return old, 0
-    # Written aside and renamed: a reader sees a whole one or none.
-    with _aside(folder, fresh) as new:
-        written = _Written(new)
-        progress(written.rows)
-        num_read = 0
-        for part, count in _parts(source, reader, index_dir, old, num_workers, written.rows):
-            written.add(part)
-            num_read += count
-            progress(len(part.counts))
-        written.close()
-        if folder.is_dir():
-            shutil.rmtree(folder)
-        (new / JOURNAL).unlink()
-        new.replace(folder)
-    return LengthIndex(folder), num_read
+
+    def opened() -> LengthIndex | None:
+        return None if fresh else open_index(source, reader, index_dir)
+
+    old = opened()
+    if old is None or old.problems or aside(folder).exists():
+        # Written apart and renamed: a reader sees a whole one or none.
+        with _apart(folder, fresh) as new:
+            settle(folder)
+            old = opened()  # another process may have made it meanwhile
+            if old is None or old.problems:
+                new.mkdir(exist_ok=True)
+                written = _Written(new)
+                progress(written.rows)
+                num_read = 0
+                for part, count in _parts(source, reader, index_dir, old, num_workers,
+                                          written.rows):
+                    written.add(part)
+                    num_read += count
+                    progress(len(part.counts))
+                written.close()
+                (new / JOURNAL).unlink()
+                put_in_place(new, folder)
+                return LengthIndex(folder), num_read
+    progress(len(old))
+    return old, 0
 
 
 @contextmanager
-def _aside(folder: Path, fresh: bool) -> Iterator[Path]:
-    """A folder for this process alone: the one that a build of this index has left which did not
-    come to its end, unless `fresh`. It stays where this one does not either."""
+def _apart(folder: Path, fresh: bool) -> Iterator[Path]:
+    """A folder for this process alone, once no other one builds this index: the one that a build
+    has left which did not come to its end, unless `fresh`. It stays where this one does not
+    either."""
     kept = folder.with_name(f"{folder.name}.part")
     folder.parent.mkdir(parents=True, exist_ok=True)
     with open(kept.with_suffix(".lock"), "wb") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:  # another process builds it, or the file system has no locks
+        except BlockingIOError:
+            print(f"{folder}: another process builds it, which is waited for", flush=True)
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        except OSError:  # the file system has no locks
             kept = folder.with_name(f"{folder.name}.{os.getpid()}.part")
             fresh = True
         if fresh:
             shutil.rmtree(kept, ignore_errors=True)
-        kept.mkdir(exist_ok=True)
         yield kept
 
 

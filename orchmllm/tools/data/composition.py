@@ -40,7 +40,7 @@ class Lengths:
 
 def read_lengths(names: Sequence[str], indexes: Sequence[LengthIndex]) -> Lengths:
     """Joins the indexes; unusable rows are left out."""
-    every = BatchLayout.concat([*usable_rows(indexes)])
+    every = BatchLayout.concat([*usable_rows(indexes, range(sum(map(len, indexes))))])
     source = np.searchsorted(np.cumsum([len(index) for index in indexes]), every.example_id,
                              side="right")
     tokens, counts = ({m: sums_of((every.modality == code) * values, every.segments_per_example)

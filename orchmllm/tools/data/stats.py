@@ -43,6 +43,8 @@ def show(recipe: Recipe, args: argparse.Namespace, sources: Sequence[DataSource]
 
     lengths = read_lengths([s.name for s in sources], indexes)
     print("\nLLM tokens per example that has the modality (share: of all tokens of the source)")
+    if recipe.data.num_validation:
+        print("(with the rows that are held out, which nothing below looks at)")
     print(lengths_table(lengths))
     ranks = args.ranks or recipe.launch.nproc_per_node or 8
     batches = list(global_batches(sources, indexes, recipe, ranks))

@@ -11,6 +11,7 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
+from orchmllm.data.storage.replaced import put_in_place
 from orchmllm.hf import tensors as hf_tensors
 from orchmllm.hf.folder import read_json
 from orchmllm.tools.export.adapters import write_model
@@ -35,9 +36,8 @@ def export(checkpoint: Path, out: Path, *, dtype: str = "", max_file_bytes: int 
     short = hf_tensors.DTYPES[dtype] if dtype else ""
     if merged and not model.lora.rank:
         raise ValueError(f"--merged: {checkpoint} has no adapters (model.lora): leave it out")
-    staged, old = (out.parent / f".{what}_{out.name}" for what in ("staged", "old"))
-    for folder in (staged, old):  # left by an export that was cut off
-        shutil.rmtree(folder, ignore_errors=True)
+    staged = out.with_name(f".staged_{out.name}")
+    shutil.rmtree(staged, ignore_errors=True)  # left by an export that was cut off
     staged.mkdir(parents=True)
     try:
         note = {"version": VERSION, "step": state["step"], "model": state["model"]}
@@ -45,22 +45,8 @@ def export(checkpoint: Path, out: Path, *, dtype: str = "", max_file_bytes: int 
             model, state, saved, dtype=short, max_file_bytes=max_file_bytes, folder=staged,
             merged=merged, log=log)
         (staged / NOTE).write_text(json.dumps(note, indent=1), encoding="utf-8")
-        _publish(staged, out, old)
+        put_in_place(staged, out)
     finally:
         shutil.rmtree(staged, ignore_errors=True)
-    shutil.rmtree(old, ignore_errors=True)
     log(f"written: {out}")
     return note
-
-
-def _publish(staged: Path, out: Path, old: Path) -> None:
-    """Renames `out` to `old`, if it is there, and `staged` to `out`. Raises OSError; `out` is then
-    what it was."""
-    if out.exists():
-        out.rename(old)
-    try:
-        staged.rename(out)
-    except OSError:
-        if old.exists():
-            old.rename(out)
-        raise

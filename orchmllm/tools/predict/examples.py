@@ -15,8 +15,8 @@ from pydantic import BaseModel, Field, ValidationError
 
 from orchmllm.config.recipe import Recipe
 from orchmllm.data.formats.open import DataSource, check_source, sources_of
-from orchmllm.data.index import LengthIndex, joined_layouts, usable_rows
-from orchmllm.data.sampler import make_sampler
+from orchmllm.data.index import LengthIndex, joined_layouts, usable, usable_rows
+from orchmllm.data.sampler import make_sampler, split_rows
 from orchmllm.data.storage.remote import Storage
 from orchmllm.models.families import read_config
 from orchmllm.plan.layout import AUDIO, GENERATOR, MADE, TEXT, VISION, BatchLayout
@@ -30,10 +30,10 @@ if TYPE_CHECKING:
 @dataclass(frozen=True)
 class Examples:
     """What global batches are drawn from. what: in words. draw(num_ranks, batch_size, seed): a
-    global batch in equal shares. epoch: examples of an epoch, 0 if nobody knows. capped: the draws
-    are capped mini-batches, one a rank where batch_size is the recipe's train.batch_size. rows():
-    all that may be drawn, in parts, none if that is not known; place(dataset index): where one
-    is."""
+    global batch in equal shares. epoch: examples of an epoch, 0 if nobody knows, and of weighted
+    sources, which have epochs of their own. capped: the draws are capped mini-batches, one a rank
+    where batch_size is the recipe's train.batch_size. rows(): all that may be drawn, in parts,
+    none if that is not known; place(dataset index): where one is."""
 
     what: str
     draw: Callable[[int, int, int], BatchLayout]
@@ -93,12 +93,13 @@ def drawn_by_a_run(recipe: Recipe, sources: Sequence[DataSource], indexes: Seque
                    ) -> Callable[[int, int, int], BatchLayout]:
     """(number of ranks, examples of a step, step) -> the global batch that a run has in this step
     (of a stream: without its order)."""
-    bounds = np.concatenate([[0], np.cumsum([len(i) for i in indexes])])
+    bounds = np.cumsum([0, *map(len, indexes)])
     dataset = SimpleNamespace(sources=sources, indexes=indexes)
+    rows, _ = split_rows(sources, recipe.data.num_validation)
 
     @cache
     def sampler_of(per_step: int):
-        return make_sampler(dataset, range(int(bounds[-1])), per_step, seed=recipe.run.seed,
+        return make_sampler(dataset, rows, per_step, seed=recipe.run.seed,
                             data=recipe.data, per_rank=recipe.train.batch_size)
 
     def draw(num_ranks: int, per_step: int, step: int) -> BatchLayout:
@@ -111,26 +112,28 @@ def drawn_by_a_run(recipe: Recipe, sources: Sequence[DataSource], indexes: Seque
 
 def of_indexes(recipe: Recipe, sources: Sequence[DataSource],
                indexes: Sequence[LengthIndex]) -> Examples:
-    """The rows of the recipe's sources, in the global batches of a run: seeds are steps. Raises
-    ValueError if there is no usable row."""
-    sizes = np.array([len(index) - len(index.problems) for index in indexes])
-    if not sizes.sum():
+    """The rows of the recipe's sources that are trained on, in the global batches of a run: seeds
+    are steps. Raises ValueError if none of them is usable."""
+    held_out = recipe.data.num_validation
+    rows = usable(indexes, split_rows(sources, held_out)[0])
+    if not len(rows):
         raise ValueError("the data of the recipe have no usable row")
     draw = drawn_by_a_run(recipe, sources, indexes)
-    repeated = sizes @ np.array([s.config.repeats for s in sources])
-    trained = 1 - recipe.data.num_validation / sizes.sum()
-    capped = recipe.data.batching == "capped"
     bounds = np.cumsum([0, *map(len, indexes)])
+    capped = recipe.data.batching == "capped"
+    weighted = len(sources) > 1 and any(s.config.weight for s in sources)
+    epoch = np.diff(np.searchsorted(rows, bounds)) @ [s.config.repeats for s in sources]
 
     def place(i: int) -> str:
         source = int(np.searchsorted(bounds, i, side="right")) - 1
         return "{}, row {}".format(*sources[source].store.place(i - int(bounds[source])))
 
     return Examples(
-        f"the recipe's own, {sizes.sum()} rows by the length index of its data"
+        f"the recipe's own, {len(rows)} rows by the length index of its data"
+        + f", without the {held_out} of data.num_validation" * bool(held_out)
         + (", in its capped mini-batches" if capped else ""),
         lambda num_ranks, batch_size, seed: draw(num_ranks, num_ranks * batch_size, seed),
-        max(round(repeated * trained), 0), capped, partial(usable_rows, indexes), place)
+        0 if weighted else int(epoch), capped, partial(usable_rows, indexes, rows), place)
 
 
 Size = Annotated[int, Field(ge=1, lt=2**31)]

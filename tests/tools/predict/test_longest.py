@@ -259,7 +259,7 @@ def test_statistics_and_the_log_of_a_run_name_the_row(folder, capsys):
 
     def logged() -> str:
         dataset, lines = open_dataset(loaded.data, loaded.model.folder, seed=0), []
-        examples = LongExamples(job, spec, dataset, 0, lines.append)
+        examples = LongExamples(job, spec, dataset, range(len(dataset)), 0, lines.append)
         for index, rows in enumerate(([0, 1, 2, 3], [0, 1, 2, 30], [4, 5, 6, 30])):
             plan = plan_step(dataset.layouts(np.array(rows), [2, 2]), spec)
             examples.tell(Step(index, plan.layout, [Microbatch(plan, plan.for_rank(0))],
@@ -280,3 +280,7 @@ def test_statistics_and_the_log_of_a_run_name_the_row(folder, capsys):
         assert "  llm: long.jsonl, row 31\n" in text and "here no ranks share one" in text
         assert re.search(r"cannot fit a rank.*\n  long.jsonl, row 31: 3,1\d\d tokens", text)
         assert told(text)["llm"][0].startswith("3,1")
+    dataset, lines = open_dataset(loaded.data, loaded.model.folder, seed=0), []
+    LongExamples(job, spec, dataset, dataset.split(1)[0], 0, lines.append)  # row 31 is held out
+    assert data_command(["stats", "own.yaml", "--ranks", "2", "data.num_validation=1"]) == 0
+    assert not lines and "row 31" not in capsys.readouterr().out

@@ -4,6 +4,7 @@ and capped mini-batches."""
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import chain
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ import pytest
 from orchmllm.config.job import resolve
 from orchmllm.config.recipe import DataConfig, FsdpConfig, SourceConfig, TrainConfig, to_yaml
 from orchmllm.data.formats.open import index_path
+from orchmllm.data.sampler import make_sampler
 from orchmllm.data.stream import open_dataset
 from orchmllm.models.whole_flops import plan_spec
 from orchmllm.plan.assign import PHASES
@@ -120,8 +122,26 @@ def test_a_prediction_is_made_for_the_batches_that_a_run_draws(folder, case):
     predicted = of_recipe(asked)
     got = of_steps([predicted.draw(RANKS, 2, seed) for seed in range(100)])
     assert got == pytest.approx(of_steps(drawn), rel=0.15)
-    assert predicted.epoch == {"capped": 200, "weights": 80, "repeats": 800}[case]
+    assert predicted.epoch == {"capped": 200, "weights": 0, "repeats": 800}[case]
     assert predicted.draw(RANKS, 4, 0).num_ranks == RANKS
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_no_prediction_is_made_of_rows_that_are_held_out(folder, case):
+    """Its steps are those of a run's own sampler, and nothing else is looked at."""
+    paths, data = CASES[case]
+    asked = own(folder, *paths, num_validation=25, **data)
+    dataset, _ = opened(asked)
+    rows, held = dataset.split(25)
+    sampler = make_sampler(dataset, rows, 2 * RANKS, seed=asked.run.seed, data=asked.data,
+                           per_rank=2)
+    predicted = of_recipe(asked)
+    for step in range(3):
+        assert predicted.draw(RANKS, 2, step).example_id.tolist() == sampler.batch(step).tolist()
+    looked_at = [*chain(*(part.example_id.tolist() for part in predicted.rows()))]
+    assert looked_at == [*rows] and len(held) == 25
+    assert predicted.epoch == {"capped": 175, "weights": 0, "repeats": 27 + 19 * 28}[case]
+    assert f"{len(rows)} rows by the length index of its data, without the 25 of" in predicted.what
 
 
 def test_a_dry_run_of_capped_mini_batches_says_so(folder, capsys):

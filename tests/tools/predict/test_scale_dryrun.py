@@ -146,6 +146,8 @@ def test_check_world_takes_what_divides():
         check_world(resolve(recipe, ranks, 8))
     with pytest.raises(ValueError, match="at least one rank"):
         check_world(resolve(recipe, 0, 8))
+    with pytest.raises(ValueError, match="world size 1000000000: ask for 1,000,000 ranks at most"):
+        check_world(resolve(recipe, 10**9, 8))
 
 
 @pytest.mark.parametrize("name, batch", [
