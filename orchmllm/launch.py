@@ -205,7 +205,8 @@ def gpu_of(device: torch.device) -> tuple[str, int]:
 def process_group(world: World, timeout_s: float) -> Iterator[dist.Store]:
     """The default process group: NCCL with GPUs, gloo without; always destroyed at the end, since
     gloo otherwise aborts at exit and hides the real exception. Yields a second connection to the
-    store, for a thread of its own (orchmllm.runtime.health)."""
+    store, for a thread of its own (orchmllm.runtime.health). Raises ValueError where another
+    program has the port."""
     import torch
     import torch.distributed as dist
 

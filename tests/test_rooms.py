@@ -86,9 +86,8 @@ from scripts.count_code import count_parts, count_rooms, read_all
 # over other ranks, that look at other items, keep values or stop gradients (+190), streams, fillers
 # and passes that failed (+45), means over padding (+30), validations that a stop cut off (+40).
 # Trackers that no run waits for (+50), ends that a watchdog records and that reports tell (+25), an
-# index that is renewed beside its readers (+20), rows that no prediction is made of, what is refused
-# before a start (+40), and what trainers tell the loader of epochs and accumulation, and srun of
-# ranks (+90).
+# index that is renewed beside its readers (+20), rows that no prediction is made of and what is
+# refused before a start (+40), and what trainers tell the loader of epochs and steps (+90).
 MOST = {"base": 25_060, "tools": 5_220, "papers": 1_598, "cpp": 2_100}
 
 

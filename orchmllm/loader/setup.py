@@ -220,8 +220,8 @@ def check_state(state: Mapping[str, Any], mine: Mapping[str, Any], own_key: str)
     indices = mine["kind"] == "indices"
     fixed = ["version", "kind", "accumulation_steps"]
     fixed += ["seed", "shuffle", "num_examples"] if indices else ["num_ranks"]
-    why = ("; a sampler needs as many ranks as before, and a loader with a state of its own the "
-           "state of the same rank: or use a map-style dataset without a sampler")
+    why = ("; with a sampler or a stream use as many ranks as before, and the state of the same "
+           "rank, or use a map-style dataset without a sampler")
     for name in fixed:
         if state.get(name) != mine[name]:
             raise ValueError(f"loader state: {name} was {state.get(name)!r}, now it is "

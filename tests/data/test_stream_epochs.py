@@ -102,7 +102,7 @@ def test_sources_have_epochs_of_their_own(reader, web, tmp_path):
         assert len(mine) > 3 * len(rows)
         for start in range(0, len(mine) - len(rows), len(rows)):
             assert Counter(mine[start: start + len(rows)]) == Counter(rows)
-    with pytest.raises(ValueError, match="c-000.jsonl: the source has no rows"):
+    with pytest.raises(ValueError, match="c-000.jsonl: it is empty, without a row"):
         empty = write_rows(web.folder, "jsonl", [0], "c").replace("{000..000}", "000")
         answer(opened([SourceConfig(path=str(web.folder / empty), row_format="llava")], reader,
                       tmp_path, num_shards=2), 0)

@@ -109,7 +109,7 @@ def test_a_line_of_a_transcript_ends_at_a_line_break_alone(tmp_path):
 
 @pytest.mark.parametrize("text, said", [
     ("a,a\n1,2\n", "must name its columns, each once"), ("\n", "no line names its columns"),
-    ("", "no line names its columns"), ("a,,b\n", "must name its columns")])
+    ("", "it is empty, without a row"), ("a,,b\n", "must name its columns")])
 def test_a_table_has_to_name_its_columns(text, said, tmp_path):
     (tmp_path / "a.csv").write_text(text)
     with pytest.raises(ValueError, match=said):

@@ -23,7 +23,7 @@ def plain(monkeypatch):
 @pytest.mark.parametrize("name, missing", [("a.parquet", "pyarrow"), ("a.arrow", "pyarrow")])
 def test_data_that_need_an_extra_are_refused_before_ranks_start(plain, tmp_path, capsys, name,
                                                                 missing):
-    (tmp_path / name).write_bytes(b"")
+    (tmp_path / name).write_bytes(b"PAR1")
     assert train(["recipes/demo.yaml", f"data.path={tmp_path / name}",
                   f"model.config={with_processor()}",
                   f"run.dir={tmp_path / 'run'}"]) == 2
