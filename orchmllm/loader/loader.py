@@ -280,7 +280,7 @@ class BalancedDataLoader(DataLoader):
             looked = yielded <= 1 and self._done[1] < (self._num_steps() or math.inf)
             if looked and self._next is after:  # no state or epoch was set meanwhile
                 self._next = before
-            elif not info.is_last_microbatch and self.rank == 0:
+            elif not looked and not info.is_last_microbatch and self.rank == 0:
                 warn_of_rest(info)
             raise
         finally:

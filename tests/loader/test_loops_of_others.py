@@ -37,6 +37,9 @@ def told(world) -> None:
             loader.load_state_dict(at)
         loader.sampler.set_epoch(epoch)
         assert loader.epoch == goes_on, (at, epoch)
+    heard = Listening()
+    next(iter(loader_of(Stream(0, 8), 4, collate_fn=collate, length_fn=token_count)))
+    heard.check("drew examples of the same lengths", False)  # there is one rank
     first = [b["ids"].tolist() for b in loader]
     loader.sampler.set_epoch(0)  # as a trainer that counts from 0 after a resume
     assert loader.epoch == 3
