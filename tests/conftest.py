@@ -44,9 +44,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 item.add_marker(left_out)
 
 
-def pytest_unconfigure() -> None:
-    """A thread or a process that keeps the interpreter from exiting is told, not waited for."""
-    faulthandler.dump_traceback_later(60, exit=True)
+def pytest_unconfigure(config: pytest.Config) -> None:
+    """A thread or a process that keeps the interpreter from exiting is told, not waited for. One of
+    several processes of tests waits for the others then."""
+    if not hasattr(config, "workerinput"):
+        faulthandler.dump_traceback_later(60, exit=True)
 
 
 @pytest.fixture(scope="session")

@@ -11,7 +11,7 @@ from orchmllm.cli import dispatch
 from tests.lib.commands import ROOT
 
 RECIPE = "recipes/demo.yaml"
-TRAIN = f"train {RECIPE} --validate data.path=DEMO run.dir=TMP/run"
+TRAIN = f"train {RECIPE} --validate data.path=DEMO data.num_validation=4 run.dir=TMP/run"
 # (what is typed, what the answer contains, what is typed then: it is accepted)
 COMMANDS = [
     ("trian x.yaml", "did you mean train?", f"{TRAIN}"),
@@ -73,7 +73,7 @@ OVERRIDES = [
     ("data.path=s3://nobody/x.jsonl", "add its host and folder to data.remote.roots", ""),
 ]
 ROWS = [  # (a data file, what the answer contains)
-    ("", "name the columns (columns: in the source)"),
+    ("", "it is empty, without a row to read"),
     ('{"conversations": [\n', "name the columns (columns: in the source)"),
     ("[1, 2]\n3\n", "more follows the JSON array that ends at byte 5"),
     ('{"foo": 1}\n', "foo"),
