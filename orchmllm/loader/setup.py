@@ -207,12 +207,11 @@ def log_step(step: Step, info: StepInfo, loop: LoopGain) -> None:
 def warn_of_copies(step: Step) -> None:
     """Where each rank drew examples of the same lengths, of a stream: as a rule the same ones."""
     layout = step.layout
-    drawn = np.split(layout.tokens_per_example, np.cumsum(layout.examples_per_rank)[:-1])
-    if len(drawn) > 1 < len(np.unique(drawn[0])) and all(
-            np.array_equal(drawn[0], d) for d in drawn[1:]):
+    first, *others = np.split(layout.tokens_per_example, np.cumsum(layout.examples_per_rank)[:-1])
+    if others and len(np.unique(first)) > 1 and all(np.array_equal(first, d) for d in others):
         log.warning("all %d ranks drew examples of the same lengths from their streams: a stream "
                     "has to yield each rank's own part, as by datasets' split_dataset_by_node "
-                    "(accelerate's prepare does not split it)", len(drawn))
+                    "(accelerate's prepare does not split it)", layout.num_ranks)
 
 
 def check_state(state: Mapping[str, Any], mine: Mapping[str, Any], own_key: str) -> None:
