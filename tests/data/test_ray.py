@@ -51,10 +51,24 @@ def recipe(tmp_path_factory) -> Path:
     return path
 
 
+def readers() -> list[psutil.Process]:
+    return [p for p in psutil.process_iter() if p.name().startswith("ray::Reader")]
+
+
 def a_reader(raylet: int = 0) -> psutil.Process:
     """One that is not on the node of a raylet."""
-    return next(p for p in psutil.process_iter()
-                if p.name().startswith("ray::Reader") and p.ppid() != raylet)
+    return next(p for p in readers() if p.ppid() != raylet)
+
+
+def wait_for_readers(count: int) -> None:
+    """Until so many work. One that still opens the data is given no calls, so that no rank would
+    wait for it; Ray calls its process by its method then."""
+    seen = 0
+    while seen < 3:  # between two methods it is called by none
+        at = [p.name() for p in readers()]
+        works = len(at) >= count and not any("." in x and ".ans" not in x for x in at)
+        seen = seen + 1 if works else 0
+        time.sleep(0.5)
 
 
 def said(logs: Path) -> str:
@@ -84,6 +98,7 @@ def losses(world, recipe: Path, name: str, env: dict[str, str], *overrides: str,
 
     def on_step(step, row: dict) -> None:
         if killed and world.rank == 0 and step.index == 2:
+            wait_for_readers(2)
             stop_a_reader(killed, logs)
         if killed and world.rank == 0 and step.index == 5:
             lost = [p for p in psutil.process_iter() if p.ppid() == killed]
