@@ -30,15 +30,18 @@ Draws = Iterator[tuple[Sequence[int], np.ndarray | None]]
 
 class Pass:
     """The batches of a generator. Asked for the next one after it has raised, it raises
-    RuntimeError once: a loop that skips what raises would take the pass for exhausted."""
+    RuntimeError once: a loop that skips what raises would take the pass for exhausted. wrong: is
+    raised in place of a batch, as Lightning hides what iter() raises."""
 
-    def __init__(self, batches: Generator) -> None:
-        self._batches, self._raised = batches, ""
+    def __init__(self, batches: Generator, wrong: Exception | None) -> None:
+        self._batches, self._wrong, self._raised = batches, wrong, ""
 
     def __iter__(self) -> Pass:
         return self
 
     def __next__(self) -> Any:
+        if self._wrong is not None:
+            raise self._wrong
         if self._raised:
             text, self._raised = self._raised, ""
             raise RuntimeError(

@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader, IterableDataset, Sampler
 
 from orchmllm.comm.exchange import node_size
 from orchmllm.data.loading.pipeline import Pipeline
+from orchmllm.loader.callers import PlannedSampler, follow, refusal, refuse
 from orchmllm.loader.collator import Collator
 from orchmllm.loader.groups import data_ranks
 from orchmllm.loader.indices import Pass
@@ -31,16 +32,7 @@ from orchmllm.loader.setup import (
     plan_batch,
     warn_of_copies,
 )
-from orchmllm.loader.source import (
-    PlannedSampler,
-    Reader,
-    drawn_batches,
-    follow,
-    open_source,
-    refusal,
-    refuse,
-    tail_is_filled,
-)
+from orchmllm.loader.source import Reader, drawn_batches, open_source, tail_is_filled
 from orchmllm.loader.versions import require
 from orchmllm.orchestrator import Orchestrator
 from orchmllm.plan.cost import CostModel
@@ -231,12 +223,9 @@ class BalancedDataLoader(DataLoader):
         that was the last batch of the pass: a loop that counts its batches asks for no more. Raises
         RuntimeError, at its first batch, while another one is live."""
         frame = sys._getframe(1)  # a generator that kept this frame would be kept alive by it
-        wrong = refusal(frame, self)
-        return Pass(self._pass(deque() if follow(frame, self) else None, wrong))
+        return Pass(self._pass(deque() if follow(frame, self) else None), refusal(frame, self))
 
-    def _pass(self, ahead: deque[tuple] | None, wrong: Exception | None) -> Iterator[Any]:
-        if wrong is not None:  # raised by iter() it would be hidden by an error of Lightning's own
-            raise wrong
+    def _pass(self, ahead: deque[tuple] | None) -> Iterator[Any]:
         if self._live:
             raise RuntimeError(
                 "a second iterator of this BalancedDataLoader begins while another one is live; "
@@ -280,7 +269,7 @@ class BalancedDataLoader(DataLoader):
             looked = yielded <= 1 and self._done[1] < (self._num_steps() or math.inf)
             if looked and self._next is after:  # no state or epoch was set meanwhile
                 self._next = before
-            elif not looked and not info.is_last_microbatch and self.rank == 0:
+            elif not looked and self.rank == 0:
                 warn_of_rest(info)
             raise
         finally:

@@ -221,7 +221,9 @@ def _divisor(info: StepInfo) -> int:
 
 
 def warn_of_rest(info: StepInfo) -> None:
-    """Of a pass that a loop left after the batch of `info`, within a step."""
+    """Where a loop left a pass after the batch of `info`, within a step."""
+    if info.is_last_microbatch:
+        return
     log.warning("the loop left epoch %d after batch %d of the %d of step %d: if the optimizer "
                 "steps now, the gradients lack the examples of the others (a limit on batches has "
                 "to be a multiple of accumulation_steps)", info.epoch, info.microbatch + 1,
