@@ -149,7 +149,7 @@ def world_from(env: Mapping[str, str]) -> World | None:
             if not 0 <= local_rank <= rank < ntasks:
                 raise ValueError(f"srun says SLURM_PROCID={rank} of SLURM_NTASKS={ntasks} and "
                                  f"SLURM_LOCALID={local_rank}: tasks are 0 and more, below their "
-                                 "number; srun sets these, so leave them as they are")
+                                 "number. srun sets these variables: do not set them yourself")
             return World(
                 rank=rank, world_size=ntasks, local_rank=local_rank,
                 local_world_size=-(-ntasks // number("SLURM_NNODES", 1)),

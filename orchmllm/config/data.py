@@ -201,7 +201,7 @@ class DataConfig:
         for k, source in enumerate(self.sources):
             weight, repeats = ((f"sources.{k}.{name}", f"sources.{k}.path")
                                for name in ("weight", "repeats"))
-            if total > (BLOCK + 0.5) * source.weight:
+            if total > (BLOCK + 0.5) * source.weight:  # 1/1000 itself is not exact in floats
                 yield Conflict(weight, f"{source.path} has {source.weight / total:.2g} of all "
                                f"weights: give every source 1/{BLOCK} of them or more, or none a "
                                "weight")

@@ -155,7 +155,8 @@ def drawn(values: Sequence[Tensor | None]) -> list[Tensor | None]:
     others, such as masks, and integers stay. Made on the device: nothing waits for a copy."""
     first, *others = values
     if first is not None and first.is_floating_point():
-        places = torch.arange(first.numel(), device=first.device) % 1009  # of no width
+        # Of a prime number of values: rows that follow each other differ.
+        places = torch.arange(first.numel(), device=first.device) % 1009
         first = (places * 0.618034 % 1).to(first.dtype).reshape(first.shape)
     return [first, *others]
 

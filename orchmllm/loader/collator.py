@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import math
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
@@ -84,7 +85,7 @@ class Collator:
 def _whole(count: Any) -> int:
     """What num_targets returned. ValueError for what is no count: cut to an integer it would weigh
     the loss wrongly."""
-    if shape := tuple(getattr(count, "shape", ())):
+    if math.prod(shape := tuple(getattr(count, "shape", ()))) != 1:
         raise ValueError(f"num_targets returned a {type(count).__name__} of shape {shape}: return "
                          "how many of the batch's labels are targets, a whole number")
     value = count.item() if hasattr(count, "item") else count

@@ -82,8 +82,8 @@ class _Thread(threading.Thread):
             while row := self._rows.get():
                 log(*row)
             end()
-        except Exception as e:  # of any kind: what it raises is not ours
-            self.error = e
+        except BaseException as e:  # of any kind, as it may exit: what it raises is not ours
+            self.error = e if isinstance(e, Exception) else RuntimeError(repr(e))
 
     def put(self, row: tuple[Mapping[str, float], int] | None) -> None:
         """Raises what the tracker failed with, or TimeoutError."""
