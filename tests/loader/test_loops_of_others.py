@@ -110,6 +110,9 @@ def left_and_copied(world) -> None:
                        num_targets=lambda batch: batch["labels"])
     with pytest.raises(RemoteError, match="returned a Tensor of shape .*: return how many"):
         next(iter(loader))
+    loader = loader_of(Texts(24), 2, collate_fn=collate, lengths=length_of,
+                       num_targets=lambda batch: (batch["labels"] != -100).sum().reshape(1))
+    next(iter(loader))  # which is one number, too
     for make in (copy.deepcopy, pickle.dumps):
         with pytest.raises(TypeError, match=r"keep loader.state_dict\(\)"):
             make(loader)
@@ -141,17 +144,24 @@ def lightnings(world, folder: Path) -> None:
                 sorted(self.loader.step.example_ids))
             return self.part(torch.ones(1, 1)).sum()
 
+        def validation_step(self, batch: dict, index: int) -> None:
+            self.epochs.setdefault("validation", []).append(index)
+
         def configure_optimizers(self) -> torch.optim.Optimizer:
             return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    def trainer_of(**how) -> L.Trainer:
+        return L.Trainer(
+            accelerator="cpu", devices=1, logger=False, default_root_dir=folder,
+            enable_progress_bar=False, enable_model_summary=False,
+            plugins=[TorchElasticEnvironment()], **how)
 
     def fitted(epochs: int, resumed: Path | None = None, reload: int = 0, planned: int = 1,
                **saves) -> dict:
         module = Module(planned)
-        trainer = L.Trainer(
-            max_epochs=epochs, accelerator="cpu", devices=1, logger=False,
-            default_root_dir=folder, enable_progress_bar=False, enable_model_summary=False,
-            enable_checkpointing=bool(saves), reload_dataloaders_every_n_epochs=reload,
-            plugins=[TorchElasticEnvironment()],
+        trainer = trainer_of(
+            max_epochs=epochs, enable_checkpointing=bool(saves),
+            reload_dataloaders_every_n_epochs=reload,
             callbacks=[ModelCheckpoint(folder, **saves)] if saves else [])
         trainer.fit(module, ckpt_path=resumed, weights_only=False)
         return module.epochs
@@ -165,6 +175,9 @@ def lightnings(world, folder: Path) -> None:
         with pytest.raises(ValueError, match=r"accumulate_grad_batches=1\), but the loader plans "
                                              "steps of 2 batches"):
             fitted(1, planned=2)
+        module = Module(2)  # a validation makes no steps
+        trainer_of(enable_checkpointing=False).validate(module, module.train_dataloader())
+        assert len(module.epochs["validation"]) == STEPS
 
 
 @pytest.mark.slow
