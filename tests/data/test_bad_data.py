@@ -141,9 +141,9 @@ def labels_of_a_run(world, run) -> list[tuple]:
 
 @pytest.mark.dist
 @pytest.mark.parametrize("dispatch, accumulation", [
-    ("tensors", 1), ("load", 2), ("bytes", 2),
+    ("tensors", 1), ("bytes", 2),
     *(pytest.param(*case, marks=pytest.mark.slow)
-      for case in (("tensors", 2), ("load", 1), ("bytes", 1)))])
+      for case in (("tensors", 2), ("load", 1), ("load", 2), ("bytes", 1)))])
 def test_nothing_is_learnt_of_examples_that_failed_and_all_of_the_others(
         third, tmp_path, dispatch, accumulation):
     """Of all ranks and microbatches, label by label."""
@@ -162,7 +162,8 @@ def test_nothing_is_learnt_of_examples_that_failed_and_all_of_the_others(
 
 @pytest.mark.dist
 @pytest.mark.parametrize("limits, text", [
-    (dict(max_failed_in_a_row=2), "2 media in a row could not be decoded"),
+    pytest.param(dict(max_failed_in_a_row=2), "2 media in a row could not be decoded",
+                 marks=pytest.mark.slow),
     (dict(max_failed_percent=10.0), "%) could not be decoded, over data.max_failed_percent=10.0"),
 ])
 def test_limits(corpus, tmp_path, limits, text):

@@ -80,7 +80,7 @@ def paths(tmp_path_factory) -> list[str]:
     return [str(FORMATS[kind][0](folder)) for kind in KINDS]
 
 
-@pytest.mark.parametrize("indexed", [True, False])
+@pytest.mark.parametrize("indexed", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_each_row_is_read_once(paths, reader, indexed, tmp_path):
     for path in paths if indexed else ():
         plain = opened(path, reader, tmp_path)

@@ -116,7 +116,7 @@ def of_layers(num_layers: int, case: Case) -> Case:
 
 ALL = {**PLAIN, **SPECIAL}
 # Nothing moves on one rank, so that policies are the same there.
-ON_ONE = {"off", "greedy/load", "random/accumulate3", "auto", "checkpointed", "LLM alone"}
+ON_ONE = {"greedy/load", "auto", "LLM alone"}
 ON_TWO = {"off", "greedy/tensors", "padded/load", "conv_transformer/tensors", "random",
           "accumulate3", "auto", "off/auto", "checkpointed", "a rank without targets, balanced",
           "no targets at all", "frozen encoders", "frozen LLM", "LLM alone"}

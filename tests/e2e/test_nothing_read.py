@@ -92,7 +92,7 @@ def metrics(folder: Path) -> list[dict]:
 
 
 @pytest.mark.parametrize("name, reason, dispatch, num_workers", [
-    ("missing.png", "the file is missing", "load", 0),
+    pytest.param("missing.png", "the file is missing", "load", 0, marks=pytest.mark.slow),
     ("cut.png", "truncated", "bytes", 0),
     pytest.param("/elsewhere/a.png", "is absolute and no media_root is declared", "tensors", 0,
                  marks=pytest.mark.slow),
@@ -113,7 +113,8 @@ def test_a_modality_that_cannot_be_read_stops_the_run(tmp_path, name, reason, di
 
 
 @pytest.mark.parametrize("good, bad, limits", [
-    (row("<image>", "good.png"), row("<image>", "missing.png"), {}),
+    pytest.param(row("<image>", "good.png"), row("<image>", "missing.png"), {},
+                 marks=pytest.mark.slow),
     (row(), {"conversations": []}, {"max_failed_in_a_row": 20, "max_failed_percent": 60.0})])
 def test_a_healthy_corpus_with_broken_rows_goes_on(tmp_path, good, bad, limits):
     folder = corpus(tmp_path, [bad if k % 2 else good for k in range(4 * MIN_UNREADABLE)])

@@ -76,10 +76,10 @@ def features(model, given: dict) -> dict[int, list[torch.Tensor]]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("first", [
-    "transformers import Qwen2ForCausalLM", pytest.param(
-        "transformers.models.whisper.modeling_whisper import WhisperEncoder",
-        marks=pytest.mark.slow)])
+    "transformers import Qwen2ForCausalLM",
+    "transformers.models.whisper.modeling_whisper import WhisperEncoder"])
 def test_a_model_of_transformers_is_imported_after_orchmllm(first):
     """Its layers import the tables of classes, with ours, before they are there themselves."""
     done = python("-c", f"import orchmllm; from {first}; from transformers import "
