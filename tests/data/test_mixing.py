@@ -79,6 +79,13 @@ def test_every_example_comes_as_often_as_its_source_says(folder, window):
     assert not np.array_equal(draws[:epoch], draws[epoch: 2 * epoch])
 
 
+def test_the_only_source_is_repeated(folder):
+    data = DataConfig(sources=(SourceConfig(path=str(folder / "0.jsonl"), repeats=3),))
+    dataset = open_dataset(data, str(with_processor()), seed=0)
+    for part in np.split(drawn(make_sampler(dataset, range(7), 5, seed=1, data=data), 42), 2):
+        assert Counter(part.tolist()) == dict.fromkeys(range(7), 3)
+
+
 def test_a_weighted_source_comes_whole_before_it_comes_again():
     sizes, share = (1500, 700), (0.6, 0.4)
     draws = drawn(MixtureSampler([range(1500), range(1500, 2200)], share, 50, seed=2), 5000)

@@ -23,9 +23,11 @@ from orchmllm.config.recipe import DataConfig
 from orchmllm.data.dataset import ConversationDataset
 from orchmllm.data.loading.workers import Workers
 from orchmllm.data.media.medium import MediaError
-from orchmllm.data.processed import ProcessedReader
+from orchmllm.data.processed import ProcessedReader, layout_of
 from orchmllm.data.sampler import capped_groups
 from orchmllm.data.text.processor import Processor
+from orchmllm.data.text.spans import Tokens
+from orchmllm.plan.geometry import text_lengths
 from orchmllm.plan.layout import TEXT, VISION
 from orchmllm.tools.data.build_index import build_index
 from tests.lib.processors import CLIPS, FAMILIES, OPTIONS, write_processor
@@ -188,6 +190,12 @@ def failing(rows: ConversationDataset, i: int) -> tuple[list[tuple[int, str]], o
     with pytest.raises(MediaError):
         rows.load(i)
     return found, example
+
+
+def test_a_first_token_that_is_learnt_is_no_target():
+    """As of a document without a token of its beginning: no position predicts it."""
+    tokens = Tokens(np.arange(5, dtype=np.int32), np.ones(5, bool), [(TEXT, text_lengths(5))])
+    assert layout_of(0, tokens).num_targets.tolist() == [4]
 
 
 def test_rows_that_cannot_be_used_are_told_of(tmp_path):

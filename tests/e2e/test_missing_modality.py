@@ -10,7 +10,10 @@ from dataclasses import replace
 import pytest
 
 from orchmllm.config.balance import BalanceConfig
-from orchmllm.config.recipe import FsdpConfig
+from orchmllm.config.recipe import FsdpConfig, RunConfig, TrainConfig
+from orchmllm.data.loading.step_loader import StepLoader
+from orchmllm.data.sampler import GlobalSampler
+from orchmllm.trainer import Trainer
 from tests.lib.gradients import BATCH, Case, all_gradients, reference_gradients, worst_difference
 from tests.lib.ranks import run_ranks
 from tests.lib.synthetic import SHALLOW, SyntheticDataset, recipe
@@ -48,6 +51,27 @@ def test_no_hang_and_right_gradients():
         assert error <= 1e-9, f"{name}: {where} differs by {error:.1e}"
 
 
+def untaught(world, run) -> list[bytes]:
+    """This rank's weights before and after steps of which nothing is learnt."""
+    def weights() -> bytes:
+        return b"".join(p.detach().to_local().numpy().tobytes()
+                        for p in trainer.model.parameters())
+
+    trainer = Trainer(run, world, dataset=SyntheticDataset(unlabelled=frozenset(range(24))))
+    before = weights()
+    trainer.run()
+    trainer.close()
+    return [before, weights()]
+
+
+def test_steps_without_targets_leave_the_weights(tmp_path):
+    """A weight decay would shrink them."""
+    run = recipe(model=SHALLOW, run=RunConfig(dir=str(tmp_path)), train=TrainConfig(
+        num_steps=2, batch_size=2, weight_decay=0.1, warmup_steps=0))
+    for before, after in run_ranks(untaught, 2, run):
+        assert before == after
+
+
 def test_fewer_examples_than_ranks():
     """Shares and whole phases are empty on some ranks."""
     case = Case(recipe(model=SHALLOW, balance=BalanceConfig(ranks_per_node=2)),
@@ -59,10 +83,6 @@ def test_fewer_examples_than_ranks():
 
 
 def two_examples_on_four_ranks(world, cases) -> list[float]:
-    from orchmllm.data.loading.step_loader import StepLoader
-    from orchmllm.data.sampler import GlobalSampler
-    from orchmllm.trainer import Trainer
-
     losses = []
     for case in cases:
         trainer = Trainer(case.recipe, world, dataset=case.dataset)

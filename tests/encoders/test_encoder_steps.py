@@ -75,6 +75,21 @@ def exact(world) -> list[float]:
     return [*out, 0.0 if model(**inputs).isfinite() else 1.0]
 
 
+def without_gradients(world) -> list[bool]:
+    """Whether a forward of a model in train mode is balanced: without gradients, and with them."""
+    model, inputs = model_and([4, 1], world.rank)
+    handle, found = balanced(model), []
+    for trains in (False, True):
+        with torch.set_grad_enabled(trains):
+            model(**inputs)
+        found.append(bool(handle.last))
+    return found
+
+
+def test_a_forward_without_gradients_may_be_that_of_one_rank(two):
+    assert two["without_gradients"] == [[False, True]] * 2
+
+
 def test_what_changes_no_feature_is_accepted(two):
     assert max(map(max, two["exact"])) < EXACT
 
@@ -177,10 +192,10 @@ def test_a_rank_that_fails_ends_although_others_wait_within_a_tower():
     started = time.monotonic()
     with pytest.raises(RankFailure) as failed:
         run_ranks(fails_before_the_others, 2, timeout_s=120)
-    assert failed.value.errors[0][:2] == ("KeyError", '"the user\'s bug"')
+    assert failed.value.errors[0][:2] == ("KeyError", '"the user\'s bug: naïve.png"')
     assert time.monotonic() - started < 100
 
 
 @pytest.fixture(scope="module")
 def two() -> dict[str, list]:
-    return each_in_one_world(2, (exact, after_others, slow_and_sharded))
+    return each_in_one_world(2, (exact, without_gradients, after_others, slow_and_sharded))

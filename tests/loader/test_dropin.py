@@ -140,6 +140,18 @@ def test_resume_on_other_ranks_and_workers(whole_and_first, num_ranks, workers):
     assert global_batches(first) + global_batches(rest) == global_batches(whole)
 
 
+def passed(world, **how) -> list[int]:
+    loader = loader_of(Texts(48), 2, collate_fn=collate, lengths=LENGTHS, num_workers=1,
+                       multiprocessing_context="fork", **how)
+    return [i for _ in loader for i in loader.step.example_ids]
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("steps", [3, 4])
+def test_a_worker_that_loads_less_than_a_step_ahead_is_given_all(steps):
+    assert sorted(run_ranks(passed, 1, accumulation_steps=steps)[0]) == [*range(48)]
+
+
 def refused(world, state: dict) -> str:
     loader = loader_of(Stream(0, 8), 2, collate_fn=collate, length_fn=token_count)
     state = {**loader.state_dict(), **state}

@@ -72,6 +72,30 @@ def test_a_step_counts_once_its_last_batch_was_yielded():
     assert run_ranks(within_a_step, 2) == [[0, 1, 1, 2]] * 2
 
 
+def preempted(world) -> list[dict]:
+    """States after two steps, of a loader that has loaded the first and was not used, and of one
+    that was ended with its first batch."""
+    def make() -> BalancedDataLoader:
+        return loader_of(Texts(), 4, collate_fn=collate, lengths=length_of, shuffle=True)
+
+    loader, again = make(), make()
+    for _ in zip(range(3), loader, strict=False):  # the third is not looked at
+        pass
+    state = loader.state_dict()
+    again.load_state_dict(state)
+    unused = again.state_dict()
+    for _ in again:
+        break
+    third = make()
+    third.load_state_dict(unused)
+    return [state, unused, third.state_dict()]
+
+
+def test_a_state_that_was_loaded_is_told_before_the_first_batch():
+    for state, unused, third in run_ranks(preempted, 2):
+        assert state["step"] == 3 and unused == third == state
+
+
 def streamed_by(world) -> list[str]:
     """A state of a stream that two processes read, for as many and for others; whether batches are
     lost where a loop asks for more after an error."""

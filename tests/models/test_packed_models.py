@@ -6,6 +6,7 @@ from __future__ import annotations
 import copy
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from torch.nn.functional import scaled_dot_product_attention
@@ -52,6 +53,18 @@ def several(name: str, model) -> list[dict]:
     examples = [models.sample(name, model, items, 7 + i) for i, items in enumerate(sets)]
     examples[-1] = {k: v[:, :1] for k, v in examples[-1].items()}
     return examples
+
+
+def test_no_label_of_a_lost_example_stays_and_all_of_the_others_do():
+    """Where examples are learnt from their first token on, which is none of the example before."""
+    model = models.build("internvl")
+    examples = [models.as_example(i, models.sample("internvl", model, [], 7 + i))
+                for i in range(3)]
+    examples = [replace(e, labels=e.input_ids) for e in examples]
+    row = WholeModel(model, torch.float64).join(examples)
+    for lost in ([True, False, False], [False, True, False], [False, False, True]):
+        stays = [e.labels[1:] for e, is_lost in zip(examples, lost, strict=True) if not is_lost]
+        assert row.without_labels(np.array(lost)).targets.tolist() == torch.cat(stays).tolist()
 
 
 @pytest.mark.parametrize("name", [
