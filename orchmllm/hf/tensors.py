@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from safetensors import safe_open
 
-from orchmllm.hf.folder import ELEMENT_BYTES, INDEX, SINGLE, Stored, open_folder, read_header
+from orchmllm.hf.folder import Stored, open_folder, read_header
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -30,10 +30,6 @@ class FileTensor:
     dtype: str
     shape: tuple[int, ...]
     load: Callable[[], Tensor]
-
-    @property
-    def num_bytes(self) -> int:
-        return math.prod(self.shape) * ELEMENT_BYTES[self.dtype]
 
 
 def read_sharded(folder: Path) -> dict[str, FileTensor]:
@@ -128,21 +124,3 @@ def write_file(path: Path, tensors: Sequence[FileTensor]) -> None:
     shown = tqdm(tensors, path.name, unit=" tensors", disable=None, leave=False)
     loaded = {tensor.key: tensor.load() for tensor in shown}
     save_file(loaded, path, metadata={"format": "pt"})  # transformers asks for it
-
-
-def write_folder(folder: Path, tensors: Sequence[FileTensor], max_file_bytes: int) -> int:
-    """model.safetensors, or several files and their index where it would be larger than
-    max_file_bytes; returns the number of files."""
-    from huggingface_hub import split_state_dict_into_shards_factory
-
-    found = {tensor.key: tensor for tensor in tensors}
-    split = split_state_dict_into_shards_factory(
-        found, get_storage_size=lambda tensor: tensor.num_bytes, max_shard_size=max_file_bytes,
-        filename_pattern=SINGLE.replace(".", "{suffix}."))
-    for name, keys in split.filename_to_tensors.items():
-        write_file(folder / name, [found[key] for key in keys])
-    if split.is_sharded:
-        (folder / INDEX).write_text(json.dumps(
-            {"metadata": split.metadata, "weight_map": split.tensor_to_filename}, indent=1),
-            encoding="utf-8")
-    return len(split.filename_to_tensors)

@@ -48,6 +48,7 @@ from orchmllm.runtime.lineage import (
 )
 
 VERSION = 1
+THREAD = "orchmllm-checkpoint"  # that a save is written in
 LINEAGE = {"run", "sequence", "ancestors"}  # of a manifest
 
 
@@ -101,7 +102,7 @@ class Checkpointer:
         if self.config.asynchronous:
             parts, copied = self._together(step, lambda: self._copies.make(parts))
         self._thread = threading.Thread(
-            target=on_this_device(self._run), name="orchmllm-checkpoint", daemon=True,
+            target=on_this_device(self._run), name=THREAD, daemon=True,
             args=(step, tensors, parts, copied, json.dumps(state, sort_keys=True), optional))
         self._held_s, self._started = time.perf_counter() - started, started
         self._thread.start()

@@ -27,6 +27,7 @@ import torch.distributed as dist
 
 from orchmllm.comm.errors import AgreedError
 from orchmllm.models.phase_clock import PhaseClock
+from orchmllm.runtime.checkpoint import THREAD
 from orchmllm.runtime.stall_report import (
     Report,
     count_collectives,
@@ -165,7 +166,7 @@ class HangWatchdog:
                     self._store.add(_COMPILING, 1 if compiles else -1)
                 # A save has time limits of its own; training waits for it at most.
                 if (now != seen or compiles
-                        or "orchmllm-checkpoint" in {t.name for t in threading.enumerate()}):
+                        or THREAD in {t.name for t in threading.enumerate()}):
                     seen, since = now, time.monotonic()
                 still_s = time.monotonic() - since
                 error = self._posted() or self._dead()

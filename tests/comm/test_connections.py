@@ -1,4 +1,5 @@
-"""No group of the CPU connects every rank to every other one."""
+"""No group of the CPU connects every rank to every other one, and none the ranks of another
+attempt."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ from orchmllm.config.recipe import CheckpointConfig
 from orchmllm.launch import World, process_group
 from orchmllm.plan.rearrange import Rearrangement
 from orchmllm.runtime.checkpoint import Checkpointer
-from tests.lib.ranks import run_ranks
+from tests.lib.ranks import RankFailure, run_ranks
 
 RANKS = 8
 
@@ -75,6 +76,28 @@ def counts(world: World, folder: Path) -> tuple[int, int, int]:
         dist.barrier()
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     return made - start, sent - made, saved - sent
+
+
+def attempted(world: World, port: int, attempt: int, dies: bool) -> float:
+    """A sum over the ranks of an attempt, which may end without a word."""
+    dist.destroy_process_group()
+    os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"  # which stays as long as there are attempts
+    total = torch.ones(1)
+    time.sleep(attempt * (1 - world.rank))  # the other would take its address that was left
+    with process_group(World(world.rank, 2, world.rank, 2, "localhost", port, attempt), 60.0):
+        dist.all_reduce(total)
+        if dies:
+            os._exit(1)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    return float(total)
+
+
+@pytest.mark.dist
+def test_a_restarted_attempt_reads_nothing_of_one_that_died():
+    store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    with pytest.raises(RankFailure, match="died"):
+        run_ranks(attempted, 2, store.port, 0, True)
+    assert run_ranks(attempted, 2, store.port, 1, False) == [2.0, 2.0]
 
 
 @pytest.mark.slow

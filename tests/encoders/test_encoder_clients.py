@@ -293,7 +293,7 @@ class Late(Tower):
         if torch.is_grad_enabled() and self.wait_s:
             time.sleep(self.wait_s)
         if torch.is_grad_enabled() and self.raises:
-            raise KeyError("the user's bug: naïve.png")
+            raise KeyError("the user's bug in ファイル一覧.png")
         return super().forward(photos)
 
 
@@ -318,7 +318,7 @@ def late(world) -> list[str]:
 def test_a_rank_that_fails_waits_for_one_that_is_slower_than_its_patience(two):
     for first, failed, last in two["late"]:
         assert first == last == "fine" and "rank 0 failed: KeyError" in failed
-        assert "naïve.png" in failed
+        assert "ファイル一覧.png" in failed
 
 
 def saved_whole(world) -> tuple[float, bool]:

@@ -192,7 +192,7 @@ def test_a_rank_that_fails_ends_although_others_wait_within_a_tower():
     started = time.monotonic()
     with pytest.raises(RankFailure) as failed:
         run_ranks(fails_before_the_others, 2, timeout_s=120)
-    assert failed.value.errors[0][:2] == ("KeyError", '"the user\'s bug: naïve.png"')
+    assert failed.value.errors[0][:2] == ("KeyError", '"the user\'s bug in ファイル一覧.png"')
     assert time.monotonic() - started < 100
 
 

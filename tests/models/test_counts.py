@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
 
 import pytest
 
@@ -61,6 +62,12 @@ def test_a_file_that_is_damaged_or_of_something_else_is_counted_again(tmp_path, 
     with monkeypatch.context() as newer:
         newer.setattr(kept, "_code", lambda: "of a newer version")
         assert kept.kept(["a"], count) and len(times) == 8
+    for new in ("no package", "torch", "transformers"):
+        with monkeypatch.context() as newer:
+            newer.setattr(kept, "distributions", lambda name, new=new: [SimpleNamespace(
+                version="2" if name == new else "1")])
+            kept.kept(["a"], count)
+    assert len(times) == 11
     for folder in (str(path / "no folder"), "~nobody there/counts"):
         monkeypatch.setattr(kept, "FOLDER", folder)
         assert kept.kept(["a"], count) == {"flop": [1.5, 2.0]}

@@ -202,6 +202,18 @@ def test_a_proof_where_no_clip_could_be_read_has_none(tmp_path, monkeypatch):
     assert clips() == [False] * 5
 
 
+def test_a_proof_is_kept_for_blocks_as_they_are(tmp_path, monkeypatch):
+    """Compiled or not."""
+    monkeypatch.setattr(kept, "FOLDER", str(tmp_path / "kept"))
+    asked: list[bool] = []
+    monkeypatch.setattr("orchmllm.proof.prove._difference", lambda config, processor, generator,
+                        compiled: asked.append(compiled) or 0.0)
+    write_model("qwen3_vl", tmp_path)
+    for compiled in (False, False, True, True):
+        prove(tmp_path, Processor(tmp_path), lambda text: None, compiled=compiled)
+    assert asked == [False, True]
+
+
 def test_an_example_without_positions_is_named(tmp_path):
     FAMILIES["qwen2_5_omni"](transformers)
     write_model("qwen2_5_omni", tmp_path)

@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from orchmllm.comm.errors import AgreedError
 from orchmllm.models.phase_clock import PhaseClock
-from orchmllm.runtime import health, stall_report
+from orchmllm.runtime import checkpoint, health, stall_report
 from orchmllm.runtime.health import HangWatchdog
 from orchmllm.runtime.stall_report import (
     Report,
@@ -177,7 +177,7 @@ def test_where_the_store_is_gone_the_cause_is_told(tmp_path):
 
 
 def test_a_rank_that_hangs_after_it_has_compiled_is_reported(tmp_path, monkeypatch):
-    """While it compiles it is waited for."""
+    """While it compiles or saves it is waited for."""
     monkeypatch.setattr(health, "GRACE_S", 0.0)
     monkeypatch.setattr(dist, "get_backend", lambda: "gloo")
     store, ended = dist.HashStore(), threading.Event()
@@ -188,9 +188,15 @@ def test_a_rank_that_hangs_after_it_has_compiled_is_reported(tmp_path, monkeypat
                          exit_now=lambda code, text: ended.set())
     watch.clock = PhaseClock()
     assert not ended.wait(0.3)
+    saved = threading.Event()  # a save that training waits for
+    save = threading.Thread(target=saved.wait, name=checkpoint.THREAD, daemon=True)
+    save.start()
     compiles.clear()
+    assert not ended.wait(0.3)
+    saved.set()
     assert ended.wait(60)
     watch.close()
+    save.join()
 
 
 def test_one_request_of_a_rank_at_each_look(tmp_path):

@@ -3,6 +3,7 @@ against peft on stock transformers in one process."""
 
 from __future__ import annotations
 
+import json
 import sys
 from dataclasses import replace
 from math import prod
@@ -28,7 +29,7 @@ from orchmllm.plan.assign import PHASES
 from orchmllm.sharding.initial_values import local_rows, seed_adapters
 from orchmllm.sharding.load_whole import freeze, load_whole, ordered
 from orchmllm.sharding.units import units
-from orchmllm.tools.export.adapters import write_merged
+from orchmllm.tools.export.adapters import write_adapters, write_merged
 from tests.lib import whole_models as models
 from tests.lib.adapters import ENDS, as_tensors, by_peft, drawn, lora_model
 from tests.lib.collectives import Log
@@ -135,13 +136,16 @@ def test_adapters_begin_as_those_of_peft():
     for seed, same in ((0, True), (1, False)):
         seed_adapters(SimpleNamespace(named_parameters=weights.items), seed)
         assert torch.equal(weights[adapters.WEIGHTS[0]], drawn_before) == same
+    wide = torch.ones(4, 2**21)  # drawn in blocks
+    seed_adapters(SimpleNamespace(named_parameters={adapters.WEIGHTS[0]: wide}.items), 0)
+    assert len(wide[:, :9].unique(dim=0)) == 4
 
 
 @pytest.mark.parametrize("dtype, written", [("", "F64"), ("BF16", "BF16")])
 def test_a_merged_export_has_the_dtype_that_is_asked_for(dtype, written, tmp_path):
-    """Without one, that of what was saved."""
+    """Without one, that of what was saved. What is beside adapters is named for peft."""
     saved("qwen3_vl", tmp_path / "model")
-    model, out = lora_model(tmp_path / "model"), tmp_path / "merged"
+    model, out = lora_model(tmp_path / "model", connector=True), tmp_path / "merged"
     out.mkdir()
     stored = {f"model.hf.{name}": FileTensor(f"model.hf.{name}", "F64", shape, lambda shape=shape: (
         torch.zeros(shape, dtype=torch.float64)))
@@ -150,6 +154,11 @@ def test_a_merged_export_has_the_dtype_that_is_asked_for(dtype, written, tmp_pat
                  lambda text: None)
     [file] = out.glob("*.safetensors")
     assert {tensor.dtype for tensor in read_header(file)[1].values()} == {written}
+    write_adapters(model, stored, dtype, tmp_path, lambda text: None)
+    said = json.loads((tmp_path / "adapter_config.json").read_text())
+    beside = {name.rpartition(".")[0] for name, _ in adapters.learnt(
+        meta_model(model.folder), model) if not name.endswith(ENDS)}
+    assert set(said["modules_to_save"]) == beside != set()
 
 
 def first_values(world, model: ModelConfig) -> dict[str, np.ndarray]:

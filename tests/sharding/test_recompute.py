@@ -200,7 +200,11 @@ def test_after_memory_ran_out_one_layer_more_is_recomputed(memory_gb):
     said, memory = [], run_memory([], {}, fsdp)
     step = SimpleNamespace(plans=[planned()[2]], as_sampled=False)
     advice, known = memory.exhausted(step, "llm")
-    again = run_memory(said, {"ran_out": known, "measured": known["exhausted"] / 2}, fsdp)
+    again = run_memory(said, {**memory.known, "ran_out": known,
+                              "measured": known["exhausted"] / 2}, fsdp)
+    # The run was planned by limits with which memory ran out.
+    assert all(new.most < old.most for new, old in zip(again.spec.room, memory.spec.room,
+                                                       strict=True)) and again.spec.room
     assert "since memory ran out before: recompute.json" in said[0]
     assert again.choice == known["next"] and again.choice != memory.choice
     changed = [p for p in PHASES if again.choice[p] != memory.choice[p]]

@@ -139,8 +139,7 @@ def _charts(run: RunLog) -> list[str]:
         *out,
         chart("Saved by balancing so far", [
             line("predicted", "processed", 1 - after / np.where(before > 0, before, np.nan))],
-            unit="%",
-            note="Of what the phases would take as sampled, by the cost model."),
+            unit="%", note="Of what the phases would take as sampled, by the cost model."),
         chart("Bytes moved a step", [line("all", "run", moved),
                                      line("between nodes", "wait", between)], unit="B"),
         chart("Waiting for data", [line("share of the step", "wait", waiting)], unit="%"),

@@ -21,7 +21,10 @@ import torch
 import torch.distributed as dist
 
 from orchmllm.cli import dispatch
+from orchmllm.config.job import resolve
+from orchmllm.config.recipe import load_recipe
 from orchmllm.launch import World
+from orchmllm.sharding.memory import MemoryModel
 from orchmllm.tools.doctor import command as doctor
 from orchmllm.tools.doctor import host_memory, machine, network
 from orchmllm.tools.doctor.machine import Check
@@ -240,6 +243,17 @@ def test_the_memory_of_a_save_is_compared_with_the_hosts(capsys, monkeypatch, tm
     assert "checkpoint.asynchronous=false" in found["1000"]["cure"]
     never = examined(capsys, *changes, "checkpoint.every_steps=-1")[1]["host memory"]
     assert never["ok"] and never["what"].startswith("a save takes 0.0 GB")
+
+
+def test_the_ranks_of_a_node_save_at_the_same_time(monkeypatch, tmp_path):
+    limit = tmp_path / "memory.max"
+    monkeypatch.setattr(host_memory, "LIMIT", limit)
+    recipe = load_recipe(DEMO, [f"model.config={with_processor()}", "balance.ranks_per_node=4"])
+    each = MemoryModel.of(resolve(recipe, 8, 4)).save_bytes(recipe.checkpoint)
+    for ranks in (3, 5):
+        limit.write_text(str(int(ranks * each)))
+        [check] = host_memory.host_memory(recipe, World(0, 8, 0, 4, "", 0))
+        assert check.ok == (ranks > 4)
 
 
 def pair(a: int, b: int, gbit: float) -> list[dict]:

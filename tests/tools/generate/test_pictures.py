@@ -221,6 +221,9 @@ def test_an_image_is_made_of_the_states_up_to_its_own_token(composition, tmp_pat
     ids = torch.cat([asked, torch.tensor([answer[:2]])], 1)
     [states] = model(input_ids=ids, output_hidden_states=True).hidden_states[-1]
     assert torch.allclose(told[0], states, rtol=0, atol=1e-12)
+    args.size = (side := model.generator.codec.side) * 3, side * 2
+    write_pictures(model, folder, {"input_ids": asked}, answer, args, lambda line: None)
+    assert Image.open(args.out).size == args.size  # width and height
 
 
 def test_a_token_that_the_tokenizer_has_not_is_told(tmp_path):
