@@ -13,7 +13,7 @@ the first ends.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property
 
 import numpy as np
 
@@ -115,14 +115,11 @@ class Rearrangement:
     def exchange(self, rows: np.ndarray, rank: int) -> Exchange:
         """`rank`'s view when source item i consists of rows[i] rows; items may go to several ranks,
         or to none."""
-        d = len(self.source_sizes)
-        if not len(self.order):
-            return no_exchange(d)
         own = self.items_of(rank)
         slots = np.flatnonzero((self.order >= own.start) & (self.order < own.stop))
         send, mine = self.order[slots] - own.start, rows[own]
         sent = mine[send]
-        input_splits, output_splits = np.zeros((2, d), np.int64)
+        input_splits, output_splits = np.zeros((2, len(self.source_sizes)), np.int64)
         np.add.at(input_splits, rank_at(slots, self.target_sizes), sent)
 
         items = self.items_on(rank)
@@ -156,12 +153,3 @@ class Exchange:
     recv_index: np.ndarray
     lengths: np.ndarray
     moves: bool
-
-
-@lru_cache(maxsize=8)
-def no_exchange(num_ranks: int) -> Exchange:
-    """That of a rearrangement without items; its arrays cannot be written to."""
-    nothing, splits = (np.zeros(n, np.int64) for n in (0, num_ranks))
-    for array in (nothing, splits):
-        array.flags.writeable = False
-    return Exchange(nothing, splits, splits, nothing, nothing, moves=False)

@@ -73,27 +73,20 @@ def test_a_step_counts_once_its_last_batch_was_yielded():
 
 
 def preempted(world) -> list[dict]:
-    """States after two steps, of a loader that has loaded the first and was not used, and of one
-    that was ended with its first batch."""
-    def make() -> BalancedDataLoader:
-        return loader_of(Texts(), 4, collate_fn=collate, lengths=length_of, shuffle=True)
-
-    loader, again = make(), make()
-    for _ in zip(range(3), loader, strict=False):  # the third is not looked at
+    """States after three steps: of the loader that made them, of one that has loaded that state and
+    was not used, and of one that has loaded the state of the latter."""
+    loader, again, third = (loader_of(Texts(), 4, collate_fn=collate, lengths=length_of)
+                            for _ in range(3))
+    for _ in zip(range(3), loader, strict=False):
         pass
-    state = loader.state_dict()
-    again.load_state_dict(state)
-    unused = again.state_dict()
-    for _ in again:
-        break
-    third = make()
-    third.load_state_dict(unused)
-    return [state, unused, third.state_dict()]
+    again.load_state_dict(loader.state_dict())
+    third.load_state_dict(again.state_dict())
+    return [one.state_dict() for one in (loader, again, third)]
 
 
 def test_a_state_that_was_loaded_is_told_before_the_first_batch():
-    for state, unused, third in run_ranks(preempted, 2):
-        assert state["step"] == 3 and unused == third == state
+    for first, again, third in run_ranks(preempted, 2):
+        assert first["step"] == 3 and first == again == third
 
 
 def streamed_by(world) -> list[str]:
