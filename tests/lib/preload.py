@@ -3,12 +3,14 @@ what torch and transformers work out once a process. Each rank would take its se
 
 import gc
 from importlib import import_module
+from importlib.metadata import version
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
 from orchmllm.config.recipe import FsdpConfig, TrainConfig
+from orchmllm.models.families import is_known
 from orchmllm.models.whole_flops import part_counts
 from orchmllm.models.whole_model import meta_model
 from orchmllm.plan.assign import EVERY_PHASE
@@ -43,8 +45,9 @@ for name in (
     import_module(name)
 import_module("transformers.conversion_mapping").get_checkpoint_conversion_mapping("any")
 import_module("PIL.Image").init()
-one_step()
-meta_model(MODEL.folder)
-part_counts(MODEL)
+if is_known(version("transformers")):
+    one_step()
+    meta_model(MODEL.folder)
+    part_counts(MODEL)
 gc.freeze()  # no rank looks through what was there before it
 gc.enable()
