@@ -45,7 +45,7 @@ class Collator:
         labels = labels_of(batch)
         micro.labels_shape = None if labels is None else tuple(labels.shape)
         if is_filler or self._tail_is_filled:  # not at the last batch, where it is known before
-            self._check_filler(labels)
+            self._check_filler(batch, labels)
         if is_filler:
             batch = ignore_labels(copy.copy(batch), labels, self._ignored)
             micro.num_targets = 0, 0
@@ -70,16 +70,25 @@ class Collator:
                     break
         with_labels(copied, labels)  # a copy may share what holds the tensors
 
-    def _check_filler(self, labels: Tensor | None) -> None:
+    def _check_filler(self, batch: Any, labels: Tensor | None) -> None:
         if labels is None and self.num_targets is None:
             raise ValueError(
                 f"rank {self.rank} has no example in this step and cannot be given a filler, "
                 'because the batch has no tensor "labels" to ignore: use drop_last=True, more '
                 'examples, a collate_fn that returns "labels", or num_targets=')
-        if labels is not None and not labels.dtype.is_signed:
+        if labels is None:
+            return
+        if not labels.dtype.is_signed:
             raise ValueError(
                 f'the "labels" are {labels.dtype}, which cannot hold {IGNORE_INDEX}, so those of a '
                 "rank without examples could not be ignored: return torch.int64 from collate_fn")
+        try:
+            with_labels(copy.copy(batch), labels)
+        except Exception as error:  # whatever the batch's own class raises
+            raise ValueError(
+                f'the "labels" of a {type(batch).__name__} cannot be replaced ({error}), so those '
+                "of a rank without examples could not be ignored: return a dict from collate_fn, "
+                "or use drop_last=True") from error
 
 
 def _whole(count: Any) -> int:

@@ -102,7 +102,7 @@ class BalancedDataLoader(DataLoader):
         self.enabled = enabled  # whether steps are balanced, from the next pass on
         ranks = data_ranks(group)
         check_arguments(source, lengths, length_fn, shard_size, len(ranks), accumulation_steps,
-                        max_tokens, prefetch)
+                        max_tokens, prefetch, seed)
         dispatch = "bytes" if lengths is None else "load"
         self.num_ranks = len(ranks)
         batches = self.num_ranks * drawn_batches(accumulation_steps)  # of a step

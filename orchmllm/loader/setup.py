@@ -30,7 +30,7 @@ LITTLE = 0.01  # predicted gain under which the log says so
 
 def check_arguments(
     source: Source, lengths: Any, length_fn: Any, shard_size: int, num_ranks: int,
-    accumulation_steps: int | str, max_tokens: int, prefetch: int,
+    accumulation_steps: int | str, max_tokens: int, prefetch: int, seed: int,
 ) -> None:
     """What a BalancedDataLoader's arguments have to be for its kind of data. Raises ValueError
     naming the argument and the cure."""
@@ -48,6 +48,8 @@ def check_arguments(
          "number of batches, and ranks would wait for each other: give a number of batches, or "
          "leave shard_size out")
     need(prefetch >= 0, f"prefetch is {prefetch}: must be >= 0")
+    need(isinstance(seed, int | np.integer) and seed >= 0,
+         f"seed is {seed!r}: must be an integer >= 0")
     need((lengths is None) != (length_fn is None),
          "give either lengths or length_fn (where this call is not yours, a library makes a loader "
          "anew from a BalancedDataLoader's attributes: it has to take that loader as it is)")
@@ -63,6 +65,8 @@ def check_arguments(
              "generator: the loader shuffles by seed=, equal on all ranks; give the generator to a "
              "sampler of your own")
         need(len(source.dataset) > 0, "the dataset is empty")
+    need(lengths is None or callable(lengths) or hasattr(lengths, "__getitem__"),
+         f"lengths is a {type(lengths).__name__}: give a sequence, or a function of the index")
     if lengths is not None and hasattr(lengths, "__len__"):
         need(len(lengths) == len(source.dataset), f"lengths has {len(lengths)} entries, the "
              f"dataset {len(source.dataset)} examples")

@@ -109,9 +109,20 @@ def test_looking_for_a_fillers_labels_changes_no_batch():
         assert [held > 0 for held, _ in batches] == [True] * 5 + [False]
 
 
-def of_bytes(world) -> str:
-    """Labels that cannot hold what says that they are ignored, of an epoch that ends with a filler;
-    of one that does not, where nobody asks."""
+class Fixed:
+    """A batch whose labels cannot be set."""
+
+    def __init__(self, labels: torch.Tensor) -> None:
+        self._labels = labels
+
+    @property
+    def labels(self) -> torch.Tensor:
+        return self._labels
+
+
+def of_bytes(world) -> list[str]:
+    """Labels that cannot hold what says that they are ignored, and some that cannot be replaced, of
+    an epoch that ends with a filler; of one that does not, where nobody asks."""
     weight = torch.ones(1, dtype=torch.int64)  # of a class; other labels are none
     for dtype, count in ((torch.uint8, len), (
             torch.int64, lambda batch: int(weight[batch["labels"]].sum()))):
@@ -119,17 +130,22 @@ def of_bytes(world) -> str:
                             collate_fn=lambda e, dtype=dtype: {
                                 "labels": torch.zeros(len(e), dtype=dtype)})
         assert len(list(counted)) == 4
-    loader = loader_of(Texts(13), 3, accumulation_steps=2, lengths=length_of, collate_fn=lambda e: {
-        "labels": torch.tensor([x["id"] for x in e], dtype=torch.uint8)})
-    with pytest.raises(RemoteError) as error:
-        next(iter(loader))
-    return str(error.value)
+    said = []
+    for collate_fn in (lambda e: {"labels": torch.zeros(len(e), 2, dtype=torch.uint8)},
+                       lambda e: Fixed(torch.zeros(len(e), 2, dtype=torch.int64))):
+        loader = loader_of(Texts(13), 3, accumulation_steps=2, lengths=length_of,
+                           collate_fn=collate_fn)
+        with pytest.raises(RemoteError) as error:
+            next(iter(loader))
+        said.append(str(error.value))
+    return said
 
 
 @pytest.mark.dist
 def test_labels_that_cannot_be_ignored_are_refused_at_the_first_batch():
-    says, = run_ranks(of_bytes, 1)
-    assert "labels\" are torch.uint8, which cannot hold -100" in says
+    [(unsigned, fixed)] = run_ranks(of_bytes, 1)
+    assert "step 0: " in unsigned and "labels\" are torch.uint8, which cannot hold -100" in unsigned
+    assert "step 0: " in fixed and "the \"labels\" of a Fixed cannot be replaced (" in fixed
 
 
 def other_than_100(world) -> list[list[float]]:

@@ -20,6 +20,10 @@ from orchmllm.tools.export.export import NOTE, export
 
 def check_out(out: Path, overwrite: bool) -> None:
     """Raises ValueError if nothing may be written to `out`."""
+    for folder in out.resolve().parents:
+        if folder.name == "checkpoints" and (folder.parent / "recipe.yaml").is_file():
+            raise ValueError(f"--out {out} lies among the checkpoints of a run, which deletes old "
+                             "ones: give another folder")
     if not out.exists() or (out.is_dir() and not any(out.iterdir())):
         return
     if not (out / NOTE).is_file():

@@ -20,7 +20,7 @@ from orchmllm.tools.predict.options import cluster_options
 def main(argv: list[str]) -> int:
     """Exit code. Raises ValueError for a page that cannot be written."""
     from orchmllm.tools.report.log import read_run
-    from orchmllm.tools.report.page import page
+    from orchmllm.tools.report.page import HEAD, page
     from orchmllm.tools.report.verdict import compared, side_by_side, verdict
 
     parser = command_parser("report", __doc__, (
@@ -38,6 +38,8 @@ def main(argv: list[str]) -> int:
     other = read_run(args.compare) if args.compare else None
     text = page(run)
     try:
+        if out.is_file() and out.stat().st_size and not out.read_bytes().startswith(HEAD.encode()):
+            raise ValueError(f"{out} exists and is no report: name another file with --out")
         out.write_text(text, encoding="utf-8")
     except OSError as e:
         raise ValueError(f"{out}: {e.strerror}; choose another file with --out") from e

@@ -58,9 +58,12 @@ td img,td audio{display:block;max-width:240px;margin-bottom:4px}
 td.n,th.n{text-align:right;font-variant-numeric:tabular-nums}
 """
 
+# What each page begins with.
+HEAD = "<!doctype html><html lang=en><head><meta charset=utf-8><meta name=viewport "
+
 
 def page(run: RunLog) -> str:
-    """The whole HTML."""
+    """The whole HTML, which begins with HEAD."""
     title = run.name
     body = [f"<h1>{escape(title)}</h1>", f"<p>{escape(verdict(run))}</p>",
             f"<p class=muted>{escape(_state(run))}</p>",
@@ -74,8 +77,7 @@ def page(run: RunLog) -> str:
             _table(("went on at step", "steps done again"), run.restarts, numbers=2),
             "<h2>Settings that changed on the way, marked on the loss</h2>",
             _table(("from step", "was -> is"), run.changes, numbers=0)]
-    return ("<!doctype html><html lang=en><head><meta charset=utf-8><meta name=viewport "
-            f'content="width=device-width,initial-scale=1"><title>{escape(title)}</title>'
+    return (f'{HEAD}content="width=device-width,initial-scale=1"><title>{escape(title)}</title>'
             f"<style>{CSS}</style></head><body>" + "\n".join(body) + "</body></html>\n")
 
 

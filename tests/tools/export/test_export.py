@@ -129,6 +129,9 @@ def test_the_command_line(trip, tmp_path, capsys):
     code, _, error = run(capsys, *argv, "--overwrite")
     assert code == 2 and "exists and is no export: give another folder" in error
     assert [p.name for p in tmp_path.iterdir() if p.name.startswith(".")] == []
+    argv[2] = trip.checkpoint / "exported"
+    code, _, error = run(capsys, *argv)
+    assert code == 2 and "lies among the checkpoints of a run" in error
 
 
 def test_a_tokenizer_that_changed_since_is_warned_of(trip, tmp_path, capsys):

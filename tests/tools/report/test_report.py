@@ -249,6 +249,14 @@ def test_what_is_no_log_is_refused(tmp_path, capsys):
         assert said in capsys.readouterr().err, name
     assert dispatch(["report", str(good), "--out", str(tmp_path / "no" / "x.html")]) == 2
     assert "choose another file with --out" in capsys.readouterr().err
+    mine = tmp_path / "mine"
+    mine.write_text("a thesis")
+    assert dispatch(["report", str(good), "--out", str(mine)]) == 2
+    assert "mine exists and is no report" in capsys.readouterr().err
+    assert mine.read_text() == "a thesis"
+    mine.write_text("")
+    for _ in range(2):  # the second time it is a report
+        assert dispatch(["report", str(good), "--out", str(mine)]) == 0
 
 
 def test_a_validation_without_a_number(tmp_path):
