@@ -83,7 +83,8 @@ def attempted(world: World, port: int, attempt: int, dies: bool) -> float:
     dist.destroy_process_group()
     os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"  # which stays as long as there are attempts
     total = torch.ones(1)
-    time.sleep(attempt * (1 - world.rank))  # the other would take its address that was left
+    # Rank 0 comes late, so that rank 1 would read the address that the dead attempt left of it.
+    time.sleep(attempt * (1 - world.rank))
     with process_group(World(world.rank, 2, world.rank, 2, "localhost", port, attempt), 60.0):
         dist.all_reduce(total)
         if dies:

@@ -20,8 +20,8 @@ from orchmllm.tools.doctor.synthetic import MODEL, SyntheticDataset
 
 
 def one_step() -> None:
-    """Of the self-test's model. A mesh of one rank: torch keeps what it works out for a mesh, and
-    would give another rank of a larger one what is this one's."""
+    """Trains the self-test's model for a step, as the only rank: torch keeps what it works out for
+    a mesh, and on a mesh of two ranks it would give the second one the offsets of the first."""
     import_module("torch.testing._internal.distributed.fake_pg")  # which starts no thread
     torch.set_num_threads(1)
     dist.init_process_group("fake", rank=0, world_size=1, store=dist.HashStore())

@@ -360,7 +360,7 @@ def said(how: str, dtype: torch.dtype) -> str:
         loss.backward()
         if how == "one bias":
             bias.grad += 1e-3 * bias.grad.norm() * loader.enabled
-        if how == "no number" and loader.enabled:
+        if how == "a nan" and loader.enabled:
             bias.grad *= float("nan")
 
     try:
@@ -378,7 +378,7 @@ SAID = {("right", torch.float32): "", ("right", torch.bfloat16): "",
         ("dropout", torch.float32): "switch off dropout",
         ("dropout", torch.bfloat16): "switch off dropout",
         ("one bias", torch.float32): "padding that no mask hides",
-        ("no number", torch.float32): "values.bias"}
+        ("a nan", torch.float32): "values.bias"}
 
 
 def all_said(world) -> list[str]:

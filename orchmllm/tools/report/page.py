@@ -58,7 +58,7 @@ td img,td audio{display:block;max-width:240px;margin-bottom:4px}
 td.n,th.n{text-align:right;font-variant-numeric:tabular-nums}
 """
 
-# What each page begins with.
+# What each page begins with, by which an earlier one is known.
 HEAD = "<!doctype html><html lang=en><head><meta charset=utf-8><meta name=viewport "
 
 
