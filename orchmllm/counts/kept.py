@@ -50,9 +50,7 @@ def _known(folder: str, about: str) -> dict[str, Any]:
 
 
 def _about(key: Any) -> str:
-    versions = [found.version for name in ("torch", "transformers", "diffusers")
-                for found in distributions(name=name)]  # none where it is not installed
-    return json.dumps([key, versions, _code()])
+    return json.dumps([key, *_code()])
 
 
 def _path(about: str) -> Path:
@@ -91,7 +89,10 @@ def _digest(text: str) -> str:
 
 
 @cache
-def _code() -> str:
+def _code() -> tuple[list[str], str]:
+    versions = [found.version for name in ("torch", "transformers", "diffusers")
+                for found in distributions(name=name)]  # none where it is not installed
     root = Path(__file__).parents[1]
-    files = [path for room in _CODE for path in sorted((root / room).rglob("*.py"))]
-    return _digest("".join(f.read_text(encoding="utf-8") for f in [root / "batch.py", *files]))
+    files = [root / "batch.py",
+             *(path for room in _CODE for path in sorted((root / room).rglob("*.py")))]
+    return versions, _digest("".join(f.read_text(encoding="utf-8") for f in files))

@@ -20,24 +20,20 @@ from orchmllm.plan.cost import CostModel
 from orchmllm.plan.layout import ENCODERS, OF_MEDIA, BatchLayout
 
 
+@lru_cache(maxsize=64)
 def part_counts(model: ModelConfig, dtype: str = "bfloat16") -> dict[str, PartCounts]:
     """Phase -> what was counted, of those that the model has. dtype: of forward and backward, by
     which bytes differ. Raises ValueError where they cannot be counted."""
-    learns = {part: model.learns(part) for part in (*EVERY_PHASE, "connector")}
-    return _known(model.folder, tuple(part for part in learns if learns[part]),
-                  bool(model.lora.rank), dtype)
+    learns = tuple(part for part in (*EVERY_PHASE, "connector") if model.learns(part))
+    adapters = bool(model.lora.rank)
 
-
-@lru_cache(maxsize=64)
-def _known(folder: str, learns: tuple[str, ...], adapters: bool, dtype: str
-           ) -> dict[str, PartCounts]:
     def counted() -> dict:
         from orchmllm.models.counting import count  # with torch
 
-        found = count(folder, learns, adapters, dtype)
+        found = count(model.folder, learns, adapters, dtype)
         return {part: counts.as_json() for part, counts in found.items()}
 
-    key = [description(folder), learns, adapters, dtype]
+    key = [description(model.folder), learns, adapters, dtype]
     return {part: PartCounts.from_json(found) for part, found in kept(key, counted).items()}
 
 

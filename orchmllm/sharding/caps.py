@@ -16,7 +16,7 @@ from orchmllm.plan.layout import BatchLayout
 from orchmllm.plan.microbatches import plan_microbatches
 from orchmllm.plan.room import MOST, PARTS, Limit
 from orchmllm.plan.step import StepPlan
-from orchmllm.sharding.fits import MISSED, decide, joined, largest_fitting
+from orchmllm.sharding.fits import MISSED, decide, joined, largest_fitting, scaled
 from orchmllm.sharding.loads import Loads, loads_of
 from orchmllm.sharding.memory import Choice, MemoryModel
 
@@ -34,13 +34,15 @@ def room_of(
     that takes for any number of targets counts as always there."""
     full = {p: int(np.max(x.positions)) for p, x in loads.phases.items() if np.max(x.positions)}
 
-    def peaks(phase: str, factor: float) -> np.ndarray:
-        """(moments,) of a rank with `factor` times the most of a phase, and no other phase."""
-        alone = loads.each(lambda p, values: np.array([factor * (p == phase) * np.max(values)]))
-        return np.concatenate([*memory.peaks(alone, choice).values()])
+    alone = {p: loads.each(lambda q, values, p=p: np.array([(q == p) * np.max(values)]))
+             for p in loads.phases}  # of a rank with the most of a phase, and no other phase
 
-    fits = {p: largest_fitting(lambda k, p=p: peaks(p, k / PARTS).max(), budget_bytes,
-                               MOST * PARTS) / PARTS for p in full}
+    def peaks(phase: str, factor: float) -> np.ndarray:
+        """(moments,) of a rank with `factor` times that."""
+        return np.concatenate([*memory.peaks(scaled(alone[phase], factor), choice).values()])
+
+    fits = {p: largest_fitting(memory, alone[p], choice, budget_bytes, PARTS, MOST * PARTS) / PARTS
+            for p in full}
     if not all(fits.values()):
         return ()
     nothing, each = peaks("llm", 0.0), {}

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -14,11 +13,12 @@ from orchmllm.models.flops import Lengths
 from orchmllm.plan.assign import EVERY_PHASE
 from orchmllm.sharding.choice import choose_checkpointing
 from orchmllm.sharding.loads import Loads
-from orchmllm.sharding.memory import MemoryModel
+from orchmllm.sharding.memory import Choice, MemoryModel
 
 # Of a GPU's memory: 74 of an H100's 85 GB. The rest is for CUDA's context, NCCL's buffers,
 # fragments, and what the prediction misses.
 DEVICE_SHARE = 0.87
+TRIED = 256  # at once, for the largest that fits
 MISSED = 1.04  # tracked peaks are up to so much of the prediction (docs/scale.md)
 
 
@@ -95,8 +95,7 @@ def _smaller(recipe: Recipe, memory: MemoryModel, loads: Loads, choice: dict[str
     if recipe.data.batching == "capped":  # the caps decide what a rank holds
         key, now = "data.max_batch_tokens", recipe.data.max_batch_tokens
         batch = now
-    fits = largest_fitting(
-        lambda b: memory.peak(scaled(loads, b / batch), choice), budget_bytes, batch)
+    fits = largest_fitting(memory, loads, choice, budget_bytes, batch, batch)
     return f"{key}={now}", f"{key}={now * fits // batch}" if fits else ""
 
 
@@ -121,11 +120,18 @@ def budget_of(recipe: Recipe, device_bytes: float) -> tuple[float, str]:
         f"{recipe.fsdp.memory_gb:g}" if asked else "not set")
 
 
-def scaled(loads: Loads, factor: float) -> Loads:
-    """The loads of a mini-batch `factor` times as large, to first order."""
+def scaled(loads: Loads, factor: float | np.ndarray) -> Loads:
+    """The loads of a mini-batch `factor` times as large, to first order, or of (n, 1) cases."""
     return loads.each(lambda _, values: values * factor)
 
 
-def largest_fitting(peak: Callable[[int], float], budget_bytes: float, high: int) -> int:
-    """Largest b in 1 .. high with peak(b) <= budget_bytes, by bisection; 0 if there is none."""
-    return bisect_right(range(1, high + 1), budget_bytes, key=peak)
+def largest_fitting(memory: MemoryModel, loads: Loads, choice: Choice, budget_bytes: float,
+                    now: int, high: int) -> int:
+    """Largest b in 1 .. high for which `b / now` times these loads of (d,) ranks fit; 0 if there is
+    none. Many are tried at once, first far apart."""
+    found, step = 0, TRIED ** ((high.bit_length() - 1) // (TRIED.bit_length() - 1))
+    while step:
+        tried = np.arange(found + step, min(high, found + TRIED * step) + 1, step)
+        needed = memory.highest(scaled(loads, tried[:, None] / now), choice).max(axis=1)
+        found, step = found + step * int((needed <= budget_bytes).sum()), step // TRIED
+    return found

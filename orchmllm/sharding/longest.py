@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial, reduce
+from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING
 
@@ -25,7 +25,7 @@ from orchmllm.plan.cost import CostModel
 from orchmllm.plan.geometry import SegmentLengths, text_lengths
 from orchmllm.plan.layout import OF_MEDIA, TEXT, BatchLayout
 from orchmllm.plan.rearrange import sums_of
-from orchmllm.sharding.fits import budget_of, largest_fitting, scaled
+from orchmllm.sharding.fits import budget_of, largest_fitting
 from orchmllm.sharding.loads import Loads
 from orchmllm.sharding.memory import Choice, MemoryModel
 
@@ -163,8 +163,8 @@ class Room:
         """LongItem.fits of items like the one that an example consists of."""
         if not self.budget:
             return ()
-        loads = loads_alone(alone, shares=self.shares)
-        return tuple(self._longest(loads, int(alone.item_lengths(phase)[0]), choice)
+        loads, length = loads_alone(alone, shares=self.shares), int(alone.item_lengths(phase)[0])
+        return tuple(largest_fitting(self.memory, loads, choice, self.budget, length, LONGEST)
                      for choice in (self.choice, FULL))
 
     def misfits(self, rows: Iterable[BatchLayout], place: Callable[[int], str]) -> list[str]:
@@ -185,7 +185,7 @@ class Room:
         unfit = BatchLayout.concat(parts).taken(order, [len(order)])
         tokens = int(unfit.tokens_per_example[0])
         alone = loads_alone(unfit.taken([0], [1]), not self.spreads, self.shares)
-        cut = self._longest(alone, tokens, self.choice)
+        cut = largest_fitting(self.memory, alone, self.choice, self.budget, tokens, LONGEST)
         room = f"a rank ({self.budget / 1e9:.3g} GB)"
         if not cut:
             return [f"warning: the model alone cannot fit {room}: more ranks or larger GPUs help"]
@@ -202,25 +202,15 @@ class Room:
 
     def _needed(self, rows: BatchLayout, choice: Choice) -> np.ndarray:
         """(n,) bytes that a rank needs for each example, or for its largest medium."""
-        needed = self._peaks(loads_alone(rows, not self.spreads, self.shares), choice)
+        needed = self.memory.highest(loads_alone(rows, not self.spreads, self.shares), choice)
         for phase, modality in OF_MEDIA.items():
             media = phase_lengths(rows, phase)
             nothing = Lengths(*np.zeros((3, len(media.rows)), np.int64))
             loads = Loads({**dict.fromkeys(EVERY_PHASE, nothing), phase: media},
                           dict.fromkeys(OF_MEDIA, nothing.rows))
             np.maximum.at(needed, rows.example_of_segment[rows.segments[modality]],
-                          self._peaks(loads, choice))
+                          self.memory.highest(loads, choice))
         return needed
-
-    def _peaks(self, loads: Loads, choice: Choice) -> np.ndarray:
-        """(n,) bytes at the highest moment."""
-        return reduce(np.maximum, self.memory.peaks(loads, choice).values())
-
-    def _longest(self, loads: Loads, positions: int, choice: Choice) -> int:
-        """Positions of the longest item that fits, where one of `positions` makes these `loads` of
-        a rank; 0 if nothing does."""
-        return largest_fitting(lambda n: self.memory.peak(scaled(loads, n / positions), choice),
-                               self.budget, LONGEST)
 
 
 def table(found: Sequence[LongItem], room: Room, place: Callable[[int], str]) -> list[str]:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property, reduce
 
 import numpy as np
 
@@ -63,7 +64,7 @@ class MemoryModel:
                    ranks_per_node=job.ranks_per_node,
                    microbatches=job.recipe.train.accumulation_steps or 2)
 
-    @property
+    @cached_property
     def _counts(self) -> dict[str, PartCounts]:
         return dict.fromkeys(PHASES, NO_PART) | part_counts(self.model, self.fsdp.forward_dtype)
 
@@ -112,10 +113,6 @@ class MemoryModel:
     def stack(self, phase: str, counts: Counts) -> Stack:
         """Of the blocks of a phase."""
         return activations.stack(self.blocks(phase), counts)
-
-    def kept(self, phase: str, choice: str) -> float:
-        """Bytes per position that all blocks of a phase keep."""
-        return float(self.stack(phase, self.counts(phase, choice)).kept)
 
     def peaks(self, loads: Loads, choice: Choice) -> dict[str, np.ndarray]:
         """moment -> (d,) bytes."""
@@ -172,9 +169,13 @@ class MemoryModel:
         out["optimizer"] = static + state["gradients"]  # AdamW's fused kernel needs no more
         return out
 
+    def highest(self, loads: Loads, choice: Choice) -> np.ndarray:
+        """(d,) bytes, or (n, d) for n cases of loads, at the highest moment of each rank."""
+        return reduce(np.maximum, self.peaks(loads, choice).values())
+
     def peak(self, loads: Loads, choice: Choice) -> float:
         """Bytes on the fullest rank at the highest moment."""
-        return max(float(np.max(v)) for v in self.peaks(loads, choice).values())
+        return float(self.highest(loads, choice).max())
 
     def _gradients(self) -> dict[str, int]:
         size = DTYPE_BYTES[self.fsdp.param_dtype]
@@ -189,13 +190,13 @@ class MemoryModel:
             rows = lengths.positions if phase == GENERATOR else lengths.rows
             out = out + rows * float(own.row_values * (4 + self.element))
             if self.all_gather:
-                out = out + self.all_gather * float(rows.max()) * own.row_bytes
+                out = out + self.all_gather * own.row_bytes * rows.max(axis=-1, keepdims=True)
         return out
 
     def _features(self, phase: str, loads: Loads) -> np.ndarray | float:
         """Encoded rows as the LLM phase receives them."""
-        rows = (self.all_gather * float(loads.phases[phase].tokens.max()) if self.all_gather
-                else loads.received.get(phase, 0.0))
+        rows = (self.all_gather * loads.phases[phase].tokens.max(axis=-1, keepdims=True)
+                if self.all_gather else loads.received.get(phase, 0.0))
         return rows * float(self.element * feature_width(self.model))
 
     def _shared(self, loads: Loads) -> np.ndarray:

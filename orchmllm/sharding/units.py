@@ -115,6 +115,7 @@ def _adapters(model: ModelConfig) -> dict[str, Shape]:
     return dict(adapters.learnt(meta_model(model.folder), model))
 
 
+@lru_cache(maxsize=64)
 def by_role(model: ModelConfig, phase: str) -> dict[str, Unit]:
     """The units of a phase by role: of blocks that are not alike the largest, as if all were."""
     found: dict[str, Unit] = {}

@@ -60,13 +60,15 @@ def test_a_file_that_is_damaged_or_of_something_else_is_counted_again(tmp_path, 
     assert len(times) == 6 and json.loads(path.read_text()) == good
     assert kept.kept(["b"], count) and len(times) == 7
     with monkeypatch.context() as newer:
-        newer.setattr(kept, "_code", lambda: "of a newer version")
+        newer.setattr(kept, "_code", lambda: ["of a newer version"])
         assert kept.kept(["a"], count) and len(times) == 8
     for new in ("no package", "torch", "transformers"):
         with monkeypatch.context() as newer:
             newer.setattr(kept, "distributions", lambda name, new=new: [SimpleNamespace(
                 version="2" if name == new else "1")])
+            kept._code.cache_clear()
             kept.kept(["a"], count)
+    kept._code.cache_clear()
     assert len(times) == 11
     for folder in (str(path / "no folder"), "~nobody there/counts"):
         monkeypatch.setattr(kept, "FOLDER", folder)

@@ -127,7 +127,7 @@ def test_a_recipe_that_cannot_fit_names_what_would():
     least = memory.peak(loads, full)
     with pytest.raises(ValueError, match=r"train.batch_size=[1-5] would fit"):
         decide(tight, memory, loads, 0.9 * least)
-    fitting = largest_fitting(lambda b: memory.peak(scaled(loads, b / 6), full), 0.9 * least, 6)
+    fitting = largest_fitting(memory, loads, full, 0.9 * least, 6, 6)
     assert memory.peak(scaled(loads, fitting / 6), full) <= 0.9 * least
     with pytest.raises(ValueError, match="more ranks than 64"):
         decide(tight, memory, loads, 1e6)
