@@ -25,13 +25,6 @@ class Job:
     shard_size: int
     global_batch_size: int
 
-    @property
-    def rank_batch(self) -> int:
-        """Examples that a rank draws at most for a microbatch; with accumulation_steps=auto for a
-        step."""
-        return -(-self.global_batch_size // (
-            self.num_ranks * self.recipe.train.least_microbatches))
-
 
 def resolve(recipe: Recipe, num_ranks: int, ranks_per_node: int, *, kept: int = 0) -> Job:
     """The recipe on `num_ranks` ranks. ranks_per_node: of the launcher or the cluster; what

@@ -23,10 +23,11 @@ MISSED = 1.04  # tracked peaks are up to so much of the prediction (docs/scale.m
 
 
 def with_real_batch(recipe: Recipe, num_ranks: int, kept: int = 0) -> Recipe:
-    """The recipe with what a rank and microbatch gets at most as train.batch_size, where
-    train.global_batch_size decides it. kept: examples a step of the run that is resumed, which
-    decide it, too."""
-    share = resolve(recipe, num_ranks, 1, kept=kept).rank_batch
+    """The recipe with what a rank and microbatch (with accumulation_steps=auto: a rank) gets at
+    most as train.batch_size, where train.global_batch_size decides it. kept: examples a step of
+    the run that is resumed, which decide it, too."""
+    whole = resolve(recipe, num_ranks, 1, kept=kept).global_batch_size
+    share = -(-whole // (num_ranks * recipe.train.least_microbatches))
     return replace(recipe, train=replace(recipe.train, batch_size=share))
 
 

@@ -121,7 +121,8 @@ class MemoryModel:
 
     def moments(self, loads: Loads, stacks: Mapping[str, Stack]) -> dict[str, np.ndarray]:
         """moment -> (d,) bytes, or (n, d) for n cases of a phase. A sum over phases at each."""
-        state, grads = self.state_bytes(), self._gradients()
+        state, size = self.state_bytes(), DTYPE_BYTES[self.fsdp.param_dtype]
+        grads = {p: size * n for p, (_, n) in shard_sizes(self.model, self.shards).items()}
         if self.fsdp.cpu_offload:
             state, grads = dict.fromkeys(state, 0), dict.fromkeys(grads, 0)
         static = state["parameters"] + state["optimizer"] + self._batch(loads)
@@ -176,10 +177,6 @@ class MemoryModel:
     def peak(self, loads: Loads, choice: Choice) -> float:
         """Bytes on the fullest rank at the highest moment."""
         return float(self.highest(loads, choice).max())
-
-    def _gradients(self) -> dict[str, int]:
-        size = DTYPE_BYTES[self.fsdp.param_dtype]
-        return {p: size * n for p, (_, n) in shard_sizes(self.model, self.shards).items()}
 
     def _batch(self, loads: Loads) -> np.ndarray:
         """Pixels and frames in float32, and as the forward pass casts them; all that were gathered,
