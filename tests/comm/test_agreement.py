@@ -53,7 +53,8 @@ class BrokenDecode(SyntheticDataset):
 def one_step(world, fault: str, prefetch: int) -> tuple[str, str, int]:
     """(exception, its text, calls of the model) of a run with `fault` on rank ODD."""
     odd = world.rank == ODD
-    run = replace(RECIPE, data=replace(RECIPE.data, prefetch=prefetch))
+    ahead = fault == "planner raises"  # while the next step is planned, too
+    run = replace(RECIPE, data=replace(RECIPE.data, prefetch=prefetch, num_workers=int(ahead)))
     dataset, planner = SyntheticDataset(), plan_step
     if odd and fault == "config":
         run = replace(run, balance=replace(run.balance, llm=PhasePolicy("none")))

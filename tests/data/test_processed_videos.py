@@ -226,6 +226,19 @@ def test_videos_that_cannot_be_used_are_told_of(tmp_path):
         rows.load(0, segments=[])
 
 
+def test_what_another_rank_decodes_is_the_medium_that_was_meant(tmp_path):
+    """Also behind a video, two frames of which become one item."""
+    rows = written(tmp_path, "qwen2_vl", [[video("v.mp4", nframes=4), image("0.png"), WHAT,
+                                           video("odd.mp4", nframes=2), image("4.png")]])
+    media = np.flatnonzero(rows.layout(0).modality == VISION).tolist()
+    assert len(media) == 5
+    here = rows.load(0, segments=media).parts
+    for s, row in rows.load(0, segments=media, encoded=media).parts.items():
+        there = rows.load(0, text=False, segments=[s], row=row).parts[s]
+        assert there.keys() == here[s].keys()
+        assert all(torch.equal(there[name], value) for name, value in here[s].items()), s
+
+
 def test_an_example_ends_before_a_video_that_would_cross_its_end(tmp_path):
     parts = talk([video("v.mp4", nframes=4), WHAT], "the red row", "a")
     written(tmp_path, "qwen2_vl", [[]])

@@ -118,7 +118,7 @@ def test_a_fault_that_passes_is_survived(fault, web, tmp_path):
 
 
 @pytest.mark.parametrize("known, fault", [
-    *((True, f) for f in RECOVERED), (False, "cut"), (False, 500),
+    *((True, f) for f in RECOVERED), (False, "cut"), (False, 500), (False, "half_in_chunks"),
     (True, "too_short")])  # of a medium nobody says another length
 def test_a_fault_that_stays_is_an_error_and_never_a_part_of_a_file(fault, known, web, tmp_path):
     (web.folder / "a.bin").write_bytes(bytes(range(256)) * 300)

@@ -6,6 +6,7 @@ import dataclasses
 import itertools
 from collections import namedtuple
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -13,6 +14,7 @@ from torch.distributed.fsdp import fully_shard
 
 from orchmllm import Encoder, Rows, balance_encoders
 from orchmllm.comm.agree import RemoteError
+from orchmllm.encoders.results import flatten, rebuild
 from tests.lib.encoder_runs import gradients, mean_gradients, sharded, worst
 from tests.lib.examples import load
 from tests.lib.ranks import RankFailure, each_in_one_world, run_ranks
@@ -102,6 +104,16 @@ def each_kind(world) -> dict[str, float]:
 def test_results_of_every_kind(ranks):
     for rank in ranks["each_kind"]:
         assert max(rank.values()) < EXACT, rank
+
+
+def test_what_nothing_becomes_can_be_joined_and_padded():
+    items = torch.arange(12.0).view(2, 3, 2)
+    for form, padded in ((list, False), (torch.clone, True)):
+        spec = Encoder("photo", {"encode": Rows("photos")}, padded=padded,
+                       rows=(lambda model, meta: meta[:, 0]) if padded else None)
+        seen = flatten(spec, nn.Identity(), form(items), np.array([[3], [3]]), False)
+        made = rebuild(spec, seen, seen.rows[:0], [])
+        assert torch.cat(list(made)).shape == (0, 2)
 
 
 class Broken(OneTower):

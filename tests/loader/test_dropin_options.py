@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 import weakref
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -16,6 +18,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from orchmllm import BalancedDataLoader, CostModel, check_equivalence
+from orchmllm.loader.callers import refusal
 from orchmllm.loader.indices import batch_layout
 from tests.lib.dropin import VOCAB, Stream, Texts, collate, length_of, loader_of, token_count
 from tests.lib.ranks import run_ranks
@@ -389,3 +392,16 @@ def test_check_equivalence_tells_an_error_from_rounding_and_from_dropout():
     for texts in run_ranks(all_said, 2):
         for case, text in zip(SAID, texts, strict=True):
             assert SAID[case] in text and bool(text) == bool(SAID[case]), (case, text)
+
+
+def test_lightning_has_to_train_by_as_many_batches_as_a_step_has():
+    """In a frame of its loop, whose other parts the tests of other loops run."""
+    space = {"__name__": "lightning.pytorch.loops", "refusal": refusal, "sys": sys}
+    exec("def run(self, loader):\n    return refusal(sys._getframe(), loader)", space)
+    for planned, trained, automatic in ((2, 2, True), (2, 3, False), (3, 2, True), (2, 3, True)):
+        trainer = SimpleNamespace(
+            accumulate_grad_batches=trained, training=True,
+            lightning_module=SimpleNamespace(automatic_optimization=automatic))
+        loader = type("Sized", (), {"__len__": lambda self: 1, "accumulation_steps": planned})()
+        said = space["run"](SimpleNamespace(trainer=trainer), loader)
+        assert (said is not None) == (automatic and planned != trained), (planned, trained)

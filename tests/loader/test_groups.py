@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from types import SimpleNamespace
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -17,6 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from orchmllm import BalancedDataLoader
 from orchmllm.comm.agree import PlanMismatchError
 from orchmllm.loader.groups import check_group, data_ranks, refuse_parts, trainer_group
+from orchmllm.loader.process_groups import _Made
 from tests.lib.dropin import Texts, collate, length_of, loader_of, token_count
 from tests.lib.ranks import run_ranks
 
@@ -125,6 +127,15 @@ def after_a_part(world) -> tuple:
         with pytest.raises(RuntimeError, match="not all of the ranks 0, 1, 2 made"):
             make(timeout_s=1.0)
     return *ids, says
+
+
+def test_groups_are_taken_again_when_all_ranks_have_dropped_their_loader():
+    made = _Made()
+    made.links, made.idle = [None] * 3, {0, 1}
+    made.control = lambda mine: np.array([mine, [0, 1, 1]])  # what another rank has dropped
+    assert made.common_idle([0, 1], 1, 1.0) == 1
+    made.idle = {0}
+    assert made.common_idle([0, 1], 1, 1.0) is None
 
 
 def test_ranks_that_made_other_loaders_before_and_that_give_other_arguments():

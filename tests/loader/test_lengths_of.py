@@ -197,3 +197,20 @@ def test_lengths_by_what_collate_fn_makes_of_a_row_alone():
         lengths_by(lambda rows: {"pixels": torch.ones(1, 3)})
     with pytest.raises(ValueError, match="draws random numbers"):
         lengths_by(lambda rows: {"input_ids": torch.randint(0, 9, (len(rows), 4))})
+
+
+def test_an_example_stays_as_it_is_when_its_length_is_found_out():
+    """As TRL's collate functions put what stands for images into the messages that they get."""
+    class Stream(torch.utils.data.IterableDataset):
+        def __iter__(self):
+            return iter(())
+
+    def collate(rows: list[dict]) -> dict:
+        for row in rows:
+            row["messages"][0]["content"] += " and so on"
+        return {"input_ids": torch.ones(1, len(rows[0]["messages"][0]["content"]))}
+
+    example = {"messages": [{"content": "a b"}]}
+    lengths = CollatedLengths(torch.utils.data.DataLoader(Stream(), collate_fn=collate))
+    assert [lengths.of(example) for _ in range(2)] == [13, 13]
+    assert example == {"messages": [{"content": "a b"}]}

@@ -282,6 +282,14 @@ def iterated(world) -> None:
     loader.load_state_dict({**state, "step": 6})
     loader.set_epoch(2)  # as trainers say after an epoch's last step
     assert len(list(loader)) == 6
+    loader = loader_of(Texts(), 4, collate_fn=collate, length_fn=token_count)
+    for k, _ in enumerate(loader):  # more is drawn ahead
+        if k == 1:
+            break
+    seen = [i for _ in loader for i in loader.step.example_ids]
+    everywhere = [None] * world.world_size
+    torch.distributed.all_gather_object(everywhere, seen)
+    assert sorted(sum(everywhere, [])) == list(range(48))
 
 
 def test_iterators_are_one_at_a_time_and_a_look_is_free():
