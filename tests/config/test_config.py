@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from orchmllm import launch
+from orchmllm.config.job import resolve
 from orchmllm.config.model import ModelConfig
 from orchmllm.config.recipe import (
     DataConfig,
@@ -248,3 +249,13 @@ def test_names_of_other_programs_are_known(tmp_path):
 def test_unknown_policies_are_refused_by_the_planner_too():
     with pytest.raises(ValueError, match="unknown policy 'local'; choose one of none, "):
         balance([1, 2], num_ranks=1, policy="local")
+
+
+def test_a_resumed_run_keeps_its_examples_a_step_on_other_ranks():
+    def examples(kept: int, **train) -> int:
+        recipe = Recipe(data=DataConfig(path="x"), model=MODEL, train=TrainConfig(**train))
+        return resolve(recipe, 3, 1, kept=kept).global_batch_size
+
+    assert examples(0, batch_size=2, accumulation_steps=2) == 12
+    assert examples(8, batch_size=2, accumulation_steps=2) == 8
+    assert examples(8, global_batch_size=9) == 9  # which check_resumable compares

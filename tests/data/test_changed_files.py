@@ -5,11 +5,14 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+import pyarrow as pa
 import pytest
+from pyarrow import parquet as pq
 
 from orchmllm.config.model import ModelConfig
 from orchmllm.config.recipe import SourceConfig
 from orchmllm.data.dataset import ConversationDataset
+from orchmllm.data.formats.arrow import ParquetRows
 from orchmllm.data.formats.conversation import media_of
 from orchmllm.data.loading.step_loader import StepLoader
 from orchmllm.data.media.headers import image_header
@@ -56,6 +59,18 @@ def test_a_row_of_a_changed_file_is_not_read(how, folder, reader, tmp_path):
             "its bytes and its time in ns were .* and 1000000000, and are ")
     with pytest.raises(StorageError, match=f"{path} has changed since this run opened it .{said}"):
         dataset.layout(1)
+
+
+def test_a_table_that_changes_is_no_damaged_row(tmp_path):
+    path, table = tmp_path / "a.parquet", pa.table({"n": list(range(2000))})
+    pq.write_table(table, path, row_group_size=1000)
+    os.utime(path, (1, 1))
+    rows = ParquetRows(path, 0, tmp_path / "cache")
+    assert rows.row(0) == {"n": 0}
+    pq.write_table(table, tmp_path / "new", row_group_size=1000)
+    (tmp_path / "new").replace(path)
+    with pytest.raises(StorageError, match="has changed since this run opened it"):
+        rows.row(1500)
 
 
 def test_nor_is_a_medium_in_a_changed_tar(folder, reader, tmp_path):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import glob
 import os
 import resource
 import shutil
@@ -16,6 +17,7 @@ from PIL import Image
 
 from orchmllm.config.recipe import SourceConfig
 from orchmllm.data import index as index_module
+from orchmllm.data.formats.find import expand
 from orchmllm.data.formats.open import open_source
 from orchmllm.data.index import LengthIndex
 from orchmllm.data.media.headers import image_header
@@ -310,6 +312,15 @@ def test_a_killed_build_goes_on_where_it_was(reader, tmp_path, monkeypatch, lost
     [size] = index.sizes(1)
     for k in range(20):
         assert index.sizes(k) == [size] * (k % 2 and k % 7 > 0)
+
+
+def test_files_of_a_pattern_are_in_the_order_of_their_names(tmp_path, monkeypatch):
+    """And not in that of their folder, which is another one on each disk."""
+    paths = [write_jsonl(tmp_path / f"{k}.jsonl", [{"n": k}]) for k in range(12)]
+    names = sorted(map(str, paths))
+    for order in (names[::-1], names[5:] + names[:5]):
+        monkeypatch.setattr(glob, "glob", lambda *_, order=order, **__: order)
+        assert [str(path) for path in expand(str(tmp_path / "*.jsonl"))] == names
 
 
 def test_a_tar_of_a_split_that_is_not_there_is_an_error(tmp_path):

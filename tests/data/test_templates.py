@@ -7,6 +7,7 @@ import json
 from datetime import datetime
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from orchmllm.batch import IGNORE_INDEX
@@ -17,6 +18,7 @@ from orchmllm.data.text.spans import Text
 from orchmllm.data.text.template_engine import TODAY
 from orchmllm.data.text.templates import ChatTemplate
 from orchmllm.data.text.tokenizer import ChatTokenizer
+from orchmllm.data.text.traced import Traced
 from orchmllm.plan.layout import AUDIO, VISION
 from orchmllm.tools.data.command import main
 from tests.lib.drawn import reader_in, write_model
@@ -175,6 +177,15 @@ def test_reasoning_is_learnt_and_an_empty_block_is_not(both, what):
     token_ids, mask = ours.tokenize(TALKS[what])
     assert ours.decode(token_ids[mask]) == LEARNT[what]
     assert ours.end_id == ours.tokenizer.token_to_id("<|im_end|>")
+
+
+def test_a_part_of_a_text_knows_where_its_characters_are_from():
+    text, codes = Traced("abcd", [(1, 7), (3, 9)]), np.array([7, 9, 9, 9])
+    for key in (0, 3, -1, -4, slice(1, None), slice(-2, None), slice(None, None, -1), slice(3, 1)):
+        part = text[key]
+        assert str(part) == "abcd"[key]
+        assert [code for count, code in part.runs for _ in range(count)] == [
+            *np.atleast_1d(codes[key])]
 
 
 def test_generation_tags_say_what_is_learnt(both):

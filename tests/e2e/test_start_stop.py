@@ -89,6 +89,15 @@ def test_that_ranks_share_cores_is_said_before_they_start(monkeypatch):
         f"500000 ranks share {os.cpu_count()}"]
 
 
+def test_ranks_get_the_time_that_a_step_and_a_save_take(monkeypatch):
+    monkeypatch.setattr(os, "environ", {})
+    local_ranks._set_environment(2, 1)
+    assert int(os.environ["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"]) == local_ranks.STOP_TIMEOUT_S > 300
+    os.environ["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] = "7"
+    local_ranks._set_environment(2, 1)
+    assert os.environ["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] == "7"
+
+
 @pytest.mark.parametrize("trains", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_a_reader_that_leaves_is_no_error(tmp_path, demo_corpus, trains):
     """`| head -1`, while the launcher starts and while ranks train: these save before they go."""

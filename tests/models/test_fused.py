@@ -74,6 +74,15 @@ def test_a_norm_that_is_replaced_keeps_its_bits(kind, replaced, dtype):
     assert all(map(torch.equal, *both))
 
 
+def test_norms_of_one_class_keep_their_own_numbers():
+    x, fused = torch.randn(3, 8) / 1000, nn.ModuleList(
+        llama.LlamaRMSNorm(8, eps) for eps in (1e-5, 1e-6, 1e-5))
+    wanted = [norm(x) for norm in fused]
+    fuse(fused)
+    assert type(fused[0]) is type(fused[2]) is not type(fused[1])
+    assert all(torch.equal(norm(x), y) for norm, y in zip(fused, wanted, strict=True))
+
+
 @pytest.mark.parametrize("own, width, replaced", [
     (llama.apply_rotary_pos_emb, 16, True), (qwen3_vl.apply_rotary_pos_emb_vision, 16, True),
     (glm4v_moe.apply_rotary_pos_emb, 16, True), (glm4v_moe.apply_rotary_pos_emb, 8, True),
