@@ -282,8 +282,8 @@ def iterated(world) -> None:
     loader.load_state_dict({**state, "step": 6})
     loader.set_epoch(2)  # as trainers say after an epoch's last step
     assert len(list(loader)) == 6
-    loader = loader_of(Texts(), 4, collate_fn=collate, length_fn=token_count)
-    for k, _ in enumerate(loader):  # more is drawn ahead
+    loader = loader_of(Texts(), 4, collate_fn=collate, length_fn=token_count, num_workers=1)
+    for k, _ in enumerate(loader):  # torch draws more ahead
         if k == 1:
             break
     seen = [i for _ in loader for i in loader.step.example_ids]

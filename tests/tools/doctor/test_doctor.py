@@ -97,6 +97,12 @@ def test_what_is_wrong_with_a_machine(capsys, monkeypatch, tmp_path):
     assert "cvxpy" not in found["packages"]["what"]
 
 
+def test_no_limit_of_files_is_enough(monkeypatch):
+    for soft, fine in ((resource.RLIM_INFINITY, True), (514, True), (513, False)):
+        monkeypatch.setattr(resource, "getrlimit", lambda kind, soft=soft: (soft, 4096))
+        assert next(machine.limits(1)).ok == fine
+
+
 @pytest.mark.parametrize("change, name, what", [
     ("fsdp.shard_size=3", "ranks", "fsdp.shard_size is 3, which does not divide the 4 ranks"),
     ("train.lr=-1", "recipe", "train.lr = -1: must be greater than 0"),

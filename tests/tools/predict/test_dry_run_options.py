@@ -222,6 +222,9 @@ def test_a_measured_file_is_whole_and_replaces_the_assumed_shares(tmp_path, own)
     path.write_text(json.dumps({"gpu": "h100-sxm", "phases": phases}))
     code, said, _ = own("--measured", str(path))
     assert code == 0 and "llm: 0.300 and 0.200" in said
+    path.write_text(json.dumps({"gpu": "a100", "phases": phases}))
+    code, _, told = own("--measured", str(path))
+    assert code == 2 and "it was measured on a100: say --gpu a100" in told
 
 
 def test_lengths_of_a_statistics_file(tmp_path, own):
