@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Callable, Container, Hashable, Iterable, Iterator, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 
 import numpy as np
 import torch
@@ -14,11 +14,13 @@ import torch
 from orchmllm.batch import UNKNOWN, ProcessedExample, SequenceLengths
 from orchmllm.counts import masks
 from orchmllm.counts.counted import EXACT, Counted, Seen, StageWork, fitted
+from orchmllm.counts.kept import kept
 from orchmllm.counts.on_a_gpu import fused
 from orchmllm.encoders.blank import FRAMES, BlankMedia
 from orchmllm.encoders.planned import PlannedEncoders
 from orchmllm.models.counted_parts import Attention, BlockCounts, PartCounts, pairs
 from orchmllm.models.flops import Lengths
+from orchmllm.models.shapes import description
 from orchmllm.models.whole_model import WholeModel, meta_model
 from orchmllm.plan.layout import GENERATOR, NO_EXAMPLES
 
@@ -30,20 +32,22 @@ FAR = 6  # times as many rows and columns show windows, and FAR times as many ag
 
 
 def count(folder: str, learns: Container[str], adapters: bool, dtype: str
-          ) -> dict[str, PartCounts]:
-    """Phase -> what it computes, of those that the model of a folder has. learns:
-    those of them, and connector, that do; adapters: beside the weights of parts, which do not;
-    dtype: of forward and backward. Raises ValueError where the FLOP of a part are not those of its
-    lengths."""
-    whole = meta_model(folder)
-    return {part: _count(folder, dtype, part, part in learns and not adapters,
-                         part in ("llm", GENERATOR) or adapters and part in learns,
-                         part != "llm" and "connector" in learns) for part in whole.blocks()}
+          ) -> dict[str, dict]:
+    """Phase -> what it computes (PartCounts.as_json), of those that the model of a folder has.
+    learns: those of them, and connector, that do; adapters: beside the weights of parts, which do
+    not; dtype: of forward and backward. A part is counted once for all that the others may do.
+    Raises ValueError where the FLOP of a part are not those of its lengths."""
+    out = {}
+    for part in meta_model(folder).blocks():
+        what = (dtype, part, part in learns and not adapters,
+                part in ("llm", GENERATOR) or adapters and part in learns,
+                part != "llm" and "connector" in learns)
+        out[part] = kept(["part", description(folder), *what], partial(_count, folder, *what))
+    return out
 
 
-@lru_cache(maxsize=32)
 def _count(folder: str, dtype: str, part: str, weights: bool, inputs: bool, connector: bool
-           ) -> PartCounts:
+           ) -> dict:
     """weights, connector: whether these learn; inputs: whether what is before the blocks does."""
     whole, fixed = _prepared(folder, dtype)
     learns = {part: weights, "connector": connector}
@@ -54,8 +58,8 @@ def _count(folder: str, dtype: str, part: str, weights: bool, inputs: bool, conn
         inputs) else None
     try:
         with fused():
-            made_by = {"llm": _llm, GENERATOR: _generator}
-            return made_by[part](whole) if part in made_by else _encoder(whole, part)
+            of = {"llm": _llm, GENERATOR: _generator}.get(part, partial(_encoder, part=part))
+            return of(whole).as_json()
     except Exception as error:  # whatever the model's own code raises
         raise ValueError(f"{folder}: what its {part} computes cannot be counted: {error!r}"
                          ) from error

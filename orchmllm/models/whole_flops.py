@@ -29,9 +29,7 @@ def part_counts(model: ModelConfig, dtype: str = "bfloat16") -> dict[str, PartCo
 
     def counted() -> dict:
         from orchmllm.models.counting import count  # with torch
-
-        found = count(model.folder, learns, adapters, dtype)
-        return {part: counts.as_json() for part, counts in found.items()}
+        return count(model.folder, learns, adapters, dtype)
 
     key = [description(model.folder), learns, adapters, dtype]
     return {part: PartCounts.from_json(found) for part, found in kept(key, counted).items()}

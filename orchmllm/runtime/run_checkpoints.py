@@ -242,7 +242,7 @@ class RunCheckpoints(Checkpointer):
         self.load(path, self._tensors())
         progress = Progress.from_json(state)
         for of_parameter in self._optimizer().state.values():
-            of_parameter["step"].fill_(progress.optimizer_steps)
+            of_parameter["step"].fill_(progress.step - progress.skipped_steps)
         torch.set_rng_state(torch.tensor(state["rng"], dtype=torch.uint8))
         return progress
 

@@ -146,10 +146,6 @@ class Progress:
     media: MediaCount = field(default_factory=MediaCount)
     nonfinite_in_a_row: int = 0
 
-    @property
-    def optimizer_steps(self) -> int:
-        return self.step - self.skipped_steps
-
     def is_due(self, every: int, num_steps: int) -> bool:
         """Whether what comes `every` steps, and at the end anyway, comes after the last one; 0 and
         less: never."""
