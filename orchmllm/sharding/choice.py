@@ -14,7 +14,7 @@ import numpy as np
 from orchmllm.config.fsdp import CHECKPOINTING, CHOICES, as_choice
 from orchmllm.config.recipe import Recipe
 from orchmllm.plan.assign import EVERY_PHASE
-from orchmllm.sharding.activations import Counts, Stack
+from orchmllm.sharding.activations import Counts, Stack, stack
 from orchmllm.sharding.loads import Loads
 from orchmllm.sharding.memory import Choice, MemoryModel
 from orchmllm.sharding.recomputed import phase_flop, recomputed_flop
@@ -30,14 +30,15 @@ def choose_checkpointing(memory: MemoryModel, loads: Loads, budget_bytes: float,
     Raises ValueError if not even recomputing everything fits, with what it would need."""
     cases = {p: _cases(memory, p, (fixed or {}).get(p), by_layer) for p in memory.phases}
     times, use, room = {}, {}, None
-    first = {p: memory.stack(p, {c: n[0] for c, n in cases[p].items()}) for p in cases}
+    first = {p: stack(memory.blocks(p), {c: n[0] for c, n in cases[p].items()}) for p in cases}
     least = _rows(memory.moments(loads, first), 1)[0]
     for phase, counts in cases.items():
         time = phase_flop(memory, phase, loads, counts).max(axis=1)
-        kept = _undominated(time, memory.stack(phase, counts), loads.phases[phase].positions)
+        kept = _undominated(
+            time, stack(memory.blocks(phase), counts), loads.phases[phase].positions)
         cases[phase] = {c: n[kept] for c, n in counts.items()}
         times[phase] = time[kept]
-        stacks = first | {phase: memory.stack(phase, cases[phase])}
+        stacks = first | {phase: stack(memory.blocks(phase), cases[phase])}
         use[phase] = _rows(memory.moments(loads, stacks), len(kept)) - least
     room = budget_bytes * (1 + ROUNDING) - least
     found = cheapest([*times.values()], [*use.values()], room)

@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property, reduce
+from functools import cached_property, lru_cache, reduce
 
 import numpy as np
 
@@ -27,8 +27,7 @@ from orchmllm.models.counted_parts import BlockCounts, PartCounts
 from orchmllm.models.whole_flops import feature_width, part_counts
 from orchmllm.plan.assign import EVERY_PHASE, PHASES
 from orchmllm.plan.layout import ENCODERS, GENERATOR, OF_MEDIA
-from orchmllm.sharding import activations
-from orchmllm.sharding.activations import Counts, Stack
+from orchmllm.sharding.activations import Stack, stack
 from orchmllm.sharding.loads import Loads
 from orchmllm.sharding.units import Unit, by_role, shard_sizes, units
 
@@ -110,13 +109,9 @@ class MemoryModel:
         """Layers of a phase by CHOICES. Raises ValueError for more than it has."""
         return phase_counts(phase, choice, self.num_layers(phase))
 
-    def stack(self, phase: str, counts: Counts) -> Stack:
-        """Of the blocks of a phase."""
-        return activations.stack(self.blocks(phase), counts)
-
     def peaks(self, loads: Loads, choice: Choice) -> dict[str, np.ndarray]:
         """moment -> (d,) bytes."""
-        return self.moments(loads, {p: self.stack(p, self.counts(p, choice[p]))
+        return self.moments(loads, {p: _stack(self.model, self.fsdp.forward_dtype, p, choice[p])
                                     for p in self.phases})
 
     def moments(self, loads: Loads, stacks: Mapping[str, Stack]) -> dict[str, np.ndarray]:
@@ -308,3 +303,10 @@ class MemoryModel:
             (1.0 if u.stays else share[self.fsdp.reshard(u.phase)]) * u.copies * u.size
             for u in units(self.model) if u.phase in EVERY_PHASE[:EVERY_PHASE.index(phase) + 1]
             and (u.stays or u.read_in_backward))
+
+
+@lru_cache(maxsize=1024)
+def _stack(model: ModelConfig, dtype: str, phase: str, choice: str) -> Stack:
+    """Of the blocks of a phase, which a search asks for thousands of times."""
+    blocks = part_counts(model, dtype).get(phase, NO_PART).blocks
+    return stack(blocks, phase_counts(phase, choice, len(blocks)))

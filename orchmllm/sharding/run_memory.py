@@ -56,6 +56,7 @@ class RunMemory:
         # An integer program takes long here, and under a time limit not all ranks find the same.
         self._spec = replace(spec, balance=replace(spec.balance, nodewise_solver="search"))
         self._job = resolve(self._recipe, num_ranks, spec.ranks_per_node)
+        self.memory = MemoryModel.of(self._job)
         self._kept, self._log = kept, log
         self.known = {} if known is None else known
         self._predicted: list[np.ndarray] = []  # (d,) bytes of each step
@@ -77,10 +78,6 @@ class RunMemory:
         elif auto and not spec.hard_caps:
             raise ValueError("train.accumulation_steps=auto needs to know what a rank can hold: "
                              "set fsdp.memory_gb, or balance.llm.max_rank_tokens")
-
-    @cached_property
-    def memory(self) -> MemoryModel:
-        return MemoryModel.of(self._job)
 
     @cached_property
     def layouts(self) -> list[BatchLayout]:

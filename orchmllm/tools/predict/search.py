@@ -189,35 +189,34 @@ class Search:
             loads += [loads_of(plan) for plan in plans]
         return works, joined(loads)
 
-    def planned(self, setting: Setting) -> tuple[list[PlanWork], Loads]:
-        """`drawn` of a setting; where that does not fit the budget, but even shares of it do, by
-        the limits that memory then gives a rank, if the steps have plans below them."""
+    def planned(self, setting: Setting) -> tuple[list[PlanWork], float]:
+        """The work of `drawn` of a setting, and the bytes of the fullest rank in the worst of the
+        steps; where that does not fit the budget, but even shares of it do, by the limits that
+        memory then gives a rank, if the steps have plans below them."""
         if setting not in self._planned:
             of = setting.batch_size, setting.microbatches, setting.shard_size
-            found, memory, choice = self.drawn(*of), self.memory(setting), _choice(setting)
-            even = found[1].each(lambda _, values: np.array([values.mean()]))
-            if memory.peak(even, choice) <= self.budget < memory.peak(found[1], choice):
-                room = room_of(memory, found[1], choice, self.budget / MISSED)
-                found = room and self._plans(*of, room) or found
-            self._planned[setting] = found
+            (works, loads), memory, choice = self.drawn(*of), self.memory(setting), _choice(setting)
+            peak = memory.peak(loads, choice)
+            if peak > self.budget >= memory.peak(
+                    loads.each(lambda _, values: np.array([values.mean()])), choice):
+                room = room_of(memory, loads, choice, self.budget / MISSED)
+                if found := room and self._plans(*of, room):
+                    works, peak = found[0], memory.peak(found[1], choice)
+            self._planned[setting] = works, peak
         return self._planned[setting]
 
     def memory(self, setting: Setting) -> MemoryModel:
         return MemoryModel.of(resolve(setting.of(self.recipe), self.num_ranks,
                                  self.hardware.ranks_per_node))
 
-    def peak(self, setting: Setting) -> float:
-        """Bytes of the fullest rank in the worst of the steps."""
-        return self.memory(setting).peak(self.planned(setting)[1], _choice(setting))
-
     def found(self, setting: Setting) -> Found:
         """The setting's prediction, the mean of the steps."""
-        works, memory = self.planned(setting)[0], self.memory(setting)
+        (works, peak), memory = self.planned(setting), self.memory(setting)
         times = [timed(w, memory, _choice(setting), self.hardware) for w in works]
         slowest = max(times, key=lambda t: t.seconds)  # phases of one step; totals of the mean
         mean = float(np.mean([t.seconds for t in times])) / slowest.seconds
         return Found(setting, replace(
-            slowest, tokens=float(np.mean([t.tokens for t in times])) / mean), self.peak(setting))
+            slowest, tokens=float(np.mean([t.tokens for t in times])) / mean), peak)
 
     def given(self) -> Found | None:
         """The recipe's own setting, with what `auto` chooses in it (everything recomputed where
@@ -278,10 +277,10 @@ class Search:
                 CHOICES.index(c) for c in setting.checkpointing])
             if key not in failed:  # nothing of this group fits if the most saving one does not
                 least = replace(setting, reshard=("full",) * 3, checkpointing=("full",) * 3)
-                failed[key] = np.full((1, 6), 2 if self.peak(least) > self.budget else -1)
+                failed[key] = np.full((1, 6), 2 if self.planned(least)[1] > self.budget else -1)
             if (saving <= failed[key]).all(axis=1).any():
                 continue  # one that saves more did not fit
-            if self.peak(setting) > self.budget:
+            if self.planned(setting)[1] > self.budget:
                 failed[key] = np.concatenate([failed[key], [saving]])
                 continue
             fitting.append(setting)

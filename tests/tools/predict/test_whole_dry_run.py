@@ -23,6 +23,7 @@ from orchmllm.models.whole_flops import feature_width, phase_work
 from orchmllm.models.whole_model import WholeModel, meta_model
 from orchmllm.plan.geometry import SegmentLengths
 from orchmllm.plan.layout import AUDIO, ENCODERS, VISION
+from orchmllm.sharding.activations import stack
 from orchmllm.sharding.load_whole import freeze, ordered
 from orchmllm.sharding.loads import Loads
 from orchmllm.sharding.memory import MemoryModel
@@ -182,7 +183,7 @@ def test_what_a_forward_pass_keeps_is_predicted(name, phase, tmp_path):
     logits = 4.0 * len(row.kept) * memory._counts["llm"].outputs
     got = memory.element * feature_width(recipe.model) * tokens  # by the LLM's layers
     least, middle, predicted = (logits + got + sum(
-        memory._around(p, loads) + memory.stack(p, memory.counts(p, choice)).kept
+        memory._around(p, loads) + stack(memory.blocks(p), memory.counts(p, choice)).kept
         * lengths[p].positions for p in (phase, "llm")) for choice in reversed(CHOICES))
     assert predicted == pytest.approx(saved, rel=rel)
     assert least < middle < predicted
