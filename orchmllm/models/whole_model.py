@@ -122,7 +122,8 @@ class WholeModel(nn.Module):
         for name, module in self.hf.named_modules():
             part = self.part_of(f"{name}.")
             if isinstance(module, nn.ModuleList) and part != "connector":
-                stacks[part] = max(stacks.get(part, module), module, key=num_parameters)
+                stacks[part] = max(stacks.get(part, module), module, key=lambda stack: sum(
+                    p.numel() for p in stack.parameters()))
         return stacks
 
     def join(
@@ -278,10 +279,6 @@ class WholeModel(nn.Module):
 
 _FILLER = ProcessedExample(UNKNOWN, torch.zeros(1, dtype=torch.int64),
                            torch.full((1,), IGNORE_INDEX), {}, NO_EXAMPLES)
-
-
-def num_parameters(module: nn.Module) -> int:
-    return sum(p.numel() for p in module.parameters())
 
 
 @lru_cache(maxsize=4)

@@ -71,14 +71,8 @@ class JsonLines:
 
 
 def metrics_log(folder: Path) -> JsonLines:
-    """metrics.jsonl of a run in `folder` (orchmllm.runtime.log_schema). Raises ValueError for a
-    file of another program."""
-    path = folder / METRICS
-    with suppress(FileNotFoundError), path.open("rb") as f:
-        if not (begin := b'{"schema"').startswith(f.read(len(begin))):
-            raise ValueError(f"run.dir: {path} is no log of a run: move it away, or choose another "
-                             "folder")
-    return JsonLines(path, schema=SCHEMA_VERSION)
+    """metrics.jsonl of a run in `folder` (orchmllm.runtime.log_schema)."""
+    return JsonLines(folder / METRICS, schema=SCHEMA_VERSION)
 
 
 def as_logged(row: dict) -> dict:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from orchmllm.data.storage.remote import Storage
 from orchmllm.data.text.tokenizer import ChatTokenizer
 from orchmllm.models.described import check_parts, vocabulary
 from orchmllm.runtime.lineage import START_CURE, leftovers, list_saved, start_of
+from orchmllm.runtime.metrics import METRICS
 
 SPARE_BYTES = 64 << 20  # for logs and the state of a checkpoint
 
@@ -78,14 +80,19 @@ def check_start(recipe: Recipe) -> None:
 
 
 def check_run_folder(recipe: Recipe, state_bytes: int) -> None:
-    """Raises ValueError if run.dir cannot be written, or its disk has no room for the checkpoints
-    that will be there at the same time, those that are there already not counted. What a save that
-    was cut off left behind is deleted by the next one."""
+    """Raises ValueError if run.dir cannot be written, has a log of another program, or its disk has
+    no room for the checkpoints that will be there at the same time, those that are there already
+    not counted. What a save that was cut off left behind is deleted by the next one."""
     folder = recipe.run.folder.absolute()
     there = next(p for p in (folder, *folder.parents) if p.exists())
     if not (there.is_dir() and os.access(there, os.W_OK | os.X_OK)):
         raise ValueError(f"run.dir: {recipe.run.dir} cannot be written (see {there}); choose "
                          "another folder")
+    begin, log = b'{"schema"', folder / METRICS
+    with suppress(FileNotFoundError), log.open("rb") as f:
+        if recipe.run.resume != "never" and not begin.startswith(f.read(len(begin))):
+            raise ValueError(f"run.dir: {log} is no log of a run: move it away, or choose another "
+                             "folder")
     keep = recipe.checkpoint
     if keep.every_steps < 0:
         return

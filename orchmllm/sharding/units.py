@@ -120,12 +120,10 @@ def by_role(model: ModelConfig, phase: str) -> dict[str, Unit]:
     """The units of a phase by role: of blocks that are not alike the largest, as if all were."""
     found: dict[str, Unit] = {}
     for unit in units(model):
-        if unit.phase != phase:
-            continue
-        if other := found.get(unit.role):
-            copies = other.copies + unit.copies
-            unit = replace(max(other, unit, key=lambda u: u.size), copies=copies)
-        found[unit.role] = unit
+        if unit.phase == phase:
+            other = found.get(unit.role, replace(unit, copies=0))
+            largest = max(other, unit, key=lambda u: u.size)
+            found[unit.role] = replace(largest, copies=other.copies + unit.copies)
     return found
 
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import shutil
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -114,6 +115,17 @@ def test_a_start_names_a_file_that_cannot_be_read(folder, demo_corpus, capsys):
             assert main([*args, *change.split()]) == 2  # before ranks start
             error = capsys.readouterr().err
             assert error.startswith("error: ") and said in error, error
+
+
+@pytest.mark.parametrize("resume", ["auto", "never"])
+def test_a_log_of_another_program_stays_as_it_is(resume, tmp_path):
+    run, path = recipe(run=RunConfig(dir=str(tmp_path), resume=resume)), tmp_path / "metrics.jsonl"
+    for text, said in (("", ""), ('{"sch', ""), ('{"loss": 1.0}', "no log"), ("loss\n", "no log")):
+        path.write_text(text)
+        found = preflight.problems([partial(preflight.check_run_folder, run, 0)])
+        assert bool(found) == bool(said and resume != "never")
+        assert all("metrics.jsonl is no log of a run: move it away" in line for line in found)
+        assert path.read_text() == text
 
 
 def test_what_a_cut_off_save_left_takes_no_room(folder, monkeypatch):

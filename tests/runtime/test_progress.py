@@ -283,18 +283,6 @@ def test_log_is_json_and_goes_on_after_a_kill(tmp_path):
     assert "NaN" not in path.read_text()
 
 
-def test_a_file_of_another_program_is_no_log(tmp_path):
-    path = tmp_path / "metrics.jsonl"
-    for text in ('{"loss": 1.0}', "loss\n"):
-        path.write_text(text)
-        with pytest.raises(ValueError, match="run.dir: .*metrics.jsonl is no log of a run"):
-            metrics_log(tmp_path)
-        assert path.read_text() == text
-    path.write_text('{"sch')  # what kill -9 leaves
-    metrics_log(tmp_path).close()
-    assert not path.read_text()
-
-
 def test_logs_of_earlier_runs_are_never_replaced(tmp_path):
     def set_aside(text: str) -> str:
         (tmp_path / "metrics.jsonl").write_text(text)
