@@ -105,12 +105,14 @@ def by_stock(folder: Path, run: Recipe, name: str) -> dict[int, list[int]]:
 
 
 def uneven_end(answers: list[list[int]], ranks: int) -> int:
-    """A token that ends the answers of a round at unequal lengths, if there is one."""
+    """A token that ends the answers of a round at unequal lengths, if there is one, and answers of
+    different rounds."""
     def lengths(token: int) -> list[int]:
         return [[*ids, token].index(token) for ids in answers]
 
-    return max((token for ids in answers for token in ids), key=lambda token: sum(
-        len({*lengths(token)[k: k + ranks]}) for k in range(0, len(answers), ranks)))
+    return max((token for ids in answers for token in ids), key=lambda token: (sum(
+        len({*lengths(token)[k: k + ranks]}) for k in range(0, len(answers), ranks)),
+        len({*lengths(token)})))
 
 
 @pytest.mark.parametrize("name, ranks, shard_size", [("qwen2_5_vl", 2, 0), *(
