@@ -38,8 +38,10 @@ def main(argv: list[str]) -> int:
     other = read_run(args.compare) if args.compare else None
     text = page(run)
     try:
-        if out.is_file() and out.stat().st_size and not out.read_bytes().startswith(HEAD.encode()):
-            raise ValueError(f"{out} exists and is no report: name another file with --out")
+        if out.is_file():
+            with out.open("rb") as file:
+                if file.read(len(HEAD)) not in (b"", HEAD.encode()):
+                    raise ValueError(f"{out} exists and is no report: name another file with --out")
         out.write_text(text, encoding="utf-8")
     except OSError as e:
         raise ValueError(f"{out}: {e.strerror}; choose another file with --out") from e

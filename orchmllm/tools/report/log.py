@@ -211,9 +211,7 @@ def _changes(attempts: list[dict]) -> list[tuple[int, str]]:
 
 def _recipe(path: Path) -> dict[str, Any]:
     """The settings of a run by its recipe.yaml; nothing where there is none."""
-    if not path.is_file():
-        return {}
     try:
-        return flat(yaml.safe_load(path.read_text(encoding="utf-8")))
+        return flat(yaml.safe_load(path.read_text(encoding="utf-8"))) if path.is_file() else {}
     except (yaml.YAMLError, ValueError) as e:
         raise ValueError(f"{path}: no recipe of a run ({type(e).__name__}); delete it") from None

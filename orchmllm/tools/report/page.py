@@ -64,8 +64,7 @@ HEAD = "<!doctype html><html lang=en><head><meta charset=utf-8><meta name=viewpo
 
 def page(run: RunLog) -> str:
     """The whole HTML, which begins with HEAD."""
-    title = run.name
-    body = [f"<h1>{escape(title)}</h1>", f"<p>{escape(verdict(run))}</p>",
+    body = [f"<h1>{escape(run.name)}</h1>", f"<p>{escape(verdict(run))}</p>",
             f"<p class=muted>{escape(_state(run))}</p>",
             _tiles(run), "<div class=charts style='margin-top:16px'>", *_charts(run), "</div>",
             "<h2>Gain of balancing</h2>", *_gain(run),
@@ -77,7 +76,7 @@ def page(run: RunLog) -> str:
             _table(("went on at step", "steps done again"), run.restarts, numbers=2),
             "<h2>Settings that changed on the way, marked on the loss</h2>",
             _table(("from step", "was -> is"), run.changes, numbers=0)]
-    return (f'{HEAD}content="width=device-width,initial-scale=1"><title>{escape(title)}</title>'
+    return (f'{HEAD}content="width=device-width,initial-scale=1"><title>{escape(run.name)}</title>'
             f"<style>{CSS}</style></head><body>" + "\n".join(body) + "</body></html>\n")
 
 
