@@ -90,6 +90,7 @@ def _digest(text: str) -> str:
 
 @cache
 def _code() -> tuple[list[str], str]:
+    """The versions of other packages by which counts differ, and a digest of this one's code."""
     versions = [found.version for name in ("torch", "transformers", "diffusers")
                 for found in distributions(name=name)]  # none where it is not installed
     root = Path(__file__).parents[1]

@@ -18,7 +18,7 @@ from orchmllm.sharding.memory import Choice, MemoryModel
 # Of a GPU's memory: 74 of an H100's 85 GB. The rest is for CUDA's context, NCCL's buffers,
 # fragments, and what the prediction misses.
 DEVICE_SHARE = 0.87
-TRIED = 64  # at once, for the largest that fits
+TRIED = 64  # at once, for the largest that fits: a power of 2
 MISSED = 1.04  # tracked peaks are up to so much of the prediction (docs/scale.md)
 
 

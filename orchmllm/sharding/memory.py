@@ -110,12 +110,13 @@ class MemoryModel:
         return phase_counts(phase, choice, self.num_layers(phase))
 
     def peaks(self, loads: Loads, choice: Choice) -> dict[str, np.ndarray]:
-        """moment -> (d,) bytes."""
+        """moment -> (d,) bytes, or (n, d) for n cases of loads."""
         return self.moments(loads, {p: _stack(self.model, self.fsdp.forward_dtype, p, choice[p])
                                     for p in self.phases})
 
     def moments(self, loads: Loads, stacks: Mapping[str, Stack]) -> dict[str, np.ndarray]:
-        """moment -> (d,) bytes, or (n, d) for n cases of a phase. A sum over phases at each."""
+        """moment -> (d,) bytes, or (n, d) for n cases of loads or of the stack of a phase. A sum
+        over phases at each."""
         state, size = self.state_bytes(), DTYPE_BYTES[self.fsdp.param_dtype]
         grads = {p: size * n for p, (_, n) in shard_sizes(self.model, self.shards).items()}
         if self.fsdp.cpu_offload:

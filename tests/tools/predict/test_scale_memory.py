@@ -135,6 +135,20 @@ def test_a_recipe_that_cannot_fit_names_what_would():
         decide(tight, memory, loads, 0)
 
 
+@pytest.mark.parametrize("now", [1, 6, 64, 65, 4096, 10**6])
+def test_the_largest_that_fits_is_found_among_any_number(now):
+    memory, loads = one_case()
+    full = dict.fromkeys(PHASES, "full")
+    budget = memory.peak(scaled(loads, 2.5), full)
+    found = largest_fitting(memory, loads, full, budget, now, 10**9 - 1)
+    assert memory.peak(scaled(loads, found / now), full) <= budget
+    assert memory.peak(scaled(loads, (found + 1) / now), full) > budget
+    assert found == int(2.5 * now)
+    for high in (1, now, found):
+        assert largest_fitting(memory, loads, full, budget, now, high) == high
+    assert not largest_fitting(memory, loads, full, 1.0, now, 10**9 - 1)
+
+
 def test_auto_in_a_run_uses_its_own_data():
     data = SyntheticDataset()
     asked = recipe(fsdp=FsdpConfig(activation_checkpointing="auto", memory_gb=1.0))
