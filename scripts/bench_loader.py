@@ -37,12 +37,12 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 from orchmllm import BalancedDataLoader, CostModel
 from orchmllm.comm import exchange as comm
+from orchmllm.comm import value_bytes as wire
 from orchmllm.comm.exchange import RowGather, gloo_group
 from orchmllm.config.job import resolve
 from orchmllm.config.recipe import load_recipe
 from orchmllm.data.loading.step_loader import StepLoader
 from orchmllm.data.sampler import GlobalSampler
-from orchmllm.loader import example_bytes as wire
 from orchmllm.models.whole_flops import plan_spec
 from orchmllm.orchestrator import Orchestrator
 from orchmllm.runtime.build import build_dataset

@@ -15,8 +15,8 @@ from typing import Any
 import torch.distributed as dist
 
 from orchmllm.batch import UNCOUNTED, Microbatch, Step
+from orchmllm.comm import value_bytes as wire
 from orchmllm.comm.exchange_bytes import Postponed, exchange_bytes
-from orchmllm.loader import example_bytes as wire
 from orchmllm.loader.collator import Collator, targets_of
 from orchmllm.loader.indices import END, Batches, Draws, batch_layout
 from orchmllm.plan.layout import BatchLayout

@@ -10,6 +10,7 @@ import torch
 
 from orchmllm.batch import ProcessedExample
 from orchmllm.comm.pieces import Form, Piece
+from orchmllm.comm.value_bytes import decode
 from orchmllm.data.formats.conversation import Turn
 from orchmllm.data.lengths import MeasuredExample
 from orchmllm.data.loading.rank_messages import packed, unpacked
@@ -59,10 +60,13 @@ def test_an_error_comes_with_its_fields():
 
 
 def test_what_is_not_known_is_neither_sent_nor_made():
-    with pytest.raises(TypeError, match="a object is not sent"):
+    with pytest.raises(TypeError, match=r"message\['a'\]\[0\] is a builtins.object"):
         packed({"a": [object()]})
-    header = b'["Popen", ["ls"]]'
-    with pytest.raises(KeyError, match="Popen"):
-        unpacked(np.frombuffer(np.uint64(len(header)).tobytes() + header, np.uint8))
+    with pytest.raises(TypeError, match="SegmentLengths, which cannot"):
+        packed(SegmentLengths(4, 4, 1, (1, 2, 2)))
+    header = b'["n", ["ls"], "subprocess", "Popen"]'
+    for read in (unpacked, decode):
+        with pytest.raises(ValueError, match="a subprocess.Popen came"):
+            read(np.frombuffer(np.uint64(len(header)).tobytes() + header, np.uint8))
     with pytest.raises(ValueError):
         unpacked(np.frombuffer(pickle.dumps(VALUES), np.uint8))

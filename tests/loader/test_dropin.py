@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, DistributedSampler
 
-from orchmllm.loader import example_bytes as wire
+from orchmllm.comm import value_bytes as wire
 from tests.lib.dropin import Stream, Texts, collate, example_of, length_of, loader_of, token_count
 from tests.lib.ranks import run_ranks
 
