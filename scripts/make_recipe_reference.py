@@ -157,7 +157,7 @@ def formats_page() -> str:
     for title, modality in (("Images", VISION), ("Clips", AUDIO), ("Videos", VIDEO)):
         parts += [f"## {title}\n", *_kinds(KINDS, modality, ""), *_kinds(
             CONTAINERS, modality, "with PyAV"), ""]
-    parts += [CONTAINERS_HEAD, "## Not read\n",
+    parts += [CONTAINERS_HEAD, "## Not read as media\n",
               f"{', '.join(name for name, *_ in REFUSED)}. The error says what helps."]
     return "\n".join(parts).rstrip() + "\n"
 
@@ -219,7 +219,7 @@ image or a clip. A file whose length is not what its header says is refused ([ba
 data](data.md#bad-data)).
 
 Limits: images of {MAX_IMAGE_PIXELS:,} pixels, sides that differ by {MAX_ASPECT} times; clips of
-{MAX_AUDIO_S} s, from {MIN_AUDIO_HZ} Hz on; videos of {MAX_VIDEO_PIXELS:,} pixels a frame,
+{MAX_AUDIO_S} s, of {MIN_AUDIO_HZ} Hz or more; videos of {MAX_VIDEO_PIXELS:,} pixels a frame,
 {MAX_VIDEO_S} s and {MAX_VIDEO_FRAMES:,} frames; {MAX_MEMBER_BYTES >> 20} MiB a file.
 """
 ROWS_HEAD = f"""\

@@ -79,7 +79,7 @@ class FsdpConfig:
     memory_gb: float = key(0.0, "Memory that a rank's tensors may take, in 1e9 bytes, for `auto` "
                            "and the dry run; 0: 87% of the GPU's.", at_least=0)
     loss_chunk_rows: int = key(
-        0, "Rows whose logits exist at the same time (each takes 12 bytes times the vocabulary, "
+        4096, "Rows whose logits exist at the same time (each takes 12 bytes times the vocabulary, "
         "with its gradient); 0: all.", at_least=0)
     prefetch: int = key(0, "Units whose parameters are gathered ahead; 0: FSDP2's own choice.",
                         at_least=0, at_most=8)

@@ -68,7 +68,7 @@ def balance_trainer(
     log says why where they cannot be. loss: says what the loss is, instead of the try: `mean` over
     the rank's targets of the batch, or `scaled` if it divides by num_items_in_batch.
 
-    What the loss is, is tried in steps 1, 2, 10 and 100, by up to 7 forwards without gradients,
+    What the loss is, is tried in steps 1, 2, 10 and 100, by up to 9 forwards without gradients,
     which leave random numbers, buffers and parameters as they were; a model or a compute_loss that
     changes anything else when it is called needs `loss`. A mean is weighed, so that its gradient is
     that of one process.

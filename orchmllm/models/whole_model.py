@@ -238,7 +238,7 @@ class WholeModel(nn.Module):
         if made is not None:
             if not any(logits is loss for loss in made):
                 raise RuntimeError(f"{name} changes what its head computes, so that its loss "
-                                   "cannot be made by chunks: set fsdp.loss_chunk_rows to 0")
+                                   "cannot be made in chunks: set fsdp.loss_chunk_rows to 0")
             return logits.sum()  # of one number: a view would let FSDP2 warn
         if len(logits[0]) != len(targets):
             raise RuntimeError(f"{name} returned {len(logits[0])} rows of logits for "

@@ -39,19 +39,20 @@ _ROUNDING = 1e-15
 Gradients = dict[str, Tensor]
 
 
-def compare(hf: nn.Module, examples: Sequence[ProcessedExample], *, compiled: bool = False
-            ) -> float:
+def compare(hf: nn.Module, examples: Sequence[ProcessedExample], *, compiled: bool = False,
+            chunked: bool = False) -> float:
     """The largest difference of the gradient of a parameter, or of the loss, as a share of its
     largest value. hf: in float64 and train mode. examples: with the tensors of all media, and with
-    the parts of each. compiled: whether blocks will be. Raises ValueError naming the parameter if
-    rounding does not explain it."""
+    the parts of each. compiled: whether blocks will be. chunked: whether the logits of a long row
+    will be made in chunks. Raises ValueError naming the parameter if rounding does not explain it,
+    and the key if the loss cannot be made so."""
     examples = [*map(in_float64, examples)]
     with InFloat64():
-        found = _compare(hf, examples)
+        found = _compare(hf, examples, chunked)
     return max(found, _compare_compiled(hf, examples)) if compiled else found
 
 
-def _compare(hf: nn.Module, examples: Sequence[ProcessedExample]) -> float:
+def _compare(hf: nn.Module, examples: Sequence[ProcessedExample], chunked: bool) -> float:
     loss, wanted = stock(hf, examples)
     again = stock(nudged(hf), examples)
     (noise, where), largest = difference(again, (loss, wanted)), max(map(_size, wanted.values()))
@@ -66,6 +67,19 @@ def _compare(hf: nn.Module, examples: Sequence[ProcessedExample]) -> float:
     if not found <= max(EXACT, _TIMES * noise):
         raise ValueError(f"the {name} differs by {found:.1e} of its size from what transformers "
                          f"computes example by example, where rounding explains {noise:.1e}")
+    return max(found, _compare_chunked(hf, examples, (loss, wanted), noise) if chunked else 0.0)
+
+
+def _compare_chunked(hf: nn.Module, examples: Sequence[ProcessedExample],
+                     wanted: tuple[float, Gradients], noise: float) -> float:
+    try:
+        found, name = difference(packed(hf, examples, chunk_rows=1), wanted)
+        told = f"the {name} differs by {found:.1e} of its size"
+    except Exception as error:  # of the model's own code, whose head answers with the loss
+        found, told = float("inf"), f"{type(error).__name__}: {error}"
+    if not found <= max(EXACT, _TIMES * noise):
+        raise ValueError(f"with its loss in chunks, {told} (fsdp.loss_chunk_rows=0 makes all "
+                         "logits at once)")
     return found
 
 
@@ -81,11 +95,12 @@ def _compare_compiled(hf: nn.Module, examples: Sequence[ProcessedExample]) -> fl
     return found
 
 
-def packed(hf: nn.Module, examples: Sequence[ProcessedExample], backend: str | None = None
-           ) -> tuple[float, Gradients]:
+def packed(hf: nn.Module, examples: Sequence[ProcessedExample], backend: str | None = None,
+           chunk_rows: int = 0) -> tuple[float, Gradients]:
     """As `stock`, of one packed row with planned encoders. backend: of torch.compile; None: nothing
-    is compiled."""
+    is compiled. chunk_rows: of the loss; 0: all."""
     whole = WholeModel(copy.deepcopy(hf), torch.float64)
+    whole.loss_chunk_rows = chunk_rows
     whole.encoders = PlannedEncoders(whole.hf)
     if backend is not None:
         compile_whole(whole, torch.device("cpu"), backend)

@@ -8,7 +8,7 @@ import copy
 import hashlib
 import inspect
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -45,25 +45,25 @@ def prove_on_first_rank(recipe: Recipe, dataset: ConversationDataset, gather: Ro
     error = None
     if gather.rank == 0:
         try:
-            prove(Path(recipe.model.folder), processor, log, compiled=recipe.fsdp.compile)
+            prove(Path(recipe.model.folder), processor, log, compiled=recipe.fsdp.compile,
+                  chunked=recipe.fsdp.loss_chunk_rows > 0)
         except Exception as e:  # the others wait
             error = e
     agreed(gather, error)
 
 
-def prove(folder: Path, processor: Processor, log: Callable[[str], object], *,
-          compiled: bool = False) -> None:
+def prove(folder: Path, processor: Processor, log: Callable[[str], object], **asked: bool) -> None:
     """Raises ValueError saying what differs, for a model that is not trained exactly. processor: of
-    the folder. compiled: whether its blocks will be."""
+    the folder. asked: options of orchmllm.proof.compare.compare."""
     config = read_config(folder)
     said = {name: value for name, value in config.to_diff_dict().items()
             if name not in ("_name_or_path", "transformers_version", "dtype")}
     started = time.process_time()
     try:  # what is raised is not kept: it may be of this machine, such as a disk that is full
         found = kept(["proof", repr(sorted(said.items())), processor.digest, _code(config),
-                      has_pyav(), compiled],
+                      has_pyav(), sorted(asked.items())],
                      lambda: _difference(config, processor, meta_model(str(folder)).generator,
-                                         compiled))
+                                         asked))
     except Exception as error:  # whatever the model's own code raises
         kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
         raise ValueError(f"{folder}: {kind}{' '.join(str(error).split())}: {_CURE}") from error
@@ -73,7 +73,7 @@ def prove(folder: Path, processor: Processor, log: Callable[[str], object], *,
 
 
 def _difference(config: Any, processor: Processor, generator: nn.Module | None,
-                compiled: bool) -> float:
+                asked: Mapping[str, bool]) -> float:
     """The largest one, as a share of a gradient. Raises whatever the model's own code raises."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # sizes are small
@@ -83,7 +83,7 @@ def _difference(config: Any, processor: Processor, generator: nn.Module | None,
             found = generator.compared()
             config = copy.deepcopy(config)
             del config.generator_config
-        return max(found, compare(*_small(config, processor), compiled=compiled))
+        return max(found, compare(*_small(config, processor), **asked))
     finally:
         torch.set_num_threads(threads)
 

@@ -15,6 +15,7 @@ from torch import nn
 
 from orchmllm.counts import kept
 from orchmllm.data.text.processor import Processor
+from orchmllm.models import loss
 from orchmllm.models.whole_model import meta_model
 from orchmllm.proof.compare import EXACT, compare
 from orchmllm.proof.examples import made_by
@@ -186,7 +187,7 @@ def test_examples_are_those_that_transformers_runs(name, tmp_path, monkeypatch):
     with monkeypatch.context() as patch, pytest.raises(ValueError, match="FileNotFoundError: .*"):
         patch.setattr(tempfile, "tempdir", str(tmp_path / "missing"))
         prove(tmp_path, processor, said.append)
-    prove(tmp_path, processor, said.append, compiled=name not in ODD)
+    prove(tmp_path, processor, said.append, compiled=name not in ODD, chunked=True)
     assert len(said) == 1 and "is trained as transformers trains examples\n" in said[0]
 
 
@@ -202,16 +203,36 @@ def test_a_proof_where_no_clip_could_be_read_has_none(tmp_path, monkeypatch):
     assert clips() == [False] * 5
 
 
-def test_a_proof_is_kept_for_blocks_as_they_are(tmp_path, monkeypatch):
-    """Compiled or not."""
+def test_a_proof_is_kept_for_what_was_asked(tmp_path, monkeypatch):
     monkeypatch.setattr(kept, "FOLDER", str(tmp_path / "kept"))
-    asked: list[bool] = []
+    proven: list[dict] = []
     monkeypatch.setattr("orchmllm.proof.prove._difference", lambda config, processor, generator,
-                        compiled: asked.append(compiled) or 0.0)
+                        asked: proven.append(asked) or 0.0)
     write_model("qwen3_vl", tmp_path)
-    for compiled in (False, False, True, True):
-        prove(tmp_path, Processor(tmp_path), lambda text: None, compiled=compiled)
-    assert asked == [False, True]
+    both = [{"compiled": compiled, "chunked": chunked}
+            for compiled in (False, True) for chunked in (False, True)]
+    for asked in both * 2:
+        prove(tmp_path, Processor(tmp_path), lambda text: None, **asked)
+    assert proven == both
+
+
+def test_a_loss_in_chunks_is_compared(made, monkeypatch):
+    build, examples = made
+    assert compare(build(), examples, chunked=True) <= EXACT
+    model = build()
+
+    def copied(self, stock, *args, **kwargs):
+        out = stock(*args, **kwargs)
+        out.logits = out.logits.clone()
+        return out
+
+    changed(model, copied)
+    assert compare(model, examples) <= EXACT
+    with pytest.raises(ValueError, match=r"changes what its head .* \(fsdp.loss_chunk_rows=0 makes"):
+        compare(model, examples, chunked=True)
+    monkeypatch.setattr(loss, "_add_product", lambda total, grad, h: None)
+    with pytest.raises(ValueError, match="in chunks, the gradient of lm_head.weight differs"):
+        compare(build(), examples, chunked=True)
 
 
 def test_an_example_without_positions_is_named(tmp_path):

@@ -53,6 +53,8 @@ def main(argv: list[str]) -> int:
                         help="of an image, at most (default: a square, as large as those that "
                         "were learnt may be)")
     args = parser.parse_args(argv)
+    if any("\ud800" <= character <= "\udfff" for character in args.question):
+        parser.error(f"QUESTION {args.question!r} is no UTF-8")
     if not args.temperature >= 0 or not 0 < args.top_p <= 1:
         parser.error(f"--temperature {args.temperature} --top-p {args.top_p}: must be at least 0, "
                      "and above 0 and at most 1")
