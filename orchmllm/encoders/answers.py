@@ -36,9 +36,8 @@ class Answer:
         self._what = f"encoder {encoder.name!r}: {type(owner).__name__}.forward"
         self._encoder, self._call, self._owner = encoder, call, owner
         self._result, self._local, self._called = result, local, False
-        # Not the parameters', which FSDP may keep on the CPU.
-        self._device = next((v.device.type for v in local.inputs.values() if isinstance(
-            v, Tensor)), "cpu")
+        self._learns = any(isinstance(x, Tensor) and x.requires_grad for x in tree_leaves(result))
+        self._device = device_of(local.inputs, owner).type
         self._grad, self._autocast = torch.is_grad_enabled(), self._autocasts()
         layout = encoder.calls[call]
         names = layout.arguments if encoder.named else (layout.value,)
@@ -58,10 +57,14 @@ class Answer:
     @torch.compiler.disable
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         tensors = [v for v in (*args, *kwargs.values()) if isinstance(v, Tensor)]
-        if tensors and len(tensors[0]) != self._lead:
+        media = self._given.get(self._encoder.calls[self._call].value)
+        if tensors and not any(t is media for t in tensors) and len(tensors[0]) != self._lead:
             raise RuntimeError(
                 f"{self._what} called {self._call} with {len(tensors[0])} rows, but was given "
-                f"{self._lead}: it encodes its media in parts, which cannot be balanced")
+                f"{self._lead}: it encodes its media in parts, which cannot be balanced" if media
+                is not None else
+                f"{self._what} called {self._call} on {len(tensors[0])} rows without being given "
+                "media: leave such a call out, since a rank without media needs none")
         if not self._called:
             self.error = None
         if self._given and (wrong := self._differs(tensors, args, kwargs)):
@@ -81,7 +84,7 @@ class Answer:
         is the same."""
         if self._called:
             return "twice"
-        if torch.is_grad_enabled() != self._grad:
+        if torch.is_grad_enabled() != self._grad and self._learns:
             return "without gradients"
         if self._encoder.run is None:  # which may switch autocast itself
             if self._autocast not in (None, self._autocasts()):
@@ -93,7 +96,7 @@ class Answer:
                 return f"with {name} changed in place"
             if not any(_is(t, value) for t in tensors):
                 return f"with another tensor than its argument {name}"
-        if self._encoder.named:
+        if self._encoder.named and hasattr(self._owner, "config"):  # a method of transformers
             return self._other_option(args, kwargs)
         return self._other_argument(args, kwargs)
 
@@ -152,11 +155,17 @@ def _warn_of_autocast(what: str, call: str) -> None:
 
 
 def _is(tensor: Tensor, given: Tensor) -> bool:
-    """Whether it is the same tensor, or the same in another dtype."""
-    if tensor is given:
-        return True
-    return (tensor.dtype != given.dtype and tensor.shape == given.shape
-            and torch.equal(tensor, given.to(tensor.dtype)))
+    """Whether it is the same tensor, or has the same values."""
+    return tensor is given or (tensor.shape == given.shape and tensor.device == given.device
+                               and torch.equal(tensor, given.to(tensor.dtype)))
+
+
+def device_of(inputs: Mapping[str, Any], owner: nn.Module) -> torch.device:
+    """Of the arguments of a forward: an accelerator, if one is there; of the parameters, which FSDP
+    may keep on the CPU, only where no argument is a tensor."""
+    devices = [v.device for v in inputs.values() if isinstance(v, Tensor)] or [
+        next(owner.parameters()).device]
+    return next((d for d in devices if d.type != "cpu"), devices[0])
 
 
 def _short(value: Any) -> str:
@@ -173,15 +182,18 @@ class Answers:
         self._answers: list[Answer] = []
         self.encoders: set[str] = set()  # whose calls are answered
         self._undo = ExitStack()
-        self._zero: Tensor | None = None  # of features that this rank's own forward does not read
+        self._zero: Tensor | None = None  # of features that the forward may leave unread
+        self._must_join = False  # as this rank has no media
         self._nodes: dict[Any, str] = {}  # of features that it reads, in the graph; the encoder
+        self.reads_more = False  # a checkpoint of the graph, than it says: it is backward by itself
 
     def add(
         self, encoder: Encoder, local: LocalItems, features: Features, rows: Tensor,
-        counts: np.ndarray,
+        counts: np.ndarray, may_join: bool = False,
     ) -> None:
         """Lets the calls of an encoder return the features of this rank's own items: rows (R, W),
-        counts (n,) of each. features: what the encoder returned here, for some items."""
+        counts (n,) of each. features: what the encoder returned here, for some items. may_join:
+        whether features of a rank that has media join the embeddings, too, if these are there."""
         start, first = 0, 0
         self.encoders.add(encoder.name)
         for call, n in zip(encoder.calls, local.counts, strict=True):
@@ -196,28 +208,31 @@ class Answers:
             self._replace(name, lambda x, *a, **k: x)
         if rows.grad_fn is not None and any(local.counts):
             self._nodes[rows.grad_fn] = encoder.name
-        if rows.requires_grad and not all(local.counts):
+        if rows.requires_grad and (may_join or not all(local.counts)):
+            self._must_join |= not all(local.counts)
             zero = rows[:0].sum()
             self._zero = zero if self._zero is None else self._zero + zero.to(self._zero.dtype)
 
     def _replace(self, name: str, value: Any) -> None:
         """Until `close` the owner's attribute is `value`. A method or a submodule alike: an entry
         of the instance comes before both, and the submodule itself, with the hooks of FSDP, is not
-        called."""
+        called. What holds others by name or place looks for them among its submodules alone."""
         path, _, name = name.rpartition(".")
         parent = self._owner.get_submodule(path)
-        if name in parent.__dict__:
-            self._undo.callback(parent.__dict__.__setitem__, name, parent.__dict__[name])
+        holds = isinstance(parent, nn.ModuleDict | nn.ModuleList | nn.Sequential)
+        held = parent._modules if holds else parent.__dict__
+        if name in held:
+            self._undo.callback(held.__setitem__, name, held[name])
         else:
-            self._undo.callback(parent.__dict__.pop, name)
-        parent.__dict__[name] = value
+            self._undo.callback(held.pop, name)
+        held[name] = value
 
     def join_zero(
         self, args: tuple, kwargs: dict, inputs: Mapping[str, Any], parameters: list[str]
     ) -> tuple[tuple, dict] | None:
-        """Adds 0 to the embeddings, so that the backward pass of a rank without media reaches the
-        features' exchange at the same place as that of the others. Returns the arguments of the
-        forward, whose `parameters` are these, where they change."""
+        """Adds 0 to the embeddings, so that the backward pass of a rank whose forward reads no
+        features reaches their exchange at the same place as that of the others. Returns the
+        arguments of the forward, whose `parameters` are these, where they change."""
         if self._zero is None:
             return None
         given = inputs.get("inputs_embeds")
@@ -234,10 +249,13 @@ class Answers:
         self._undo.callback(hook.remove)
         return None
 
+    @torch.compiler.disable
     def _with_zero(self, embeddings: Tensor) -> Tensor:
         """Once: from then on nothing is left to join."""
-        zero, self._zero = self._zero, None
-        return embeddings + zero.to(embeddings.dtype)
+        joined = embeddings + self._zero.to(embeddings.dtype)
+        if joined.requires_grad:  # else it is called under no_grad
+            self._zero = None
+        return joined
 
     def unused(self, result: Any) -> Exception | None:
         """Why ranks would wait for each other in the backward pass of `result`, what the forward
@@ -249,7 +267,8 @@ class Answers:
         while nodes:
             node = nodes.pop()
             if node is not None and node not in seen:
-                if type(node).__name__ == "CheckpointFunctionBackward":  # reads more than it says
+                if type(node).__name__ == "CheckpointFunctionBackward":
+                    self.reads_more = True
                     return None
                 seen.add(node)
                 nodes += [following for following, _ in node.next_functions]
@@ -263,9 +282,9 @@ class Answers:
         """The model calls its encoders again. Returns what the forward did that makes gradients
         wrong."""
         self._undo.close()
-        if self._zero is not None:
+        if self._zero is not None and self._must_join:
             return RuntimeError(
-                f"{type(self._owner).__name__}.forward did not call its embedding, to which the "
-                "features of a rank without media are joined: name the module whose output the "
-                "features join in balance_encoders(..., join=)")
+                f"{type(self._owner).__name__}.forward did not call its embedding with gradients, "
+                "to which the features of a rank without media are joined: name the module whose "
+                "output the features join in balance_encoders(..., join=)")
         return next((answer.error for answer in self._answers if answer.error), None)

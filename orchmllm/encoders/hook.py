@@ -21,13 +21,13 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 
 from orchmllm.comm.exchange import RowGather, node_size, rank_list
 from orchmllm.encoders import proof as proofs
 from orchmllm.encoders import sharing, table
-from orchmllm.encoders.answers import Answers
+from orchmllm.encoders.answers import Answers, device_of
 from orchmllm.encoders.infer import infer_encoders
 from orchmllm.encoders.spec import (
     Encoder,
@@ -66,7 +66,9 @@ class EncoderHandle:
         self.rank = self.gather.rank
         table.same_on_all_ranks(self.gather, self.encoders)
         self._owner_name = type(owner).__name__
-        self._parameters = list(inspect.signature(owner.forward).parameters)
+        parameters = inspect.signature(owner.forward).parameters
+        self._parameters = list(parameters)
+        self._takes_more = any(p.kind == p.VAR_KEYWORD for p in parameters.values())
         self._known = known_arguments(self.encoders)
         self._tables = table.Tables(self.encoders, self.gather)
         self._costs = list(in_fine_unit({
@@ -80,6 +82,7 @@ class EncoderHandle:
         self._error: Exception | None = None  # of the forward before
         self._answers: dict[int, Answers] = {}  # of forwards that run, by module
         self._balanced = self._inside = False  # whether a forward was, or one runs
+        self._reads_more = False  # see Answers
         self._hooks = [
             owner.register_forward_pre_hook(self._before, with_kwargs=True),
             owner.register_forward_hook(self._after, with_kwargs=True, always_call=True)]
@@ -123,7 +126,7 @@ class EncoderHandle:
             self._inside = False
         if not self._hooks or not (self._trains(module) or self._when == "always"):
             return None
-        self._count += 1
+        self._count, self._inside = self._count + 1, True
         given = dict(zip(self._parameters, args, strict=False)) | kwargs
         # What a dict among the arguments holds is an argument, too.
         inputs = ChainMap(given, *(v for v in given.values() if isinstance(v, Mapping)))
@@ -140,11 +143,8 @@ class EncoderHandle:
         self._meet_wider(worlds)
         if not shares:
             return None
-        # That of the inputs: FSDP may keep parameters on the CPU.
-        device = next((v.device for v in inputs.values() if isinstance(v, Tensor)),
-                      next(module.parameters()).device)
-        self._inside = self._balanced = True
-        return self._encode(module, shares, device).join_zero(
+        self._balanced = True
+        return self._encode(module, shares, device_of(inputs, module)).join_zero(
             args, kwargs, inputs, self._parameters)
 
     def _encode(self, module: nn.Module, shares: Sequence[sharing.Share], device: torch.device
@@ -162,7 +162,8 @@ class EncoderHandle:
         answers = self._answers[id(module)] = Answers(module, self._join)  # _after closes them
         for share, encoded, (rows, sizes) in zip(shares, features, returned, strict=True):
             proof.compare(share, rows, sizes)
-            answers.add(share.encoder, share.local, encoded, rows, sizes)
+            answers.add(share.encoder, share.local, encoded, rows, sizes, may_join=not (
+                self._reads_more or share.encoder.name in self._unchecked))
         if proof.shares:
             self._agree(proof.error)
             self._unproved -= {s.encoder.name for s in proof.shares}
@@ -173,12 +174,14 @@ class EncoderHandle:
         sharing.agree(self.gather, self._count, np.zeros(1, np.int64), error, self._patience_s)
 
     def _describe(
-        self, module: nn.Module, inputs: Mapping[str, Any]
+        self, module: nn.Module, inputs: ChainMap[str, Any]
     ) -> tuple[list[table.LocalItems], Exception | None]:
         """This rank's items by encoder, or why there are none: all ranks learn of it."""
         try:
             if self._inferred:
                 refuse_unknown(self._known, inputs)
+            else:
+                self._refuse_missing(inputs)
             for encoder in self.encoders:
                 check_towers(encoder, module)
             if not self._looked:
@@ -186,6 +189,16 @@ class EncoderHandle:
             return [table.describe_local(e, module, inputs) for e in self.encoders], None
         except Exception as error:
             return [], error
+
+    def _refuse_missing(self, inputs: ChainMap[str, Any]) -> None:
+        """Raises ValueError for an argument of an Encoder that no forward can be given."""
+        takes_more = self._takes_more or len(inputs.maps) > 1  # a dict, which may hold it
+        for encoder in () if takes_more else self.encoders:
+            for layout in encoder.calls.values():
+                if missing := set(layout.arguments).difference(self._parameters):
+                    raise ValueError(
+                        f"encoder {encoder.name!r}: {self._owner_name}.forward has no argument "
+                        f"{min(missing)!r}, but {', '.join(self._parameters)}")
 
     def _look_at_sharding(self, module: nn.Module) -> None:
         """Once, as FSDP2 may be applied after balance_encoders. Raises ValueError."""
@@ -215,14 +228,15 @@ class EncoderHandle:
         """Errors of a forward are raised on all ranks: at the end of the first one of an encoder,
         later in the next one's gather, which costs nothing."""
         answers = self._answers.pop(id(module), None)
+        self._inside = False
         if answers is None:
             return
-        self._inside = False
         raised = sys.exc_info()[1] if result is None else None
         error = answers.close()
         if fresh := self._unchecked & answers.encoders:
             self._agree(raised or error or answers.unused(result))
             self._unchecked -= fresh
+            self._reads_more |= answers.reads_more
         elif raised is None:
             self._error = error
 

@@ -16,8 +16,9 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
-from orchmllm.encoders.results import Features, flatten
+from orchmllm.encoders.results import Features, fields_of, flatten
 from orchmllm.encoders.sharing import Share, drawn, placeholder, run_encoder
 from orchmllm.encoders.spec import Encoder
 
@@ -49,12 +50,15 @@ class Proof:
     def kept(self, owner: nn.Module) -> ValueError | None:
         """What is wrong with a tower that has encoded with gradients and keeps something beside its
         result: of the items that moved here, and not of those that this rank has."""
+        now: dict[str, Tensor] = {}
+        for share in self.shares if self._varying else ():
+            now |= _kept(share.encoder, owner)
         for name in sorted(self._varying):
             path, _, last = name.rpartition(".")
-            if last in owner.get_submodule(path)._buffers:
+            if _is_buffer(owner, name):
                 return ValueError(f"the buffer {name} is computed of the items that a rank "
                                   "encodes: put its module in eval mode after each model.train()")
-            if getattr(getattr(owner.get_submodule(path), last, None), "grad_fn", None):
+            if name in now and now[name].grad_fn is not None:
                 return ValueError(f"{path} keeps a value with a gradient, {last}, of the items "
                                   "that a rank encodes: return it for each item with the features")
         return None
@@ -70,15 +74,30 @@ class Proof:
 
 
 def _kept(encoder: Encoder, owner: nn.Module) -> dict[str, Tensor]:
-    """Copies of what towers keep beside their result: buffers, and attributes of one number."""
-    held = {}
+    """What towers keep beside their result, by name: buffers, and tensors in attributes, but for
+    those that FSDP1 has freed."""
+    held: dict[str, Tensor] = {}
     for path, tower in encoder.tower_modules(owner):
         held |= dict(tower.named_buffers(prefix=path))
-        held |= {f"{inner}.{name}": value for inner, module in tower.named_modules(prefix=path)
-                 for name, value in vars(module).items()
-                 if isinstance(value, Tensor) and value.numel() == 1}
-    return {name: value.detach().clone() for name, value in held.items()
-            if value.is_floating_point()}
+        for inner, module in tower.named_modules(prefix=path):
+            for name, value in vars(module).items():
+                if name not in ("_parameters", "_buffers", "_modules"):
+                    held |= {f"{inner}.{name}" + f"[{i}]" * (leaf is not value): leaf
+                             for i, leaf in enumerate(tree_leaves(value))
+                             if type(leaf) is Tensor and leaf.untyped_storage().nbytes()}
+    return {name: value for name, value in held.items() if value.is_floating_point()}
+
+
+def _is_buffer(owner: nn.Module, name: str) -> bool:
+    path, _, last = name.rpartition(".")
+    return last in owner.get_submodule(path)._buffers
+
+
+def _varying(owner: nn.Module, now: dict[str, Tensor], before: dict[str, Tensor]) -> set[str]:
+    """What was kept of other items before. Buffers of another size hold what the longest needs."""
+    return {name for name, value in now.items() if name in before and (
+        not value.nan_to_num().equal(before[name].nan_to_num())
+        if value.shape == before[name].shape else not _is_buffer(owner, name))}
 
 
 def _reference(
@@ -97,15 +116,20 @@ def _reference(
     alone: dict[str, Tensor] = {}  # kept after the first call
     results = []  # told apart below: an error there must not keep other ranks from a call
     run = partial(run_encoder, encoder, owner, options=local.options)
+
+    def copied() -> dict[str, Tensor]:
+        return {name: value.detach().clone() for name, value in _kept(encoder, owner).items()}
+
     for call, layout, meta, cost in _own_items(share, cost_of[rank]):
         for items in _chunks(cost, limit):
             arguments = layout.part(local.inputs, meta, items)
             results.append((run(call, arguments), meta[items]))
-            alone = alone or _kept(encoder, owner)
+            alone = alone or copied()
     first = next(iter(encoder.calls))
     meta, values = placeholder(share, device)
     for _ in range(num_calls + 1 - len(results)):  # once everywhere, as later ranks may have none
-        run(first, encoder.layout.build(meta, tuple(values)))
+        blank = run(first, encoder.layout.build(meta, tuple(values)))
+        alone = alone or copied()
     _put_back(start)
     if len(local.meta):
         meta = local.meta[:1]
@@ -115,10 +139,15 @@ def _reference(
             for v, w in zip(values, drawn(values), strict=True)]
     meta = np.concatenate([meta, meta])
     result = run(first, encoder.layout.build(meta, tuple(both)))
-    varying = {name for name, value in _kept(encoder, owner).items()
-               if name in alone and value.shape == alone[name].shape
-               and not value.nan_to_num().equal(alone[name].nan_to_num())}
+    varying = _varying(owner, _kept(encoder, owner), alone)
     _put_back(start)
+    for name, _, _, value in fields_of(encoder, blank):
+        for part in [value] if isinstance(value, Tensor) else value:
+            if part.is_floating_point() and not bool(part.isfinite().all()):
+                raise ValueError(
+                    f"encoder {encoder.name!r}: {name} is not finite where a rank without media "
+                    "encodes numbers between 0 and 1, so its gradients would not be, either: "
+                    "do in the data set what needs others")
     held = [flatten(encoder, owner, out, of_items, False) for out, of_items in results]
     return held, flatten(encoder, owner, result, meta, False) if held else None, varying
 

@@ -58,7 +58,7 @@ def flatten(
     computed them. Raises ValueError naming the field if the features cannot be told apart by item.
     meta: (n, integers) of the items."""
     leaves, columns, counts, first = [], [], None, ""
-    for name, field, layer, value in _fields(encoder, result):
+    for name, field, layer, value in fields_of(encoder, result):
         rows, form, sizes, inner = _rows_of(encoder, owner, name, value, meta, placeholder)
         if counts is not None and not np.array_equal(counts, sizes):
             raise ValueError(f"encoder {encoder.name!r}: {name} has {sizes.tolist()} rows per "
@@ -77,7 +77,7 @@ def flatten(
     return Features(result, rows, counts, tuple(leaves), kind)
 
 
-def _fields(
+def fields_of(
     encoder: Encoder, result: Any
 ) -> Iterator[tuple[str, str | int | None, int | None, Any]]:
     """(name in errors, field, layer, value) of everything that the model reads. Raises
@@ -179,7 +179,8 @@ def _like(result: Any, values: Mapping[Any, Any]) -> Any:
             return type(result)(*(values.get(n, f) for n, f in zip(names, fields, strict=True)))
         return type(result)(fields)
     if dataclasses.is_dataclass(result):  # a ModelOutput, too, which is a dict besides
-        return type(result)(**{f.name: values.get(f.name) for f in dataclasses.fields(result)})
+        return type(result)(**{f.name: values.get(f.name) for f in dataclasses.fields(result)
+                               if f.init})
     if isinstance(result, Mapping):
         return {name: values.get(name) for name in result}
     out = copy.copy(result)

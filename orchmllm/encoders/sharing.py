@@ -150,14 +150,16 @@ def placeholder(
 
 
 def drawn(values: Sequence[Tensor | None]) -> list[Tensor | None]:
-    """The packed tensors of an item, of any shapes, with other numbers: the first has some in
-    [0, 1), the same on every call, that differ, as an encoder may divide by their deviation. The
-    others, such as masks, and integers stay. Made on the device: nothing waits for a copy."""
+    """The packed tensors of an item, of any shapes, with other numbers: the first has some between
+    0 and 1, or bytes that are one of both, the same on every call, that differ, as an encoder may
+    divide by their deviation, or take their logarithm. The others, such as masks, and other
+    integers stay. Made on the device: nothing waits for a copy."""
     first, *others = values
-    if first is not None and first.is_floating_point():
+    if first is not None and (first.is_floating_point() or first.dtype == torch.uint8):
         # Of a prime number of values: rows that follow each other differ.
-        places = torch.arange(first.numel(), device=first.device) % 1009
-        first = (places * 0.618034 % 1).to(first.dtype).reshape(first.shape)
+        places = torch.arange(first.numel(), device=first.device) % 1009 + 1
+        numbers = places * 0.618034 % 1 if first.is_floating_point() else places % 2
+        first = numbers.to(first.dtype).reshape(first.shape)
     return [first, *others]
 
 

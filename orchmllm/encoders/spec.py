@@ -118,14 +118,16 @@ def check_towers(encoder: Encoder, owner: nn.Module) -> None:
     fully_shard changes: then the model fails with or without balancing, and ValueError says so."""
     for path, tower in encoder.tower_modules(owner):
         for name, module in tower.named_modules(prefix=path):
+            if not module.training:
+                continue
             if isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0:
                 raise ValueError(f"encoder {encoder.name!r}: {name} has dropout {module.p}: its "
                                  "masks would depend on where an item is encoded; set it to 0")
-            if isinstance(module, nn.modules.batchnorm._BatchNorm) and not _frozen(module):
+            if isinstance(module, nn.modules.batchnorm._BatchNorm):
                 raise ValueError(
                     f"encoder {encoder.name!r}: {name} is a {type(module).__name__}, whose result "
-                    "depends on the other items of the rank: use another normalisation, or freeze "
-                    "its parameters and put it in eval mode after each model.train()")
+                    "depends on the other items of the rank: use another normalisation, or put it "
+                    "in eval mode after each model.train()")
         if encoder.captures and isinstance(tower, FSDPModule):
             raise ValueError(
                 f"encoder {encoder.name!r}: {path} was given to fully_shard, which renames its "
@@ -155,10 +157,6 @@ def has_collectives(encoder: Encoder, owner: nn.Module) -> bool:
     return any(isinstance(part, FSDPModule | FullyShardedDataParallel | DTensor)
                for _, tower in encoder.tower_modules(owner)
                for part in (*tower.modules(), *tower.parameters()))
-
-
-def _frozen(module: nn.Module) -> bool:
-    return not module.training and not any(p.requires_grad for p in module.parameters())
 
 
 def _check_config(encoder: Encoder, path: str, config: Any) -> None:

@@ -52,9 +52,9 @@ def check_equivalence(
     The loop without balancing runs twice; by how much its gradients differ is allowed for twice.
     Raises AssertionError naming the parameter where a difference exceeds `tolerance`, with the
     likely cause, or if the two runs without balancing differ by more themselves (dropout);
-    ValueError if there is nothing to switch off, the loader ends before num_steps, or no step
-    leaves a gradient. Collective: all ranks call it and see the same figures. What does not depend
-    on the plan, as a factor of the whole loss, is not found out.
+    ValueError if there is nothing to switch off, nothing changes its rank, the loader ends before
+    num_steps, or no step leaves a gradient. Collective: all ranks call it and see the same figures.
+    What does not depend on the plan, as a factor of the whole loss, is not found out.
     """
     trainer = step if hasattr(step, "_balance_steps") else None
     if trainer is not None:
@@ -63,14 +63,31 @@ def check_equivalence(
         raise ValueError("check_equivalence: nothing is balanced; pass a BalancedDataLoader that "
                          "is enabled, `encoders`, or a Trainer of balance_trainer")
 
+    places: list[list] = []  # by run and batch: this rank's examples, and how many items moved
+
     def run(balanced: bool, *, moves: bool = True) -> list[Gradients]:
+        places.append([])
+
+        def look(loader: Any) -> None:
+            info = getattr(loader, "step", None)
+            places[-1].append((info and info.example_ids, [
+                step.moved for handle in encoders for step in handle.last.values()]))
+
         with _as_sampled(loader, () if balanced and moves else encoders, not balanced):
-            return (_gradients(step, parameters, loader, num_steps) if trainer is None
-                    else _of_trainer(trainer, balanced, num_steps))
+            return (_gradients(step, parameters, loader, num_steps, look) if trainer is None
+                    else _of_trainer(trainer, balanced, num_steps, look))
 
     watch = getattr(loader, "_watch", None) or losses.LossWatch(done=True)
     watch.asked = trainer is not None
-    plain, again, balanced = run(False), run(False), run(True)  # which plans by what was seen
+    plain, again = run(False), run(False)
+    forwards = [handle._count for handle in encoders]
+    balanced = run(True)  # which plans by what was seen
+    idle = any(handle._count == n for handle, n in zip(encoders, forwards, strict=True))
+    if idle or not any(_of_all_ranks(places[1] != places[2])):
+        raise ValueError("check_equivalence: " + (
+            "the encoders were not balanced: that needs train mode (dropout has p=0 then)" if idle
+            else "nothing changed its rank in these steps, so they show nothing: give it examples "
+            "or media whose lengths differ, several for each rank"))
     try:
         worst, whole = _differences(balanced, plain, again, tolerance)
     except _Differs as error:
@@ -155,11 +172,16 @@ def _differences(got: list[Gradients], want: list[Gradients], again: list[Gradie
 
 def _difference(k: int, got: Gradients, want: Gradients, again: Gradients, tolerance: float
                 ) -> tuple[float, float]:
-    """See _differences. got: the gradients of step k with balancing; want, again: without."""
-    scales = {name: float(gradient.norm()) for name, (gradient, _) in want.items()}
-    errors, noises = ({name: float((run[name][0] - gradient).norm()) for name, (gradient, _)
-                       in want.items()} for run in (got, again))
-    rounding = {name: part for name, (_, part) in want.items()}
+    """See _differences. got: the gradients of step k with balancing; want, again: without. FSDP1
+    leaves a rank its shard of them, so the figures are those of all ranks."""
+    own = {name: (part, *(float(x.norm()) for x in (
+        gradient, got[name][0] - gradient, again[name][0] - gradient)))
+        for name, (gradient, part) in want.items()}
+    ranks = _of_all_ranks(own)
+    rounding, scales, errors, noises = (
+        {name: join(*(of_rank[name][i] for of_rank in ranks if name in of_rank))
+         for name in dict.fromkeys(name for of_rank in ranks for name in of_rank)}
+        for i, join in enumerate((lambda *parts: max(parts), *[math.hypot] * 3)))
     whole = scales[WHOLE] = math.hypot(*scales.values())
     for figures, joined in ((errors, math.hypot), (noises, math.hypot), (rounding, max)):
         figures[WHOLE] = joined(*figures.values())
@@ -173,14 +195,20 @@ def _difference(k: int, got: Gradients, want: Gradients, again: Gradients, toler
             raise AssertionError(
                 f"step {k}: without balancing, two runs over the same batches have gradients of "
                 f"{name} that differ by {noise / (scale or 1.0):.1e} relative, so nothing can be "
-                "compared: switch off dropout (p=0, or model.eval()) and other random numbers of "
-                "the model and the data")
+                "compared: switch off dropout (p=0; model.eval() would switch off the balancing of "
+                "encoders, too) and other random numbers of the model and the data")
         relative = 0.0 if error <= floor + 2 * noise else error / scale if scale else error
         if not relative <= tolerance:  # nan fails too
             raise _Differs(f"step {k}: the gradient of {name} differs by {relative:.1e} relative, "
                            f"more than {tolerance:.0e}")
         worst = max(worst, relative)
     return worst, errors[WHOLE] / whole
+
+
+def _of_all_ranks(value: Any) -> list[Any]:
+    values = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
 
 
 @contextmanager
@@ -197,18 +225,24 @@ def _as_sampled(loader: Any, encoders: Sequence[Any], off: bool) -> Iterator[Non
         yield
 
 
-def _gradients(step, parameters, loader, num_steps: int) -> list[Gradients]:
-    """Per step: name -> (gradient in float64, part of the whole gradient that its type rounds)."""
-    out = []
+def _gradients(step, parameters, loader, num_steps: int, look: Callable[[Any], None]
+               ) -> list[Gradients]:
+    """Per step: name -> (gradient in float64, part of the whole gradient that its type rounds).
+    None is left. look: is called after each batch, with the loader."""
+    def clear() -> None:
+        for _, p in parameters():
+            p.grad = None
+
+    out: list[Gradients] = []
+    clear()
     for batch in loader:
         info = getattr(loader, "step", None)
-        if info is None or info.microbatch == 0:
-            for _, p in parameters():
-                p.grad = None
         step(batch)
+        look(loader)
         if info is not None and not info.is_last_microbatch:
             continue  # examples change their microbatch: gradients are equal in sum
         out.append(_held(parameters()))
+        clear()
         if len(out) == num_steps:
             break
     if len(out) < num_steps:
@@ -222,7 +256,8 @@ def _held(parameters: Iterable[tuple[str, nn.Parameter]]) -> Gradients:
     return {n: (_whole(g), _rounding(g)) for n, g in found.items()}
 
 
-def _of_trainer(trainer: Any, balanced: bool, num_steps: int) -> list[Gradients]:
+def _of_trainer(trainer: Any, balanced: bool, num_steps: int, look: Callable[[Any], None]
+                ) -> list[Gradients]:
     """The same of a Trainer, by its own train(). Its state, arguments, optimizer and random numbers
     are then what they were."""
     from transformers.trainer_callback import DefaultFlowCallback, TrainerCallback
@@ -234,6 +269,7 @@ def _of_trainer(trainer: Any, balanced: bool, num_steps: int) -> list[Gradients]
 
         def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             out.append(_held(trainer.model.named_parameters()))
+            look(getattr(trainer, "_balance_loader", None))
             for p in trainer.model.parameters():
                 p.grad = None  # the optimizer has nothing to do
 

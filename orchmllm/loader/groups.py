@@ -33,7 +33,7 @@ def _of_mesh(mesh: dist.DeviceMesh) -> list[int]:
     names, at = mesh.mesh_dim_names or ("",) * mesh.ndim, mesh.get_coordinate()
     if at is None:
         raise ValueError(f"rank {dist.get_rank()} is not in {mesh}")
-    if mesh.ndim == 1 and not _REPLICA & set(names):
+    if mesh.ndim == 1 and not _REPLICA & {*names, *names[0].split("_")}:  # as in dp_shard_cp
         return mesh.mesh.tolist()
     for name, size in zip(names, mesh.shape, strict=True):
         if size > 1 and name not in _DATA | _REPLICA:

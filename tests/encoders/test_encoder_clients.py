@@ -87,16 +87,51 @@ def test_an_empty_tensor_may_have_another_dtype_and_shape(two):
     assert max(map(max, two["empties"])) < EXACT
 
 
-def alone(world) -> float:
+class Logarithm(Tower):
+    def forward(self, photos):
+        return super().forward(photos.log())
+
+
+class OfBytes(Tower):
+    def forward(self, photos):
+        return super().forward(photos.double())
+
+
+class Root(Tower):
+    """Not finite for what is below 1."""
+
+    def forward(self, photos):
+        return super().forward((photos - 1).sqrt())
+
+
+def alone(world) -> tuple[list[float], str]:
     """One photo in the world, and a tower that divides by the deviation of what it gets."""
-    model, inputs = model_and([1, 0], world.rank)
-    want = mean_gradients(model, lambda m: [m(**inputs)])
+    out = []
+    for tower in (Tower(), OfBytes(), Logarithm()):
+        _, inputs = model_and([1, 0], world.rank)
+        model = made_of(Model, tower=tower)
+        if "photos" in inputs:
+            photos = inputs["photos"].abs() + 1
+            inputs["photos"] = (photos * 50).byte() if isinstance(tower, OfBytes) else photos
+        want = mean_gradients(model, lambda m, given=inputs: [m(**given)])
+        balanced(model)
+        out.append(worst(mean_gradients_of(model, lambda m, given=inputs: [m(**given)]), want))
+    model = made_of(Model, tower=Root())
     balanced(model)
-    return worst(mean_gradients_of(model, lambda m: [m(**inputs)]), want)
+    return out, refusal(lambda: model(**inputs))
 
 
 def test_what_a_rank_without_media_encodes_has_finite_gradients(two):
-    assert max(two["alone"]) < EXACT
+    for differences, refused in two["alone"]:
+        assert max(differences) < EXACT and "the result is not finite where a rank" in refused
+
+
+class Dummy(Model):
+    """It calls its tower in each forward, as models do for FSDP without balance_encoders."""
+
+    def forward(self, ids, photos=None):
+        out = super().forward(ids, photos)
+        return out if photos is not None else out + 0 * self.tower(torch.ones(1, 8).double()).sum()
 
 
 def refused(world) -> dict[str, str]:
@@ -109,6 +144,17 @@ def refused(world) -> dict[str, str]:
         sum(g.square().sum() for g in first).backward()
     given = {**inputs, "photos": inputs["photos"].requires_grad_(world.rank == 0)}
     out["gradients"] = refusal(lambda: model(**given))
+    model, inputs = model_and([4, 1], world.rank)
+    balance_encoders(model, [Encoder("photo", {"tower": Rows("photo")})], join="embed")
+    out["another name"] = refusal(lambda: model(**inputs))
+    _, inputs = model_and([4, 0], world.rank)
+    model = made_of(Dummy)
+    balanced(model)
+    model(inputs["ids"])  # none has media
+    try:
+        model(**inputs)
+    except (RuntimeError, RemoteError) as error:
+        out["a dummy"] = str(error).rpartition("failed: ")[2].removeprefix("RuntimeError: ")
     model, inputs = model_and([4, 1], world.rank, precise=True)
     balanced(model)
     with torch.autocast("cpu", torch.bfloat16):
@@ -126,6 +172,8 @@ def test_what_would_differ_silently_is_refused_on_all_ranks(two):
     assert "rank 0 failed" in one["gradients"]
     assert "the argument photos requires gradients" in one["gradients"]
     assert "called tower where autocast is off" in one["autocast"]
+    assert "Model.forward has no argument 'photo', but ids, photos" in one["another name"]
+    assert "called tower on 1 rows without being given media: leave" in one["a dummy"]
 
 
 class InPlace(Model):
@@ -179,6 +227,8 @@ class Beside(Tower):
             return out - out.mean(0)
         if self.how == "a loss":
             self.loss = out.square().mean()
+        if self.how == "some losses":
+            self.losses = [out.square().mean(-1)]
         elif self.how == "statistics":
             self.seen += out.detach().mean(0)
         return out
@@ -198,6 +248,37 @@ class Harmless(Tower):
         if len(photos) > len(self.table):
             self.table = torch.arange(len(photos)).double()
         return super().forward(photos) * self.scale
+
+
+class Held(Model):
+    """Its tower is held by name, as towers are that a configuration picks, and is called on a copy
+    of its argument."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.towers = nn.ModuleDict({"photo": self.tower})
+        del self.tower
+
+    def forward(self, ids, photos=None):
+        features = self.towers["photo"](photos.clone())
+        return (self.embed(ids).mean(1) + features.square().sum(0)).square().sum()
+
+
+class Still(Tower):
+    """What it draws and averages is switched off, and it learns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.drop, self.norm = nn.Dropout(0.5), nn.BatchNorm1d(8)
+
+    def train(self, mode: bool = True):
+        super().train(mode)
+        self.drop.eval()
+        self.norm.eval()
+        return self
+
+    def forward(self, photos):
+        return self.norm(self.drop(super().forward(photos)))
 
 
 class Second(Model):
@@ -222,17 +303,19 @@ def made_of(kind: type, **parts: nn.Module) -> Model:
 
 def exact_or_refused(world) -> tuple[list[float], dict[str, str]]:
     out, texts = [], {}
-    for model in (made_of(InPlace), made_of(OfTokens), made_of(Model, tower=Harmless())):
+    for model in (made_of(InPlace), made_of(OfTokens), made_of(Model, tower=Harmless()),
+                  made_of(Held), made_of(Model, tower=Still()).train()):
         _, inputs = model_and([4, 1], world.rank)
         want = mean_gradients(model, lambda m, given=inputs: [m(**given)])
-        handle = balanced(model)
+        call = "towers.photo" if isinstance(model, Held) else "tower"
+        handle = balance_encoders(model, [Encoder("photo", {call: Rows("photos")})], join="embed")
         out.append(worst(mean_gradients_of(model, lambda m, given=inputs: [m(**given)]), want)
                    + (not handle.last["photo"].moved))
     _, inputs = model_and([4, 0], world.rank)
     model = made_of(Stopped)
     balanced(model)
     texts["stopped"] = refusal(lambda: model(**inputs))
-    for how in ("centred", "a loss", "statistics"):
+    for how in ("centred", "a loss", "some losses", "statistics"):
         _, inputs = model_and([1, 1], world.rank)
         model = made_of(Model, tower=Beside(how))
         balanced(model)
@@ -252,6 +335,7 @@ def test_towers_and_forwards_of_others_are_exact_or_refused(two):
         assert "Stopped.forward stops the gradient of its features" in texts["stopped"]
         assert "with another beside it" in texts["centred"]
         assert "tower keeps a value with a gradient, loss," in texts["a loss"]
+        assert "tower keeps a value with a gradient, losses[0]," in texts["some losses"]
         assert "the buffer tower.seen is computed of the items" in texts["statistics"]
         assert "the buffer other.seen is computed of the items" in texts["second"]
         assert "DistributedDataParallel has no 'tower'" in texts["wrapped"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import os
 import sys
@@ -13,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler
 from torchdata.stateful_dataloader import StatefulDataLoader
@@ -316,7 +318,49 @@ def used_in_one_run(world, balanced: bool) -> str:
 
 @pytest.mark.parametrize("balanced", [True, False])
 def test_check_equivalence_finds_a_gradient_that_one_run_lacks(balanced):
-    assert "the gradient of 1." in run_ranks(used_in_one_run, 1, balanced)[0]
+    assert "the gradient of 1." in run_ranks(used_in_one_run, 2, balanced)[0]
+
+
+def of_one_length(world) -> str:
+    """A loop that is wrong, over examples that stay where they are."""
+    model = nn.Linear(1, 1)
+    loader = loader_of(Texts(), 4, collate_fn=collate, lengths=[3] * len(LENGTHS))
+    with pytest.raises(ValueError, match="nothing changed its rank") as told:
+        check_equivalence(lambda batch: model(torch.ones(1, 1)).sum().backward(),
+                          model.named_parameters, loader)
+    return str(told.value)
+
+
+def wrong_in_a_shard(world) -> tuple[str, float]:
+    """FSDP1 shards what is compared, of which one parameter of one rank's shard is wrong; then one
+    of them is frozen."""
+    torch.manual_seed(0)
+    inner, out = Attention(), []
+    for frozen in (False, True):
+        inner.head.requires_grad_(not frozen)
+        model = FullyShardedDataParallel(copy.deepcopy(inner), use_orig_params=True,
+                                         device_id=torch.device("cpu"))
+        loader = loader_of(Texts(), 8, collate_fn=first_is_learnt, lengths=LENGTHS, policy="greedy")
+
+        def step(batch, model=model, loader=loader, frozen=frozen) -> None:
+            loss = nn.functional.cross_entropy(
+                model(batch["input_ids"]).flatten(0, 1), batch["labels"].flatten())
+            loader.scale_mean(loss, batch["labels"], shifted=False).backward()
+            for name, p in model.named_parameters():
+                if not frozen and name.endswith("embed.weight") and p.grad is not None:
+                    p.grad *= 1 + 1e-2 * loader.enabled
+
+        try:
+            out.append(check_equivalence(step, model.named_parameters, loader))
+        except AssertionError as error:
+            out.append(str(error))
+    return tuple(out)
+
+
+def test_check_equivalence_judges_what_all_ranks_have():
+    assert len(set(run_ranks(of_one_length, 2))) == 1
+    [wrong, right], other = run_ranks(wrong_in_a_shard, 2)
+    assert (wrong, right) == other and "embed.weight differs by 1.0e-02" in wrong and right < 1e-5
 
 
 class Attention(nn.Module):
@@ -353,6 +397,8 @@ def said(how: str, dtype: torch.dtype) -> str:
     loader = loader_of(Texts(), size, collate_fn=first_is_learnt, lengths=LENGTHS, shuffle=True,
                        accumulation_steps=steps, **planned)
 
+    norms: list[torch.Tensor] = []
+
     def step(batch) -> None:
         logits = model(batch["input_ids"]).flatten(0, 1)
         if how == "dropout":
@@ -361,6 +407,7 @@ def said(how: str, dtype: torch.dtype) -> str:
         if how != "a mean per rank":
             loss = loader.scale_mean(loss, batch["labels"], shifted=how == "shifted")
         loss.backward()
+        norms[:] = keys.grad.norm(), bias.grad.norm()
         if how == "one bias":
             bias.grad += 1e-3 * bias.grad.norm() * loader.enabled
         if how == "a nan" and loader.enabled:
@@ -371,7 +418,8 @@ def said(how: str, dtype: torch.dtype) -> str:
     except AssertionError as e:
         return str(e)
     assert worst < 1e-5 and loader.epoch == 0 and loader.enabled
-    assert dtype == torch.bfloat16 or 0 < keys.grad.norm() < 1e-5 * bias.grad.norm()
+    assert dtype == torch.bfloat16 or 0 < norms[0] < 1e-5 * norms[1]
+    assert keys.grad is bias.grad is None  # the loop's first step begins without
     return ""
 
 
