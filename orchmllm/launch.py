@@ -22,6 +22,10 @@ if TYPE_CHECKING:
     import torch
     import torch.distributed as dist
 
+# What asks a run to stop: Ctrl-C, schedulers, and a terminal that is closed, unless that is ignored
+# (nohup).
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, *(
+    [] if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN else [signal.SIGHUP]))
 # A terminal's Ctrl-C may reach a process directly and again through its launcher.
 SAME_REQUEST_S = 1.0
 ALLOCATOR = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")  # names of what torch reads

@@ -101,7 +101,8 @@ def _pack_tensor(value: Tensor, path: str, buffers: list[np.ndarray]) -> list:
     if value.device.type != "cpu" or value.layout != torch.strided or value.is_quantized:
         raise TypeError(f"{path} is a {value.layout} tensor of {value.dtype} on {value.device}: "
                         "only dense CPU tensors of plain types can be sent to another rank")
-    raw = value.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
+    raw = value.detach().resolve_conj().resolve_neg().contiguous()
+    raw = raw.as_strided((raw.numel(),), (1,))  # a tensor of one value may have any stride
     buffers.append(raw.view(torch.uint8).numpy())
     return ["t", len(buffers[-1]), str(value.dtype).removeprefix("torch."), list(value.shape)]
 

@@ -199,7 +199,7 @@ class Checkpointer:
     def _retain(self, step: int) -> None:
         """Deletes what is older than the keep_last newest sound checkpoints of the run."""
         names = self._from_first(step, lambda: [
-            s.path.name for s in list_saved(self.root) if self._line.holds(s)])
+            s.path.name for s in list_saved(self.root) if self._line.holds(s) and s.is_named_here])
         too_many = surplus(
             [self.root / name for name in names], self.config.keep_last,
             lambda path: not (
@@ -285,7 +285,8 @@ class Checkpointer:
         failures = [(r, t) for r, t in enumerate(gather_texts(self._gather, error)) if t]
         if failures:
             raise CheckpointError(f"checkpoint {step}: rank {failures[0][0]} failed: "
-                                  f"{failures[0][1]}; earlier checkpoints are untouched")
+                                  f"{failures[0][1]}; earlier checkpoints in {self.root} are "
+                                  "untouched")
         return result
 
 
@@ -297,6 +298,9 @@ def problem_of(path: Path, part: int = 0, parts: int = 1) -> str:
             return f"manifest.json: version {manifest['version']}, this code reads {VERSION}"
         if missing := sorted(LINEAGE - manifest.keys()):
             return f"manifest.json: it has no {', '.join(missing)}"
+        # torch would read them, too.
+        if more := {p.name for p in path.glob("*.safetensors")} - manifest["files"].keys():
+            return f"{min(more)} was not saved with it: move it elsewhere"
         for name, recorded in sorted(manifest["files"].items())[part::parts]:
             if Path(name).name != name:
                 return f"manifest.json: {name!r} is not a file name"

@@ -110,7 +110,7 @@ class RunDisplay:
     def _print(self, text: str) -> None:
         try:
             if self._line:
-                print(CLEAR, end="", file=sys.stderr, flush=True)
+                self._print_over(CLEAR, "")
             say(text)
             self._draw()
         except BrokenPipeError:
@@ -124,7 +124,16 @@ class RunDisplay:
         line, width = self._line, _width() or UNKNOWN_WIDTH
         while len(line) >= width and " | " in line:
             line = line.rpartition(" | ")[0]
-        print(CLEAR + line[:width - 1], end=end, file=sys.stderr, flush=True)
+        self._print_over(CLEAR + line[:width - 1], end)
+
+    def _print_over(self, text: str, end: str) -> None:
+        """On the terminal, which may be gone: then nothing is drawn any more."""
+        try:
+            print(text, end=end, file=sys.stderr, flush=True)
+        except BrokenPipeError:
+            raise
+        except OSError:
+            self._line, self._draws = "", False
 
     def finish(self, how: str = "finished", saved: str = "") -> None:
         """The summary. how: how the run ended. saved: its newest checkpoint."""

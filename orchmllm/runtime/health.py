@@ -40,6 +40,7 @@ from orchmllm.runtime.stall_report import (
 _LIBRARIES = (sysconfig.get_path("stdlib"), "<frozen")
 LATE_S = 30.0  # that the other ranks may take to start before one is named
 DISK_S = 10.0  # for what is left in the run folder, whose disk may hang, too
+PAUSED = 10  # polls in the time of one, where the whole process stood still
 GRACE_S = 4.0  # for a rank to end by itself after another one failed
 CURABLE = (OSError, ValueError)  # the message says what to do; other errors need a traceback
 # Of torch.compile, in the forward pass and where the backward pass is compiled.
@@ -158,8 +159,12 @@ class HangWatchdog:
 
     def _run(self) -> None:
         seen, since, compiles = None, time.monotonic(), False
+        polled = since
         while not self._done.wait(self._poll_s):
             try:
+                if time.monotonic() - polled > PAUSED * self._poll_s:  # with this whole process
+                    since = time.monotonic()
+                polled = time.monotonic()
                 now = (self.step, self.clock.switches if self.clock is not None else -1)
                 if self._compiles() != compiles:
                     compiles = not compiles

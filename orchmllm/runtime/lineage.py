@@ -40,6 +40,11 @@ class Saved(NamedTuple):
     def is_aside(self) -> bool:
         return self.path.name.startswith("aside_")
 
+    @property
+    def is_named_here(self) -> bool:
+        """Not by a user, who has made a copy."""
+        return self.is_aside or self.path.name.removeprefix("step_").isdigit()
+
 
 class Lineage(NamedTuple):
     """A run and what it branched from."""
@@ -136,11 +141,12 @@ def set_aside(saved: Saved) -> Path:
 
 
 def delete(path: Path) -> None:
-    """Deletes a checkpoint, under another name: half of one is not taken for one."""
+    """Deletes a checkpoint, under another name: half of one is not taken for one. What cannot be
+    deleted is tried again after each save."""
     old = path.with_name(f".old_{path.name}")
     os.rename(path, old)
     fsync(path.parent)  # or a machine that loses its power may find half of it under its own name
-    shutil.rmtree(old)
+    shutil.rmtree(old, ignore_errors=True)
 
 
 def leftovers(root: Path) -> list[Path]:

@@ -13,23 +13,28 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from orchmllm.launch import SAME_REQUEST_S, describe_devices, interrupt_quietly
+from orchmllm.launch import (
+    SAME_REQUEST_S,
+    STOP_SIGNALS,
+    describe_devices,
+    interrupt_quietly,
+)
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 STOP_TIMEOUT_S = 600  # that ranks get to finish their step and save, before they are killed
-STOPPED = {128 + s: s for s in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGPIPE)}
+STOPPED = {128 + s: s for s in (*STOP_SIGNALS, signal.SIGPIPE)}
 
 
 class _StopRequests:
-    """The launcher's answer to SIGINT and SIGTERM. The first one makes the elastic launcher send
+    """The launcher's answer to STOP_SIGNALS. The first one makes the elastic launcher send
     SIGTERM to the ranks, which they also survive without a traceback before they train; one that
     comes later kills them."""
 
     def __init__(self, error: type[Exception]) -> None:
         self.signal, self._at, self._error = 0, 0.0, error
-        for number in (signal.SIGINT, signal.SIGTERM):
+        for number in STOP_SIGNALS:
             signal.signal(number, self._receive)
 
     def _receive(self, number: int, _frame: object) -> None:
@@ -40,8 +45,9 @@ class _StopRequests:
             os.write(2, b"all ranks were killed\n")
             os._exit(128 + number)
         self.signal, self._at = number, time.monotonic()
-        os.write(2, b"\x1b[J" * os.isatty(2)  # in place of the line of progress
-                 + b"Stopping after this step and saving; press Ctrl-C again to stop now\n")
+        with suppress(OSError):  # the terminal may be gone
+            os.write(2, b"\x1b[J" * os.isatty(2)  # in place of the line of progress
+                     + b"Stopping after this step and saving; press Ctrl-C again to stop now\n")
         raise self._error("stop", signal.SIGTERM)
 
 
@@ -62,7 +68,7 @@ def run_local(module: str, args: list[str], num_ranks: int, *, cpu_only: bool = 
     what the environment says, else the cores divided by the ranks). log: reports the devices."""
     if cpu_only:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
-    handlers = {s: signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM)}
+    handlers = {s: signal.getsignal(s) for s in STOP_SIGNALS}
     interrupt_quietly()
     import torch
     from torch.distributed.elastic.multiprocessing.api import SignalException
@@ -79,7 +85,7 @@ def run_local(module: str, args: list[str], num_ranks: int, *, cpu_only: bool = 
     config = LaunchConfig(
         min_nodes=1, max_nodes=1, nproc_per_node=num_ranks, rdzv_backend="c10d",
         rdzv_endpoint="localhost:0", max_restarts=0, monitor_interval=0.1,
-        signals_to_handle="SIGHUP,SIGQUIT",  # the others are for _StopRequests
+        signals_to_handle="SIGQUIT",  # the others are for _StopRequests
     )
     _silence_elastic()
     try:
@@ -94,7 +100,8 @@ def run_local(module: str, args: list[str], num_ranks: int, *, cpu_only: bool = 
         _kill_ranks()  # one that was being started is not known to the elastic launcher
         number = requests.signal or e.sigval
         name = "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
-        print(f"interrupted ({name}): all ranks have ended", file=sys.stderr, flush=True)
+        with suppress(OSError):
+            print(f"interrupted ({name}): all ranks have ended", file=sys.stderr, flush=True)
         return 128 + number
     finally:  # the elastic launcher leaves its own behind
         for number, handler in handlers.items():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import io
 import json
 import math
 import os
@@ -24,17 +25,22 @@ MAX_ROW_BYTES = 2**24  # of one row; those that tell of all ranks grow with thei
 
 class JsonLines:
     """A file of JSON objects, one a line; written by one rank, appended to what is there. synced: a
-    row is on disk when it was written. first: what every row begins with.
+    row is on disk when it was written. late: it is begun while a run trains. first: what every row
+    begins with.
 
-    Raises ValueError at construction if the file cannot be written. Later on a write that fails
-    (the disk is full) costs the row and not the run: `lost` counts them. A file that was deleted
-    is made again, with a warning."""
+    Raises ValueError at construction, but for a late file, if it cannot be written. Later on a
+    write that fails (the disk is full) costs the row and not the run: `lost` counts them. A file
+    that was deleted is made again, with a warning."""
 
-    def __init__(self, path: Path, *, synced: bool = False, **first: object) -> None:
+    def __init__(self, path: Path, *, synced: bool = False, late: bool = False, **first: object
+                 ) -> None:
         self.path, self.lost, self._synced, self._first = path, 0, synced, first
+        self._file: io.FileIO | None = None
         try:
             self._open()
         except OSError as e:
+            if late:
+                return
             raise ValueError(f"run.dir: {path.parent} cannot be written ({e}); choose another "
                              "folder") from e
 
@@ -48,7 +54,9 @@ class JsonLines:
         text = json.dumps(_finite(self._first | row), allow_nan=False)
         data, start = f"{text}\n".encode(), None
         try:
-            if not self.path.exists():
+            if self._file is None:
+                self._open()
+            elif not self.path.exists():
                 self._open()
                 print(f"warning: {self.path} was deleted: its rows so far are lost, and a new file "
                       "is begun", file=sys.stderr, flush=True)
@@ -67,7 +75,8 @@ class JsonLines:
             self.lost += 1
 
     def close(self) -> None:
-        self._file.close()
+        if self._file is not None:
+            self._file.close()
 
 
 def metrics_log(folder: Path) -> JsonLines:

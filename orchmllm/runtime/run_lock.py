@@ -23,6 +23,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 NAME = "run.lock"
@@ -74,8 +75,9 @@ def lock_folder(
     def unlock() -> None:
         done.set()
         thread.join()
-        if _is_at(path, descriptor):
-            path.unlink()
+        with suppress(OSError):  # the lock ends with the process
+            if _is_at(path, descriptor):
+                path.unlink()
         os.close(descriptor)
 
     return unlock

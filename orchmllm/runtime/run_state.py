@@ -235,7 +235,7 @@ class Incidents:
 
     def _file(self, path: Path) -> JsonLines:
         if path not in self._logs:
-            self._logs[path] = JsonLines(path)
+            self._logs[path] = JsonLines(path, late=True)
         return self._logs[path]
 
     def _quarantine(self, path: Path, lines: list[dict]) -> None:

@@ -70,9 +70,9 @@ def describe(reports: dict[int, Report], world_size: int) -> str:
     if there are any. reports: of at least one rank, in ascending order of ranks."""
     least = min(r.progress for r in reports.values())
     behind = {rank: r for rank, r in reports.items() if r.progress == least}
-    late = [rank for rank, r in behind.items() if not r.waits] or list(behind)
-    parts = [f"rank {rank} is late: {behind[rank].text}" for rank in late[:SHOWN]]
     silent = [rank for rank in range(world_size) if rank not in reports]
+    late = [rank for rank, r in behind.items() if not r.waits] or list(behind)[:not silent and None]
+    parts = [f"rank {rank} is late: {behind[rank].text}" for rank in late[:SHOWN]]
     if silent:
         shown = ", ".join(map(str, silent[:SHOWN])) + (
             f" and {len(silent) - SHOWN} more" if len(silent) > SHOWN else "")

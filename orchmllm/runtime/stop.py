@@ -8,9 +8,8 @@ import signal
 import threading
 import time
 
-from orchmllm.launch import SAME_REQUEST_S
+from orchmllm.launch import SAME_REQUEST_S, STOP_SIGNALS
 
-SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 FOLDER_TAKEN = 128  # in place of a signal's number; above all of them
 
 
@@ -24,7 +23,7 @@ class Stopped(Exception):
 
 
 class StopSignal:
-    """Context manager; `signal` is 0 until one of SIGNALS arrives, then its number. A second
+    """Context manager; `signal` is 0 until one of STOP_SIGNALS arrives, then its number. A second
     request (later than SAME_REQUEST_S) ends the process at once. folder_taken: is set when another
     run has taken the run folder."""
 
@@ -41,7 +40,7 @@ class StopSignal:
         return FOLDER_TAKEN if taken and taken.is_set() else self.signal
 
     def __enter__(self) -> StopSignal:
-        self._previous = {s: signal.signal(s, self._receive) for s in SIGNALS}
+        self._previous = {s: signal.signal(s, self._receive) for s in STOP_SIGNALS}
         return self
 
     def __exit__(self, *_: object) -> None:

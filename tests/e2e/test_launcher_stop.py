@@ -34,7 +34,8 @@ def started(folder: Path, data: Path) -> subprocess.Popen:
     fcntl.fcntl(writer, fcntl.F_SETPIPE_SZ, 4096)
     process = subprocess.Popen(
         [sys.executable, *train_args(data, folder, *LONG)], cwd=ROOT,
-        stdout=writer, stderr=subprocess.PIPE, text=True)
+        stdout=writer, stderr=subprocess.PIPE, text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL))
     shown = b""
     while b"step 3/" not in shown:
         shown += os.read(reader, 4096)
@@ -51,14 +52,15 @@ def left(folder: Path) -> list[psutil.Process]:
 
 
 @pytest.mark.slow
-def test_sigterm_to_the_launcher_stops_its_run(tmp_path, demo_corpus):
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP])
+def test_a_signal_to_the_launcher_stops_its_run(number, tmp_path, demo_corpus):
     """How ranks resume after a signal: tests/runtime/test_resume.py."""
     cut = tmp_path / "cut"
     process = started(cut, demo_corpus)
-    process.send_signal(signal.SIGTERM)
+    process.send_signal(number)
     process.go()
     stderr = process.communicate()[1]
-    assert process.returncode == 143, stderr
+    assert process.returncode == 128 + number, stderr
     assert not left(cut)
     done = losses(cut)
     assert 3 <= len(done) < 16

@@ -89,6 +89,31 @@ def test_that_ranks_share_cores_is_said_before_they_start(monkeypatch):
         f"500000 ranks share {os.cpu_count()}"]
 
 
+def test_each_request_to_stop_becomes_sigterm_of_the_ranks(capfd):
+    """A terminal that is closed asks, too, unless nohup said that it does not."""
+    class Asked(Exception):
+        pass
+
+    handlers = {number: signal.getsignal(number) for number in launch.STOP_SIGNALS}
+    asked = []
+    try:
+        for number in launch.STOP_SIGNALS:
+            requests = local_ranks._StopRequests(Asked)
+            with pytest.raises(Asked) as error:
+                signal.raise_signal(number)
+            asked.append((requests.signal, error.value.args[1]))
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+    assert asked == [(number, signal.SIGTERM) for number in launch.STOP_SIGNALS]
+    assert signal.SIGUSR1 in launch.STOP_SIGNALS and 128 + signal.SIGUSR1 in local_ranks.STOPPED
+    ask = ("import signal; signal.signal(signal.SIGHUP, signal.{}); from orchmllm import launch; "
+           "print(signal.SIGHUP in launch.STOP_SIGNALS)")
+    assert [subprocess.run([sys.executable, "-c", ask.format(how)], cwd=ROOT, capture_output=True,
+                           text=True).stdout for how in ("SIG_DFL", "SIG_IGN")] == [
+        "True\n", "False\n"]
+
+
 def test_ranks_get_the_time_that_a_step_and_a_save_take(monkeypatch):
     monkeypatch.setattr(os, "environ", {})
     local_ranks._set_environment(2, 1)

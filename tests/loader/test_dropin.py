@@ -296,7 +296,8 @@ class Triple(tuple):
 
 @pytest.mark.parametrize("value", [
     None, 3, 2**70, -1.5, "a\ud800", b"x\0", [1, (2, "b")], {"a": {1: [b""]}},
-    torch.arange(6).reshape(2, 3), torch.tensor(2.5, dtype=torch.bfloat16), torch.zeros(0, 4),
+    torch.arange(6).reshape(2, 3), torch.arange(62).reshape(2, 31)[:1, 3], torch.zeros(0, 4),
+    torch.tensor(2.5, dtype=torch.bfloat16),
     np.float32(1.5), np.str_(""), np.arange(4, dtype=np.int16)[::2], torch.tensor([True]),
     Pair(3, "a"),
 ], ids=lambda v: type(v).__name__)

@@ -4,13 +4,17 @@ Checked against the files themselves."""
 from __future__ import annotations
 
 import json
+import os
+import shutil
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
+from orchmllm.runtime.lineage import clear_leftovers, delete, leftovers, list_saved
 from orchmllm.trainer import Trainer
 from tests.lib.ranks import run_ranks
 from tests.lib.resume import BATCH, run_recipe, train_recorded
@@ -94,6 +98,18 @@ def stories(world, folder: Path) -> None:
     assert sorted(sound_tags(root).values()) == ["a100", "a200", "b200"]
     assert Run(root, "auto", 2).start == "b200"
 
+    root = folder / "copies"  # that a user makes stay, and count as none
+    run = Run(root, "never", 2).save(1, "a1").save(2, "a2")
+    shutil.copytree(root / "step_00000002", root / "step_00000002_best")
+    run.save(3, "a3")
+    assert sorted(sound_tags(root).values()) == ["a2", "a2", "a3"]
+    run = Run(root, "auto", 2).save(4, "a4").save(5, "a5")
+    assert sorted(sound_tags(root).values()) == ["a2", "a4", "a5"]
+    more = root / "step_00000005" / "shard-00001 (conflicted copy).safetensors"
+    shutil.copy(next((root / "step_00000004").glob("*.safetensors")), more)
+    run = Run(root, "auto", 2)
+    assert run.start == "a4" and f"{more.name} was not saved with it: move it" in run.said[0]
+
     root = folder / "numbers"  # go on where the first ones are deleted
     Run(root, "never", 1).save(1, "a1").save(2, "a2").save(3, "a3")
     assert json.loads((root / "step_00000003" / "manifest.json").read_text())["sequence"] == 3
@@ -107,6 +123,17 @@ def stories(world, folder: Path) -> None:
         path.write_text(text)
         run = Run(root, "auto", 2)
         assert run.start == "a8" and why in run.said[0], run.said
+
+
+def test_a_checkpoint_that_cannot_be_deleted_ends_nothing(tmp_path, monkeypatch):
+    """It is no checkpoint any more, and is tried again."""
+    (tmp_path / "step_00000001").mkdir()
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "rmdir", Mock(side_effect=PermissionError))
+        delete(tmp_path / "step_00000001")
+    assert list_saved(tmp_path) == [] and len(leftovers(tmp_path)) == 1
+    clear_leftovers(tmp_path)
+    assert not list(tmp_path.iterdir())
 
 
 def test_branches_and_damage(tmp_path):

@@ -30,7 +30,7 @@ from orchmllm.config.recipe import RunConfig
 from orchmllm.runtime import display as progress
 from orchmllm.runtime.display import RunDisplay
 from orchmllm.runtime.log_schema import ROW_SCHEMA
-from orchmllm.runtime.metrics import has_row, metrics_log, read_rows, set_logs_aside
+from orchmllm.runtime.metrics import JsonLines, has_row, metrics_log, read_rows, set_logs_aside
 from orchmllm.trainer import Trainer
 from tests.lib.ranks import run_ranks
 from tests.lib.rows import a_row, row_problems, scalars
@@ -164,6 +164,28 @@ def check_resizing(display: RunDisplay, screen: Screen) -> None:
     assert rows[2].startswith("step 50/1000 loss 2.0000 | 1234 tok/s | ")
     assert rows[3].startswith("stopped: 9 steps in") and "gain  " in "".join(rows[4:])
     assert screen.line == len(screen.lines) - 1 and screen.lines[-1] == ""
+
+
+def test_a_terminal_that_is_closed_ends_nothing(display):
+    """The run of a shell that has given it up. In a process of its own, whose output it is."""
+    screen = Screen(80)
+    child = os.fork()
+    if not child:
+        for descriptor in (1, 2):
+            os.dup2(screen.slave, descriptor)
+        sys.stdout, sys.stderr = os.fdopen(1, "w"), os.fdopen(2, "w")
+        display.start(3)
+        display.step(a_row(0))
+        shown = bool(display._line)
+        os.close(screen.slave)
+        os.close(screen.master)
+        display.step(a_row(1))
+        display.note("validation")
+        display.finish()
+        os._exit(shown and not display.stop_signal)
+    os.close(screen.slave)
+    os.close(screen.master)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 1
 
 
 def test_a_terminal_that_cannot_clear_gets_lines(display, monkeypatch):
@@ -310,6 +332,21 @@ def test_a_full_disk_costs_rows_and_not_the_run(tmp_path, capsys):
     log.close()
     assert [json.loads(x)["step"] for x in (tmp_path / "metrics.jsonl").open()] == [0, 3]
     assert log.lost == 2 and capsys.readouterr().err.count("rows are lost") == 1
+
+
+def test_a_log_that_is_begun_late_costs_rows_and_not_the_run(tmp_path, capsys):
+    taken = tmp_path / "run"
+    taken.write_text("no folder")
+    with pytest.raises(ValueError, match="cannot be written"):
+        JsonLines(taken / "quarantine.jsonl")
+    log = JsonLines(taken / "quarantine.jsonl", late=True)
+    log.write({"row": 0})
+    taken.unlink()
+    log.write({"row": 1})
+    log.close()
+    assert read_rows(taken / "quarantine.jsonl") == [{"row": 1}] and log.lost == 1
+    told = capsys.readouterr().err
+    assert told.count("rows are lost") == 1 and "was deleted" not in told
 
 
 def test_a_log_that_was_deleted_is_begun_again(tmp_path, capsys):

@@ -15,6 +15,8 @@ import threading
 import time
 from contextlib import redirect_stderr
 from functools import partial
+from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -79,6 +81,16 @@ def test_a_dead_holder_does_not_block(tmp_path, holder):
     unlock()
     assert not list(run.iterdir())
     lock_folder(run)()  # and once more
+
+
+def test_a_folder_that_became_read_only_keeps_the_file_and_not_the_lock(tmp_path, monkeypatch):
+    unlock = lock_folder(tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "unlink", Mock(side_effect=PermissionError))
+        unlock()
+    check_folder(tmp_path)
+    lock_folder(tmp_path)()
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_file_that_its_last_holder_removes_meanwhile_is_no_lock(tmp_path, monkeypatch):

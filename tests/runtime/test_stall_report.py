@@ -11,6 +11,7 @@ import time
 import types
 from collections import Counter
 from contextlib import redirect_stderr
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -75,6 +76,7 @@ def test_ranks_that_do_not_answer_are_named_and_hide_nobody(monkeypatch):
     assert said == ("ranks 1, 200 did not answer in time: stopped or gone; "
                     "rank 19 is late: step 7")
     assert requests["check"] < 256 + 10
+    assert gathered(2, 0, {}, {1})[0] == "rank 1 did not answer in time: stopped or gone"
 
 
 def test_the_root_reads_before_the_others_have_answered():
@@ -197,6 +199,23 @@ def test_a_rank_that_hangs_after_it_has_compiled_is_reported(tmp_path, monkeypat
     assert ended.wait(60)
     watch.close()
     save.join()
+
+
+def test_a_job_that_was_paused_as_a_whole_goes_on(tmp_path, monkeypatch):
+    """By a scheduler: the clock went on meanwhile."""
+    clock, ended = {"paused": 0.0}, []
+    monkeypatch.setattr(health, "time", SimpleNamespace(
+        monotonic=lambda: time.monotonic() + clock["paused"]))
+    store = Counted()
+    watch = HangWatchdog(store, 0, 1, folder=tmp_path, stall_timeout_s=600, poll_s=0.01,
+                         exit_now=lambda code, text: ended.append(text))
+    watch.clock = PhaseClock()
+    for clock["paused"] in (0.0, 1e4, 2e4):
+        seen = store.requests["check"]
+        while store.requests["check"] < seen + 10:  # until the test's time is up
+            time.sleep(0.01)
+    watch.close()
+    assert not ended
 
 
 def test_one_request_of_a_rank_at_each_look(tmp_path):

@@ -181,7 +181,7 @@ def results_of(answer: Answer) -> list[Result]:
 def _serve(dataset: Any, parent: int, pipe: Connection) -> None:
     """The rank decides when a worker ends: signals to the process group are not for it, but it
     does not outlive the rank."""
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     use_one_core()  # threads did not survive the fork
     threading.Thread(target=_end_with, args=(parent,), daemon=True).start()

@@ -179,7 +179,7 @@ os.register_at_fork(after_in_child=_forked)
 
 def serve(fd: int) -> None:
     """Answers requests on the socket until its other end is closed."""
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)  # the one who asks decides when it ends
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
