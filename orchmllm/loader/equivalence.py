@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -13,13 +14,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from orchmllm.comm.exchange import RowGather, gather_texts, node_size, rank_list
 from orchmllm.loader import loss as losses
 from orchmllm.loader.loader import BalancedDataLoader
 
 ROUNDINGS = 10  # in float32: of the whole gradient that a parameter's own may differ by
 WHOLE = "the whole model"
 Gradients = dict[str, tuple[Tensor, float]]
-Run = Callable[..., list[Gradients]]  # (balanced, *, encoders) -> per step
+Run = Callable[..., list[Gradients]]  # (balanced, *, moves) -> per step
+Shared = Callable[[Any], list[Any]]  # a value -> those of all ranks
 
 
 def check_equivalence(
@@ -63,6 +66,11 @@ def check_equivalence(
         raise ValueError("check_equivalence: nothing is balanced; pass a BalancedDataLoader that "
                          "is enabled, `encoders`, or a Trainer of balance_trainer")
 
+    gather = RowGather(node_size(rank_list(None), 0))
+
+    def of_all_ranks(value: Any) -> list[Any]:
+        return [json.loads(text) for text in gather_texts(gather, json.dumps(value))]
+
     places: list[list] = []  # by run and batch: this rank's examples, and how many items moved
 
     def run(balanced: bool, *, moves: bool = True) -> list[Gradients]:
@@ -83,18 +91,18 @@ def check_equivalence(
     forwards = [handle._count for handle in encoders]
     balanced = run(True)  # which plans by what was seen
     idle = any(handle._count == n for handle, n in zip(encoders, forwards, strict=True))
-    if idle or not any(_of_all_ranks(places[1] != places[2])):
+    if idle or not any(of_all_ranks(places[1] != places[2])):
         raise ValueError("check_equivalence: " + (
             "the encoders were not balanced: that needs train mode (dropout has p=0 then)" if idle
             else "nothing changed its rank in these steps, so they show nothing: give it examples "
             "or media whose lengths differ, several for each rank"))
     try:
-        worst, whole = _differences(balanced, plain, again, tolerance)
+        worst, whole = _differences(balanced, plain, again, tolerance, of_all_ranks)
     except _Differs as error:
         model = trainer.model if trainer is not None else getattr(parameters, "__self__", None)
         asked = watch.asked or not isinstance(loader, BalancedDataLoader)
         raise AssertionError(f"{error}; likely cause: " + _cause(
-            run, plain, tolerance, model, asked, bool(encoders))) from None
+            run, plain, tolerance, of_all_ranks, model, asked, bool(encoders))) from None
     if dist.get_rank() == 0:
         print(f"gradients equal to {whole:.0e}")
     return worst
@@ -104,13 +112,13 @@ class _Differs(AssertionError):
     """The gradients with balancing are others."""
 
 
-def _cause(run: Run, plain: list[Gradients], tolerance: float, model: nn.Module | None,
-           asked: bool, moves: bool) -> str:
+def _cause(run: Run, plain: list[Gradients], tolerance: float, of_all_ranks: Shared,
+           model: nn.Module | None, asked: bool, moves: bool) -> str:
     """What would make the gradients equal, or what the model has that balancing changes."""
     def equal(want: list[Gradients] | None = None, **how: bool) -> bool:
         try:
             want = want or run(False)
-            _differences(run(True, **how), want, want, tolerance)
+            _differences(run(True, **how), want, want, tolerance, of_all_ranks)
         except (AssertionError, ValueError):  # the change may not fit the loop
             return False
         return True
@@ -163,21 +171,21 @@ def _scaled_otherwise(change: str) -> Iterator[None]:
 
 
 def _differences(got: list[Gradients], want: list[Gradients], again: list[Gradients],
-                 tolerance: float) -> tuple[float, float]:
+                 tolerance: float, of_all_ranks: Shared) -> tuple[float, float]:
     """Over the steps: (the largest difference that is no rounding, that of the whole gradient)."""
-    found = [_difference(k, *steps, tolerance) for k, steps in enumerate(
+    found = [_difference(k, *steps, tolerance, of_all_ranks) for k, steps in enumerate(
         zip(got, want, again, strict=True))]
     return tuple(map(max, zip(*found, strict=True)))
 
 
-def _difference(k: int, got: Gradients, want: Gradients, again: Gradients, tolerance: float
-                ) -> tuple[float, float]:
+def _difference(k: int, got: Gradients, want: Gradients, again: Gradients, tolerance: float,
+                of_all_ranks: Shared) -> tuple[float, float]:
     """See _differences. got: the gradients of step k with balancing; want, again: without. FSDP1
     leaves a rank its shard of them, so the figures are those of all ranks."""
     own = {name: (part, *(float(x.norm()) for x in (
         gradient, got[name][0] - gradient, again[name][0] - gradient)))
         for name, (gradient, part) in want.items()}
-    ranks = _of_all_ranks(own)
+    ranks = of_all_ranks(own)
     rounding, scales, errors, noises = (
         {name: join(*(of_rank[name][i] for of_rank in ranks if name in of_rank))
          for name in dict.fromkeys(name for of_rank in ranks for name in of_rank)}
@@ -203,12 +211,6 @@ def _difference(k: int, got: Gradients, want: Gradients, again: Gradients, toler
                            f"more than {tolerance:.0e}")
         worst = max(worst, relative)
     return worst, errors[WHOLE] / whole
-
-
-def _of_all_ranks(value: Any) -> list[Any]:
-    values = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
-    return values
 
 
 @contextmanager
