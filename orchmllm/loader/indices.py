@@ -210,6 +210,8 @@ class IndexFeed:
 
 
 def filler_of(plan: StepPlan, layout: BatchLayout) -> int:
-    """The shortest example of the microbatch (of the step, if that is empty)."""
+    """The shortest example of the microbatch (of the step, if that is empty). Raises ValueError."""
     layout = plan.layout if plan.layout.num_examples else layout
+    if not layout.num_examples:
+        raise ValueError("a step has no example on any rank: leave empty batches out")
     return int(layout.example_id[layout.tokens_per_example.argmin()])

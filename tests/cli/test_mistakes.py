@@ -47,6 +47,7 @@ COMMANDS = [
     (f"report {RECIPE}", "a file; give the run.dir", ""),
     ("report TMP --gpu h1000 --score", "TMP", ""),
     ("export nowhere --out TMP/x", "nowhere is no checkpoint and no run folder with one", ""),
+    ("generate DEMO/model wh\udcffat", "QUESTION 'wh\\udcffat' is no UTF-8", ""),
     (f"doctor {RECIPE} --self-tst", "did you mean --self-test?", ""),
     (f"compare {RECIPE} train.num_steps=0", "must be greater than or equal to 1", ""),
     ("papers reproduce orchmlm", "'orchmlm'", ""),

@@ -30,6 +30,7 @@ Pair = namedtuple("Pair", ["features", "norm"])
 class Record:
     features: object
     norm: object = None
+    made: bool = dataclasses.field(default=True, init=False)
 
 
 class Plain:

@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from orchmllm import Encoder, Rows, balance_encoders
 from orchmllm.comm.agree import PlanMismatchError
 from orchmllm.encoders import sharing
+from orchmllm.encoders.answers import device_of
 from tests.encoders.test_encoder_clients import (
     ENCODERS,
     EXACT,
@@ -92,6 +93,44 @@ def test_a_forward_without_gradients_may_be_that_of_one_rank(two):
 
 def test_what_changes_no_feature_is_accepted(two):
     assert max(map(max, two["exact"])) < EXACT
+
+
+class Frozen(Model):
+    """Its embedding learns nothing, so nothing can join its output."""
+
+    def forward(self, ids, photos=None):
+        with torch.no_grad():
+            x = self.embed(ids).mean(1)
+        features = 0 if photos is None else self.tower(photos).square().sum(0)
+        return (x + features).square().sum() * torch.ones(1, requires_grad=True).double()
+
+
+def without_a_place_to_join(world) -> tuple[float, str]:
+    """Exact where all ranks have media, in later forwards, too; else refused."""
+    _, inputs = model_and([4, 1], world.rank)
+    model = made_of(Frozen)
+    want = mean_gradients(model, lambda m: [m(**inputs)])
+    balanced(model)
+    for _ in range(2):
+        model(**inputs).backward()
+    model.zero_grad()
+    difference = worst(mean_gradients_of(model, lambda m: [m(**inputs)]), want)
+    _, inputs = model_and([4, 0], world.rank)
+    model = made_of(Frozen)
+    balanced(model)
+    return difference, refusal(lambda: model(**inputs))
+
+
+def test_what_cannot_be_joined_is_refused_where_it_has_to_be(two):
+    for difference, refused in two["without_a_place_to_join"]:
+        assert difference < EXACT
+        assert "rank 1 failed: RuntimeError: Frozen.forward did not call its embedding" in refused
+
+
+def test_media_go_to_an_accelerator_where_an_argument_is_on_one():
+    there = {"lengths": torch.zeros(1), "ids": torch.zeros(1, device="meta"), "flag": True}
+    assert device_of(there, Model()).type == "meta"
+    assert device_of({}, Model()).type == "cpu"
 
 
 class Two(Model):
@@ -210,4 +249,5 @@ def test_a_rank_that_fails_ends_although_others_wait_within_a_tower():
 
 @pytest.fixture(scope="module")
 def two() -> dict[str, list]:
-    return each_in_one_world(2, (exact, without_gradients, after_others, slow_and_sharded))
+    return each_in_one_world(2, (exact, without_gradients, after_others, without_a_place_to_join,
+                                 slow_and_sharded))

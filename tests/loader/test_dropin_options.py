@@ -20,6 +20,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from orchmllm import BalancedDataLoader, CostModel, check_equivalence
+from orchmllm.comm.agree import RemoteError
 from orchmllm.loader.callers import refusal
 from orchmllm.loader.indices import batch_layout
 from tests.lib.dropin import VOCAB, Stream, Texts, collate, length_of, loader_of, token_count
@@ -319,6 +320,19 @@ def used_in_one_run(world, balanced: bool) -> str:
 @pytest.mark.parametrize("balanced", [True, False])
 def test_check_equivalence_finds_a_gradient_that_one_run_lacks(balanced):
     assert "the gradient of 1." in run_ranks(used_in_one_run, 2, balanced)[0]
+
+
+def without_examples(world) -> str:
+    loader = BalancedDataLoader(Texts(), batch_sampler=[[world.rank], []], collate_fn=collate,
+                                lengths=LENGTHS)
+    with pytest.raises(RemoteError) as told:
+        list(loader)
+    return str(told.value)
+
+
+def test_a_step_without_an_example_on_any_rank_is_named():
+    for told in run_ranks(without_examples, 2):
+        assert "step 1: " in told and "no example on any rank: leave empty batches out" in told
 
 
 def of_one_length(world) -> str:

@@ -74,6 +74,7 @@ def by_name(world) -> tuple:
            ranks((2, 2), "data_parallel", "tensor_parallel"), ranks((2, 1, 2), "cp", "odd", "fsdp"),
            ranks((4,), "odd"), ranks((4,)), data_ranks(whole["dp_shard"]), ranks((4,), "tp")]
     says = [refused(lambda: ranks((2, 2), "odd", "fsdp")), refused(lambda: ranks((2, 2)))]
+    assert "the name 'dp_shard_cp' of" in refused(lambda: ranks((4,), "dp_shard_cp"))
     # Trainers: sizes without a mesh that explains them, a mean of parts of sequences.
     trainer = SimpleNamespace(
         model=torch.nn.Linear(1, 1), get_tp_size=lambda: 1,
