@@ -24,6 +24,7 @@ from orchmllm.data.lengths import MeasuredExample
 from orchmllm.data.media.medium import MediaError, Medium, printable
 from orchmllm.data.processed import ProcessedReader
 from orchmllm.data.sampler import split_rows
+from orchmllm.data.storage.clients import StorageError
 from orchmllm.data.storage.remote import NOWHERE, Storage, fetch_ahead
 from orchmllm.plan.layout import BatchLayout
 
@@ -143,8 +144,11 @@ class ConversationDataset:
 
     def describe(self, i: int, segment: int) -> dict[str, str | int]:
         """A quarantine line's source, row (line or position from 1) and file."""
-        source, problem = self.sources[self.where(i)[0]], self.problem(i)
-        media = {s: m.name for s, _, m in self.media_of(i)}
+        source = self.sources[self.where(i)[0]]
+        try:
+            problem, media = self.problem(i), {s: m.name for s, _, m in self.media_of(i)}
+        except (OSError, StorageError):  # the rows are gone, too, which the next read tells
+            problem, media = None, {}
         file = media.get(segment, "") if problem is None else problem.path
         data_file, number = self._place(i)
         return {"source": source.name, "row": number, "data_file": data_file,

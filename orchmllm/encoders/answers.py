@@ -30,13 +30,13 @@ class Answer:
 
     def __init__(
         self, encoder: Encoder, owner: nn.Module, call: str, result: Any, num_items: int,
-        local: LocalItems,
+        local: LocalItems, learns: bool,
     ) -> None:
         self._original = attrgetter(call)(owner)
         self._what = f"encoder {encoder.name!r}: {type(owner).__name__}.forward"
         self._encoder, self._call, self._owner = encoder, call, owner
         self._result, self._local, self._called = result, local, False
-        self._learns = any(isinstance(x, Tensor) and x.requires_grad for x in tree_leaves(result))
+        self._learns = learns  # whether the features have a gradient
         self._device = device_of(local.inputs, owner).type
         self._grad, self._autocast = torch.is_grad_enabled(), self._autocasts()
         layout = encoder.calls[call]
@@ -96,7 +96,8 @@ class Answer:
                 return f"with {name} changed in place"
             if not any(_is(t, value) for t in tensors):
                 return f"with another tensor than its argument {name}"
-        if self._encoder.named and hasattr(self._owner, "config"):  # a method of transformers
+        if self._encoder.named and inspect.ismethod(self._original) and (
+                hasattr(self._owner, "config")):  # as models of transformers have it
             return self._other_option(args, kwargs)
         return self._other_argument(args, kwargs)
 
@@ -155,9 +156,14 @@ def _warn_of_autocast(what: str, call: str) -> None:
 
 
 def _is(tensor: Tensor, given: Tensor) -> bool:
-    """Whether it is the same tensor, or has the same values."""
-    return tensor is given or (tensor.shape == given.shape and tensor.device == given.device
-                               and torch.equal(tensor, given.to(tensor.dtype)))
+    """Whether it is the same tensor, a view of all of it, or the same in another dtype."""
+    if tensor is given:
+        return True
+    if tensor.requires_grad or tensor.shape != given.shape or tensor.device != given.device:
+        return False
+    if tensor.dtype == given.dtype:
+        return tensor.data_ptr() == given.data_ptr() and tensor.stride() == given.stride()
+    return torch.equal(tensor, given.to(tensor.dtype))
 
 
 def device_of(inputs: Mapping[str, Any], owner: nn.Module) -> torch.device:
@@ -185,7 +191,8 @@ class Answers:
         self._zero: Tensor | None = None  # of features that the forward may leave unread
         self._must_join = False  # as this rank has no media
         self._nodes: dict[Any, str] = {}  # of features that it reads, in the graph; the encoder
-        self.reads_more = False  # a checkpoint of the graph, than it says: it is backward by itself
+        # Whether the graph of the result was looked at, and has no part that hides what it reads.
+        self.saw_all = False
 
     def add(
         self, encoder: Encoder, local: LocalItems, features: Features, rows: Tensor,
@@ -201,7 +208,7 @@ class Answers:
             part = rows[first: first + sum(sizes)]
             start, first = start + n, first + sum(sizes)
             result = rebuild(encoder, features, part, sizes)
-            answer = Answer(encoder, self._owner, call, result, n, local)
+            answer = Answer(encoder, self._owner, call, result, n, local, rows.requires_grad)
             self._answers.append(answer)
             self._replace(call, answer)
         for name in encoder.passes:
@@ -238,14 +245,23 @@ class Answers:
         given = inputs.get("inputs_embeds")
         if given is not None and not self._join:
             joined = self._with_zero(given)
-            place = parameters.index("inputs_embeds")
-            if place < len(args):
+            if "inputs_embeds" in parameters[:len(args)]:
+                place = parameters.index("inputs_embeds")
                 return (*args[:place], joined, *args[place + 1:]), kwargs
             return args, {**kwargs, "inputs_embeds": joined}
-        embedding = (self._owner.get_submodule(self._join) if self._join
-                     else self._owner.get_input_embeddings())
-        hook = embedding.register_forward_hook(
-            lambda module, inputs, out: None if self._zero is None else self._with_zero(out))
+        try:
+            embedding = (self._owner.get_submodule(self._join) if self._join
+                         else self._owner.get_input_embeddings())
+        except NotImplementedError:
+            if self._must_join:
+                raise
+            return None
+
+        def joins(module: nn.Module, inputs: tuple, out: Any) -> Tensor | None:
+            joinable = self._must_join or type(out) is Tensor
+            return self._with_zero(out) if joinable and self._zero is not None else None
+
+        hook = embedding.register_forward_hook(joins)
         self._undo.callback(hook.remove)
         return None
 
@@ -267,11 +283,11 @@ class Answers:
         while nodes:
             node = nodes.pop()
             if node is not None and node not in seen:
-                if type(node).__name__ == "CheckpointFunctionBackward":
-                    self.reads_more = True
+                if type(node).__name__ == "CheckpointFunctionBackward":  # reads more than it says
                     return None
                 seen.add(node)
                 nodes += [following for following, _ in node.next_functions]
+        self.saw_all = True
         name = next((name for node, name in self._nodes.items() if node not in seen), None)
         return name and RuntimeError(
             f"encoder {name!r}: {type(self._owner).__name__}.forward stops the gradient of its "

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 
 from orchmllm.comm.exchange import RowGather, node_size, rank_list
@@ -66,9 +66,7 @@ class EncoderHandle:
         self.rank = self.gather.rank
         table.same_on_all_ranks(self.gather, self.encoders)
         self._owner_name = type(owner).__name__
-        parameters = inspect.signature(owner.forward).parameters
-        self._parameters = list(parameters)
-        self._takes_more = any(p.kind == p.VAR_KEYWORD for p in parameters.values())
+        self._parameters = list(inspect.signature(owner.forward).parameters)
         self._known = known_arguments(self.encoders)
         self._tables = table.Tables(self.encoders, self.gather)
         self._costs = list(in_fine_unit({
@@ -82,7 +80,7 @@ class EncoderHandle:
         self._error: Exception | None = None  # of the forward before
         self._answers: dict[int, Answers] = {}  # of forwards that run, by module
         self._balanced = self._inside = False  # whether a forward was, or one runs
-        self._reads_more = False  # see Answers
+        self._sees_all = False  # see Answers
         self._hooks = [
             owner.register_forward_pre_hook(self._before, with_kwargs=True),
             owner.register_forward_hook(self._after, with_kwargs=True, always_call=True)]
@@ -162,8 +160,8 @@ class EncoderHandle:
         answers = self._answers[id(module)] = Answers(module, self._join)  # _after closes them
         for share, encoded, (rows, sizes) in zip(shares, features, returned, strict=True):
             proof.compare(share, rows, sizes)
-            answers.add(share.encoder, share.local, encoded, rows, sizes, may_join=not (
-                self._reads_more or share.encoder.name in self._unchecked))
+            answers.add(share.encoder, share.local, encoded, rows, sizes, may_join=(
+                self._sees_all and share.encoder.name not in self._unchecked))
         if proof.shares:
             self._agree(proof.error)
             self._unproved -= {s.encoder.name for s in proof.shares}
@@ -174,7 +172,7 @@ class EncoderHandle:
         sharing.agree(self.gather, self._count, np.zeros(1, np.int64), error, self._patience_s)
 
     def _describe(
-        self, module: nn.Module, inputs: ChainMap[str, Any]
+        self, module: nn.Module, inputs: Mapping[str, Any]
     ) -> tuple[list[table.LocalItems], Exception | None]:
         """This rank's items by encoder, or why there are none: all ranks learn of it."""
         try:
@@ -190,10 +188,13 @@ class EncoderHandle:
         except Exception as error:
             return [], error
 
-    def _refuse_missing(self, inputs: ChainMap[str, Any]) -> None:
-        """Raises ValueError for an argument of an Encoder that no forward can be given."""
-        takes_more = self._takes_more or len(inputs.maps) > 1  # a dict, which may hold it
-        for encoder in () if takes_more else self.encoders:
+    def _refuse_missing(self, inputs: Mapping[str, Any]) -> None:
+        """Raises ValueError for an argument of an Encoder that no forward can be given. One that is
+        no tensor and no number, or left out, may be a dict that holds it."""
+        given = map(inputs.get, self._parameters)
+        if not all(isinstance(value, Tensor | int | float) for value in given):
+            return
+        for encoder in self.encoders:
             for layout in encoder.calls.values():
                 if missing := set(layout.arguments).difference(self._parameters):
                     raise ValueError(
@@ -236,7 +237,7 @@ class EncoderHandle:
         if fresh := self._unchecked & answers.encoders:
             self._agree(raised or error or answers.unused(result))
             self._unchecked -= fresh
-            self._reads_more |= answers.reads_more
+            self._sees_all = answers.saw_all
         elif raised is None:
             self._error = error
 

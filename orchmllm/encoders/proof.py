@@ -16,7 +16,6 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 from orchmllm.encoders.results import Features, fields_of, flatten
 from orchmllm.encoders.sharing import Share, drawn, placeholder, run_encoder
@@ -60,7 +59,8 @@ class Proof:
                                   "encodes: put its module in eval mode after each model.train()")
             if name in now and now[name].grad_fn is not None:
                 return ValueError(f"{path} keeps a value with a gradient, {last}, of the items "
-                                  "that a rank encodes: return it for each item with the features")
+                                  "that a rank encodes: return it for each item with the "
+                                  "features, or detach it")
         return None
 
     def compare(self, share: Share, rows: Tensor, counts: np.ndarray) -> None:
@@ -74,18 +74,24 @@ class Proof:
 
 
 def _kept(encoder: Encoder, owner: nn.Module) -> dict[str, Tensor]:
-    """What towers keep beside their result, by name: buffers, and tensors in attributes, but for
-    those that FSDP1 has freed."""
+    """What towers keep beside their result, by name: buffers, and tensors in attributes or in a
+    list, tuple or dict that is one; not the views of parameters that FSDP1 makes."""
     held: dict[str, Tensor] = {}
     for path, tower in encoder.tower_modules(owner):
         held |= dict(tower.named_buffers(prefix=path))
+        own = {p.untyped_storage().data_ptr() for p in tower.parameters() if type(p.data) is Tensor}
         for inner, module in tower.named_modules(prefix=path):
             for name, value in vars(module).items():
-                if name not in ("_parameters", "_buffers", "_modules"):
-                    held |= {f"{inner}.{name}" + f"[{i}]" * (leaf is not value): leaf
-                             for i, leaf in enumerate(tree_leaves(value))
-                             if type(leaf) is Tensor and leaf.untyped_storage().nbytes()}
-    return {name: value for name, value in held.items() if value.is_floating_point()}
+                if name in ("_parameters", "_buffers", "_modules"):
+                    continue
+                parts = value.values() if isinstance(value, dict) else (
+                    value if isinstance(value, list | tuple) else [value])
+                held |= {f"{inner}.{name}" + f"[{i}]" * (part is not value): part
+                         for i, part in enumerate(parts) if type(part) is Tensor
+                         and part.layout == torch.strided and part.untyped_storage().nbytes()
+                         and part.untyped_storage().data_ptr() not in own}
+    return {name: value for name, value in held.items()
+            if value.is_floating_point() and value.dtype.itemsize > 1}
 
 
 def _is_buffer(owner: nn.Module, name: str) -> bool:
@@ -141,7 +147,8 @@ def _reference(
     result = run(first, encoder.layout.build(meta, tuple(both)))
     varying = _varying(owner, _kept(encoder, owner), alone)
     _put_back(start)
-    for name, _, _, value in fields_of(encoder, blank):
+    learns = any(p.requires_grad for _, t in encoder.tower_modules(owner) for p in t.parameters())
+    for name, _, _, value in fields_of(encoder, blank) if learns else ():
         for part in [value] if isinstance(value, Tensor) else value:
             if part.is_floating_point() and not bool(part.isfinite().all()):
                 raise ValueError(

@@ -179,8 +179,12 @@ def _like(result: Any, values: Mapping[Any, Any]) -> Any:
             return type(result)(*(values.get(n, f) for n, f in zip(names, fields, strict=True)))
         return type(result)(fields)
     if dataclasses.is_dataclass(result):  # a ModelOutput, too, which is a dict besides
-        return type(result)(**{f.name: values.get(f.name) for f in dataclasses.fields(result)
-                               if f.init})
+        fields = dataclasses.fields(result)
+        made = type(result)(**{f.name: values.get(f.name) for f in fields if f.init})
+        for f in fields:
+            if not f.init:
+                object.__setattr__(made, f.name, values.get(f.name))
+        return made
     if isinstance(result, Mapping):
         return {name: values.get(name) for name in result}
     out = copy.copy(result)

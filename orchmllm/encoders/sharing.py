@@ -150,15 +150,15 @@ def placeholder(
 
 
 def drawn(values: Sequence[Tensor | None]) -> list[Tensor | None]:
-    """The packed tensors of an item, of any shapes, with other numbers: the first has some between
-    0 and 1, or bytes that are one of both, the same on every call, that differ, as an encoder may
-    divide by their deviation, or take their logarithm. The others, such as masks, and other
-    integers stay. Made on the device: nothing waits for a copy."""
+    """The packed tensors of an item, of any shapes, with other numbers: the first has numbers
+    between 0 and 1, of bytes 1 and 2, the same on every call. They differ, as an encoder may divide
+    by their deviation, and none is 0, as it may take their logarithm. The other tensors, such as
+    masks, and wider integers stay. Made on the device: nothing waits for a copy."""
     first, *others = values
     if first is not None and (first.is_floating_point() or first.dtype == torch.uint8):
         # Of a prime number of values: rows that follow each other differ.
         places = torch.arange(first.numel(), device=first.device) % 1009 + 1
-        numbers = places * 0.618034 % 1 if first.is_floating_point() else places % 2
+        numbers = places * 0.618034 % 1 if first.is_floating_point() else 1 + places % 2
         first = numbers.to(first.dtype).reshape(first.shape)
     return [first, *others]
 

@@ -118,12 +118,12 @@ def check_towers(encoder: Encoder, owner: nn.Module) -> None:
     fully_shard changes: then the model fails with or without balancing, and ValueError says so."""
     for path, tower in encoder.tower_modules(owner):
         for name, module in tower.named_modules(prefix=path):
-            if not module.training:
-                continue
-            if isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0:
+            if isinstance(module, nn.modules.dropout._DropoutNd) and module.training and (
+                    module.p > 0):
                 raise ValueError(f"encoder {encoder.name!r}: {name} has dropout {module.p}: its "
                                  "masks would depend on where an item is encoded; set it to 0")
-            if isinstance(module, nn.modules.batchnorm._BatchNorm):
+            if isinstance(module, nn.modules.batchnorm._BatchNorm) and (
+                    module.training or module.running_mean is None):
                 raise ValueError(
                     f"encoder {encoder.name!r}: {name} is a {type(module).__name__}, whose result "
                     "depends on the other items of the rank: use another normalisation, or put it "

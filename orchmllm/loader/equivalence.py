@@ -43,11 +43,12 @@ def check_equivalence(
     Prints one line on rank 0, `gradients equal to 3e-16`: by how much the whole gradient differs.
     step: batch -> None, forward and backward (no optimizer); with accumulation_steps it is called
     for each batch, and gradients are compared after the last. parameters: the model's
-    named_parameters. loader: a BalancedDataLoader, which stands afterwards where it stood, or any
-    other that yields the same batches each time. encoders: handles of balance_encoders, which move
-    nothing in the run for comparison (`shadow`). Every rank then encodes what it has: under FSDP
-    each needs an item, as it would without balance_encoders. A Trainer alone brings all of these;
-    its train() is called, with no gradient left for its optimizer, and it writes nothing.
+    named_parameters, which have no gradient afterwards. loader: a BalancedDataLoader, which stands
+    afterwards where it stood, or any other that yields the same batches each time. encoders:
+    handles of balance_encoders, which move nothing in the run for comparison (`shadow`). Every rank
+    then encodes what it has: under FSDP each needs an item, as it would without balance_encoders. A
+    Trainer alone brings all of these; its train() is called, with no gradient left for its
+    optimizer, and it writes nothing.
     Returns the largest ||g - g_plain|| / ||g_plain|| over steps and parameters, and over the whole
     gradient. A difference is rounding, and counts as none, up to ten units in the last place of the
     model's whole gradient: some parameters' own gradient is 0 but for rounding (a bias of keys).
@@ -90,12 +91,13 @@ def check_equivalence(
     plain, again = run(False), run(False)
     forwards = [handle._count for handle in encoders]
     balanced = run(True)  # which plans by what was seen
-    idle = any(handle._count == n for handle, n in zip(encoders, forwards, strict=True))
-    if idle or not any(of_all_ranks(places[1] != places[2])):
+    idle = bool(encoders) and forwards == [handle._count for handle in encoders]
+    idle, still = map(all, zip(*of_all_ranks([idle, places[1] == places[2]]), strict=True))
+    if idle or still:
         raise ValueError("check_equivalence: " + (
             "the encoders were not balanced: that needs train mode (dropout has p=0 then)" if idle
-            else "nothing changed its rank in these steps, so they show nothing: give it examples "
-            "or media whose lengths differ, several for each rank"))
+            else "nothing changed its rank in these steps, so they show nothing: take several "
+            "ranks, several examples or media for each, of lengths that differ, and no shadow"))
     try:
         worst, whole = _differences(balanced, plain, again, tolerance, of_all_ranks)
     except _Differs as error:
@@ -182,17 +184,17 @@ def _difference(k: int, got: Gradients, want: Gradients, again: Gradients, toler
                 of_all_ranks: Shared) -> tuple[float, float]:
     """See _differences. got: the gradients of step k with balancing; want, again: without. FSDP1
     leaves a rank its shard of them, so the figures are those of all ranks."""
-    own = {name: (part, *(float(x.norm()) for x in (
-        gradient, got[name][0] - gradient, again[name][0] - gradient)))
-        for name, (gradient, part) in want.items()}
-    ranks = of_all_ranks(own)
-    rounding, scales, errors, noises = (
-        {name: join(*(of_rank[name][i] for of_rank in ranks if name in of_rank))
-         for name in dict.fromkeys(name for of_rank in ranks for name in of_rank)}
-        for i, join in enumerate((lambda *parts: max(parts), *[math.hypot] * 3)))
-    whole = scales[WHOLE] = math.hypot(*scales.values())
-    for figures, joined in ((errors, math.hypot), (noises, math.hypot), (rounding, max)):
-        figures[WHOLE] = joined(*figures.values())
+    ranks = of_all_ranks({name: [*(float(x.norm()) for x in (
+        gradient, got[name][0] - gradient, again[name][0] - gradient)), part]
+        for name, (gradient, part) in want.items()})
+    names = dict.fromkeys(name for of_rank in ranks for name in of_rank)
+    scales, errors, noises = ({name: math.hypot(*(r[name][i] for r in ranks if name in r))
+                               for name in names} for i in range(3))
+    rounding = {name: max(r[name][3] for r in ranks if name in r) for name in names}
+    rounding[WHOLE] = max(rounding.values(), default=0.0)
+    for figures in (scales, errors, noises):
+        figures[WHOLE] = math.hypot(*figures.values())
+    whole = scales[WHOLE]
     if not whole:
         raise ValueError(f"step {k} leaves no gradient: `step` calls backward, and no optimizer, "
                          "nor zero_grad")
@@ -229,8 +231,8 @@ def _as_sampled(loader: Any, encoders: Sequence[Any], off: bool) -> Iterator[Non
 
 def _gradients(step, parameters, loader, num_steps: int, look: Callable[[Any], None]
                ) -> list[Gradients]:
-    """Per step: name -> (gradient in float64, part of the whole gradient that its type rounds).
-    None is left. look: is called after each batch, with the loader."""
+    """Per step: name -> (gradient in float64, part of the whole gradient that its type rounds). No
+    gradient is left. look: is called after each batch, with the loader."""
     def clear() -> None:
         for _, p in parameters():
             p.grad = None

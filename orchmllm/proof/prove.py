@@ -52,16 +52,18 @@ def prove_on_first_rank(recipe: Recipe, dataset: ConversationDataset, gather: Ro
     agreed(gather, error)
 
 
-def prove(folder: Path, processor: Processor, log: Callable[[str], object], **asked: bool) -> None:
+def prove(folder: Path, processor: Processor, log: Callable[[str], object], *,
+          compiled: bool = False, chunked: bool = False) -> None:
     """Raises ValueError saying what differs, for a model that is not trained exactly. processor: of
-    the folder. asked: options of orchmllm.proof.compare.compare."""
+    the folder. compiled, chunked: see orchmllm.proof.compare.compare."""
+    asked = {"compiled": compiled, "chunked": chunked}
     config = read_config(folder)
     said = {name: value for name, value in config.to_diff_dict().items()
             if name not in ("_name_or_path", "transformers_version", "dtype")}
     started = time.process_time()
     try:  # what is raised is not kept: it may be of this machine, such as a disk that is full
         found = kept(["proof", repr(sorted(said.items())), processor.digest, _code(config),
-                      has_pyav(), sorted(asked.items())],
+                      has_pyav(), compiled, chunked],
                      lambda: _difference(config, processor, meta_model(str(folder)).generator,
                                          asked))
     except Exception as error:  # whatever the model's own code raises

@@ -75,7 +75,8 @@ class Checkpointer:
         log: Callable[[str], None] = print,
     ) -> None:
         self.root, self.config, self._gather = root, config, gather
-        self._line = new_line()  # rank 0's counts: only that rank looks at it
+        # Rank 0's count: only that rank looks at them.
+        self._line, self._sequence = new_line(), 0  # the number of the save before
         self.saved: Path | None = None
         self._named: Path | None = None  # the checkpoint that the user asked for: stays
         self._problems: dict[Path, str] = {}  # of what was verified; the same on all ranks
@@ -171,12 +172,14 @@ class Checkpointer:
     ) -> None:
         if self.rank != 0:
             return
+        # Above that of this run before, too, which may have been moved elsewhere.
         saved = list_saved(self.root)
+        self._sequence = max(next_sequence(saved), self._sequence + 1)
         write_text(staged / "state.json", state)
         files["state.json"] = identify(staged / "state.json")
         write_text(staged / "manifest.json", json.dumps(
             {"version": VERSION, "step": step, "world_size": self._gather.world_size,
-             "run": self._line.run, "sequence": next_sequence(saved),
+             "run": self._line.run, "sequence": self._sequence,
              "ancestors": self._line.ancestors, "files": files}, indent=1, sort_keys=True))
         fsync(staged)
         if final.exists():  # of another run, or not sound
@@ -208,7 +211,7 @@ class Checkpointer:
         def drop() -> None:
             for path in map(self.root.joinpath, names if self.rank == 0 else ()):
                 if path in too_many and path.resolve() != self._named:
-                    delete(path)
+                    delete(path, self._log)
                 elif self._problems.get(path):
                     self._set_aside(path)
 
@@ -257,8 +260,10 @@ class Checkpointer:
         def read() -> None:
             dcp.load(dict(tensors), storage_reader=HuggingFaceStorageReader(str(path)))
             if self.rank == 0:
-                self._line = line_after(read_saved(path), list_saved(self.root),
+                start = read_saved(path)
+                self._line = line_after(start, list_saved(self.root),
                                         branch=path.resolve() == self._named)
+                self._sequence = start.sequence
 
         self._together(path.name, read)
         self.saved = path

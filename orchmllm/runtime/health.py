@@ -40,7 +40,7 @@ from orchmllm.runtime.stall_report import (
 _LIBRARIES = (sysconfig.get_path("stdlib"), "<frozen")
 LATE_S = 30.0  # that the other ranks may take to start before one is named
 DISK_S = 10.0  # for what is left in the run folder, whose disk may hang, too
-PAUSED = 10  # polls in the time of one, where the whole process stood still
+PAUSED = 10  # times as long as it was to, a wait takes where the whole process stood still
 GRACE_S = 4.0  # for a rank to end by itself after another one failed
 CURABLE = (OSError, ValueError)  # the message says what to do; other errors need a traceback
 # Of torch.compile, in the forward pass and where the backward pass is compiled.
@@ -159,12 +159,11 @@ class HangWatchdog:
 
     def _run(self) -> None:
         seen, since, compiles = None, time.monotonic(), False
-        polled = since
+        waits = since
         while not self._done.wait(self._poll_s):
             try:
-                if time.monotonic() - polled > PAUSED * self._poll_s:  # with this whole process
+                if time.monotonic() - waits > PAUSED * self._poll_s:  # with this whole process
                     since = time.monotonic()
-                polled = time.monotonic()
                 now = (self.step, self.clock.switches if self.clock is not None else -1)
                 if self._compiles() != compiles:
                     compiles = not compiles
@@ -184,6 +183,8 @@ class HangWatchdog:
                     error = self._answer(error)
             except RuntimeError as e:  # the store is gone, and with it the rank that hosted it
                 error = f"rank {self.rank}: the store of the run was lost: {e}"
+            finally:
+                waits = time.monotonic()
             if error:
                 with contextlib.suppress(RuntimeError):  # the store may be what was lost
                     self._store.set(f"read{self.rank}", "")

@@ -140,13 +140,15 @@ def set_aside(saved: Saved) -> Path:
     return saved.path.with_name(aside)
 
 
-def delete(path: Path) -> None:
+def delete(path: Path, log: Callable[[str], object]) -> None:
     """Deletes a checkpoint, under another name: half of one is not taken for one. What cannot be
-    deleted is tried again after each save."""
-    old = path.with_name(f".old_{path.name}")
+    deleted is told, and tried again after each save."""
+    old = path.with_name(f".old_{path.name}_{secrets.token_hex(4)}")
     os.rename(path, old)
     fsync(path.parent)  # or a machine that loses its power may find half of it under its own name
     shutil.rmtree(old, ignore_errors=True)
+    if old.exists():
+        log(f"warning: {old} cannot be deleted, and takes its space")
 
 
 def leftovers(root: Path) -> list[Path]:

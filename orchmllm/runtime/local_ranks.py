@@ -42,7 +42,8 @@ class _StopRequests:
             return
         if self.signal:
             _kill_ranks()
-            os.write(2, b"all ranks were killed\n")
+            with suppress(OSError):
+                os.write(2, b"all ranks were killed\n")
             os._exit(128 + number)
         self.signal, self._at = number, time.monotonic()
         with suppress(OSError):  # the terminal may be gone

@@ -124,8 +124,8 @@ class RunCheckpoints(Checkpointer):
             except CheckpointError as e:
                 self._log(f"warning: {e}")
         if self.saved is not None:
-            end = describe_end(self.saved, self._recipe.run.resume)
-            error.args = (f"{error}; checkpoint: {end}",)
+            where, _, then = describe_end(self.saved, self._recipe.run.resume).partition("; ")
+            error.args = (f"{error}; checkpoint: {where}; once this is mended, {then}",)
 
     def rescue(self, progress: Progress) -> NoReturn:
         """Saves the steps done so far in a new folder beside run.dir, which another run has taken;

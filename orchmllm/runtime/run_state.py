@@ -58,7 +58,8 @@ class Count:
         if self.read >= MIN_FOR_PERCENT and percent > limits.max_failed_percent:
             raise MediaLimitError(
                 f"{self.failed} of {self.read} {rows} ({percent:.1f}%) could not be {failed}, over "
-                f"data.max_failed_percent={limits.max_failed_percent}; the last: {self.last}")
+                f"data.max_failed_percent={limits.max_failed_percent} since the run began: mend "
+                f"them, and raise it to go on; the last: {self.last}")
 
 
 @dataclass

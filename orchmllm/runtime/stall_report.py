@@ -71,7 +71,7 @@ def describe(reports: dict[int, Report], world_size: int) -> str:
     least = min(r.progress for r in reports.values())
     behind = {rank: r for rank, r in reports.items() if r.progress == least}
     silent = [rank for rank in range(world_size) if rank not in reports]
-    late = [rank for rank, r in behind.items() if not r.waits] or list(behind)[:not silent and None]
+    late = [rank for rank, r in behind.items() if not r.waits] or ([] if silent else list(behind))
     parts = [f"rank {rank} is late: {behind[rank].text}" for rank in late[:SHOWN]]
     if silent:
         shown = ", ".join(map(str, silent[:SHOWN])) + (

@@ -75,8 +75,8 @@ def test_nothing_stands_between_the_last_step_and_its_save(kinds, fails, tmp_pat
     said, end = run_ranks(ends, 2, run, dataset, fails)[0]
     saved = tmp_path / "checkpoints" / "step_00000006"
     where = [line.partition(" (")[0] for line in said].index(f"saved step 6: {saved}")
-    assert end == (f"data.strict: a clip of the validation; checkpoint: {saved}; the same command "
-                   "goes on from it" if fails else "finished")
+    assert end == (f"data.strict: a clip of the validation; checkpoint: {saved}; once this is "
+                   "mended, the same command goes on from it" if fails else "finished")
     warned = ["no effect: none of the 6 steps that were sampled unbalanced" in x for x in said]
     assert warned == [not (kinds or fails) and i == where + 1 for i in range(len(said))]
 

@@ -97,6 +97,18 @@ class OfBytes(Tower):
         return super().forward(photos.double())
 
 
+class LogarithmOfBytes(OfBytes):
+    def forward(self, photos):
+        return super().forward(photos.double().log())
+
+
+class Dict(Model):
+    """Its media are in a dict, which a rank without media does not have."""
+
+    def forward(self, ids, media=None):
+        return super().forward(ids, None if media is None else media["photos"])
+
+
 class Root(Tower):
     """Not finite for what is below 1."""
 
@@ -107,7 +119,7 @@ class Root(Tower):
 def alone(world) -> tuple[list[float], str]:
     """One photo in the world, and a tower that divides by the deviation of what it gets."""
     out = []
-    for tower in (Tower(), OfBytes(), Logarithm()):
+    for tower in (Tower(), OfBytes(), LogarithmOfBytes(), Logarithm()):
         _, inputs = model_and([1, 0], world.rank)
         model = made_of(Model, tower=tower)
         if "photos" in inputs:
@@ -118,12 +130,36 @@ def alone(world) -> tuple[list[float], str]:
         out.append(worst(mean_gradients_of(model, lambda m, given=inputs: [m(**given)]), want))
     model = made_of(Model, tower=Root())
     balanced(model)
-    return out, refusal(lambda: model(**inputs))
+    refused = refusal(lambda: model(**inputs))
+    model = made_of(Model, tower=Root())
+    model.tower.requires_grad_(False)
+    want = mean_gradients(model, lambda m: [m(**inputs)])
+    balanced(model)
+    out.append(worst(mean_gradients_of(model, lambda m: [m(**inputs)]), want))
+    model, given = made_of(Dict), {"ids": inputs["ids"]}
+    if "photos" in inputs:
+        given["media"] = {"photos": inputs["photos"]}
+    want = mean_gradients(model, lambda m: [m(**given)])
+    balanced(model)
+    out.append(worst(mean_gradients_of(model, lambda m: [m(**given)]), want))
+    return out, refused
 
 
 def test_what_a_rank_without_media_encodes_has_finite_gradients(two):
     for differences, refused in two["alone"]:
         assert max(differences) < EXACT and "the result is not finite where a rank" in refused
+
+
+class Changed(Model):
+    """It gives its tower what is equal to its argument, by chance or at first."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how, self.scale = how, nn.Parameter(torch.ones(8))
+
+    def forward(self, ids, photos=None):
+        return super().forward(ids, photos * self.scale if self.how == "scaled" else
+                               photos.clamp(-99, 99))
 
 
 class Dummy(Model):
@@ -147,6 +183,14 @@ def refused(world) -> dict[str, str]:
     model, inputs = model_and([4, 1], world.rank)
     balance_encoders(model, [Encoder("photo", {"tower": Rows("photo")})], join="embed")
     out["another name"] = refusal(lambda: model(**inputs))
+    for how in ("scaled", "clamped"):
+        torch.manual_seed(0)
+        model = Changed(how).double()
+        balanced(model)
+        out[how] = refusal(lambda model=model, given=inputs: model(**given))
+    model, inputs = model_and([4, 1], world.rank)
+    model.tower.dense = nn.BatchNorm1d(8, track_running_stats=False).eval()
+    out["statistics"] = refusal(lambda: balanced(model))
     _, inputs = model_and([4, 0], world.rank)
     model = made_of(Dummy)
     balanced(model)
@@ -173,6 +217,9 @@ def test_what_would_differ_silently_is_refused_on_all_ranks(two):
     assert "the argument photos requires gradients" in one["gradients"]
     assert "called tower where autocast is off" in one["autocast"]
     assert "Model.forward has no argument 'photo', but ids, photos" in one["another name"]
+    for how in ("scaled", "clamped"):
+        assert "called tower with another tensor than its argument photos" in one[how]
+    assert "is a BatchNorm1d, whose result depends on the other items" in one["statistics"]
     assert "called tower on 1 rows without being given media: leave" in one["a dummy"]
 
 
@@ -251,7 +298,7 @@ class Harmless(Tower):
 
 
 class Held(Model):
-    """Its tower is held by name, as towers are that a configuration picks, and is called on a copy
+    """Its tower is held by name, as towers are that a configuration picks, and is called on a view
     of its argument."""
 
     def __init__(self) -> None:
@@ -260,7 +307,7 @@ class Held(Model):
         del self.tower
 
     def forward(self, ids, photos=None):
-        features = self.towers["photo"](photos.clone())
+        features = self.towers["photo"](photos[:])
         return (self.embed(ids).mean(1) + features.square().sum(0)).square().sum()
 
 
@@ -270,6 +317,10 @@ class Still(Tower):
     def __init__(self) -> None:
         super().__init__()
         self.drop, self.norm = nn.Dropout(0.5), nn.BatchNorm1d(8)
+        self.sparse = torch.ones(2, 2).to_sparse()  # and what is kept is odd
+        self.registry = {"self": self}
+        self.registry["registry"] = self.registry
+        self.scale = torch.ones(3).to(torch.float8_e4m3fn)
 
     def train(self, mode: bool = True):
         super().train(mode)

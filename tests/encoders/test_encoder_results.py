@@ -151,7 +151,7 @@ class Broken(OneTower):
         if self.how == "another tensor" and photos is not None:
             photos = (photos - 0.5) / 0.5
         if self.how == "sorted" and photos is not None:
-            photos = photos[photos.flatten(1).norm(dim=1).argsort(descending=True)]
+            photos = photos[photos.flatten(1).norm(dim=1).argsort()]
         if self.how == "without gradients" and torch.is_grad_enabled():
             with torch.no_grad():
                 return self.forward(ids, photos)

@@ -133,6 +133,57 @@ def test_media_go_to_an_accelerator_where_an_argument_is_on_one():
     assert device_of({}, Model()).type == "cpu"
 
 
+class Whole(nn.Module):
+    """What a Model makes, in an object."""
+
+    def __init__(self, value: torch.Tensor) -> None:
+        super().__init__()
+        self.value = value
+
+
+class Odd(Model):
+    """Nothing can join its embedding; or what it reads is hidden, by how it returns it."""
+
+    def __init__(self, how: str = "") -> None:
+        super().__init__()
+        self.how, self.pair = how, nn.Identity()
+
+    def get_input_embeddings(self):
+        raise NotImplementedError
+
+    def forward(self, ids, photos=None):
+        self.pair((ids, ids))
+        features = self.tower(photos)
+        out = checkpoint(lambda x: (x + features.square().sum(0)).square().sum(),
+                         self.embed(ids).mean(1), use_reentrant=self.how == "hidden")
+        return Whole(out) if self.how == "hidden" else out
+
+
+def later_forwards(world) -> list[float]:
+    """Of ranks that all have media, which need not join anything."""
+    out = []
+    for how, join in (("a tuple", "pair"), ("", ""), ("hidden", "embed")):
+        _, inputs = model_and([4, 1], world.rank)
+        torch.manual_seed(0)
+        model = Odd(how).double()
+
+        def loss(m, given=inputs, how=how):
+            found = m(**given)
+            return [found.value if how == "hidden" else found]
+
+        want = mean_gradients(model, loss)
+        balance_encoders(model, ENCODERS, join=join)
+        for _ in range(2):
+            sum(loss(model)).backward()
+            model.zero_grad()
+        out.append(worst(mean_gradients_of(model, loss), want))
+    return out
+
+
+def test_ranks_with_media_need_no_place_to_join(two):
+    assert max(map(max, two["later_forwards"])) < EXACT
+
+
 class Two(Model):
     """breaks: it raises before it has used its features; stops: the gradient of `others`; leaves:
     their features, unread."""
@@ -249,5 +300,5 @@ def test_a_rank_that_fails_ends_although_others_wait_within_a_tower():
 
 @pytest.fixture(scope="module")
 def two() -> dict[str, list]:
-    return each_in_one_world(2, (exact, without_gradients, after_others, without_a_place_to_join,
-                                 slow_and_sharded))
+    return each_in_one_world(2, (exact, without_gradients, after_others, later_forwards,
+                                 without_a_place_to_join, slow_and_sharded))

@@ -110,6 +110,14 @@ def stories(world, folder: Path) -> None:
     run = Run(root, "auto", 2)
     assert run.start == "a4" and f"{more.name} was not saved with it: move it" in run.said[0]
 
+    root = folder / "moved"  # while the run goes on, and put back
+    run = Run(root, "never", 3).save(1, "a1").save(2, "a2")
+    root.rename(folder / "elsewhere")
+    run.save(3, "a3")
+    for path in (folder / "elsewhere").glob("step_*"):
+        path.rename(root / path.name)
+    assert Run(root, "auto", 3).start == "a3"
+
     root = folder / "numbers"  # go on where the first ones are deleted
     Run(root, "never", 1).save(1, "a1").save(2, "a2").save(3, "a3")
     assert json.loads((root / "step_00000003" / "manifest.json").read_text())["sequence"] == 3
@@ -127,11 +135,14 @@ def stories(world, folder: Path) -> None:
 
 def test_a_checkpoint_that_cannot_be_deleted_ends_nothing(tmp_path, monkeypatch):
     """It is no checkpoint any more, and is tried again."""
-    (tmp_path / "step_00000001").mkdir()
+    said: list[str] = []
     with monkeypatch.context() as patch:
         patch.setattr(os, "rmdir", Mock(side_effect=PermissionError))
-        delete(tmp_path / "step_00000001")
-    assert list_saved(tmp_path) == [] and len(leftovers(tmp_path)) == 1
+        for _ in range(2):
+            (tmp_path / "step_00000001").mkdir()
+            delete(tmp_path / "step_00000001", said.append)
+    assert list_saved(tmp_path) == [] and len(leftovers(tmp_path)) == 2
+    assert len(said) == 2 and ".old_step_00000001_" in said[0]
     clear_leftovers(tmp_path)
     assert not list(tmp_path.iterdir())
 

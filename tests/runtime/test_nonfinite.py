@@ -92,7 +92,8 @@ def test_a_run_that_has_diverged_ends(tmp_path):
     assert told == same and told.startswith("step 9: loss nan"), told
     assert "steps in a row without an update: 4 (" in told
     newest = tmp_path / "checkpoints" / "step_00000008"
-    assert told.endswith(f"; checkpoint: {newest}; the same command goes on from it")
+    assert told.endswith(f"; checkpoint: {newest}; once this is mended, the same command "
+                         "goes on from it")
     other = replace(run, run=replace(run.run, dir=str(tmp_path / "other")))
     assert run_ranks(poisoned, 1, other, steps={2, 3, 4, 6, 7, 8}, empty=1)[0][2] == "finished"
 

@@ -169,23 +169,26 @@ def check_resizing(display: RunDisplay, screen: Screen) -> None:
 def test_a_terminal_that_is_closed_ends_nothing(display):
     """The run of a shell that has given it up. In a process of its own, whose output it is."""
     screen = Screen(80)
-    child = os.fork()
+    child, code = os.fork(), 1
     if not child:
-        for descriptor in (1, 2):
-            os.dup2(screen.slave, descriptor)
-        sys.stdout, sys.stderr = os.fdopen(1, "w"), os.fdopen(2, "w")
-        display.start(3)
-        display.step(a_row(0))
-        shown = bool(display._line)
-        os.close(screen.slave)
-        os.close(screen.master)
-        display.step(a_row(1))
-        display.note("validation")
-        display.finish()
-        os._exit(shown and not display.stop_signal)
+        try:
+            for descriptor in (1, 2):
+                os.dup2(screen.slave, descriptor)
+            sys.stdout, sys.stderr = os.fdopen(1, "w"), os.fdopen(2, "w")
+            display.start(3)
+            display.step(a_row(0))
+            shown = bool(display._line)
+            os.close(screen.slave)
+            os.close(screen.master)
+            display.step(a_row(1))
+            display.note("validation")
+            display.finish()
+            code = 42 if shown and not display.stop_signal else 3
+        finally:
+            os._exit(code)
     os.close(screen.slave)
     os.close(screen.master)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 1
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 42
 
 
 def test_a_terminal_that_cannot_clear_gets_lines(display, monkeypatch):

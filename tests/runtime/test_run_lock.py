@@ -16,6 +16,7 @@ import time
 from contextlib import redirect_stderr
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from unittest.mock import Mock
 
 import pytest
@@ -106,6 +107,17 @@ def test_a_file_that_its_last_holder_removes_meanwhile_is_no_lock(tmp_path, monk
     unlock = lock_folder(tmp_path)
     assert json.loads(path.read_text())["pid"] == os.getpid()
     unlock()
+
+
+def test_a_clock_that_is_wrong_takes_nothing_over(tmp_path, monkeypatch):
+    """Times of files are those of the file system's clock."""
+    (tmp_path / "run.lock").write_text(json.dumps({"host": "other", "pid": 7}))
+    monkeypatch.setattr(run_lock, "_lock", lambda *_: False)
+    monkeypatch.setattr(run_lock, "time", SimpleNamespace(
+        time=lambda: 1e12, monotonic=time.monotonic, sleep=time.sleep))
+    with pytest.raises(FolderInUse, match="process 7 on host other"):
+        lock_folder(tmp_path)
+    assert [p.name for p in tmp_path.iterdir()] == ["run.lock"]
 
 
 def test_the_lock_of_a_dead_host_is_taken_over(tmp_path, holder, capfd):

@@ -212,7 +212,7 @@ def test_a_job_that_was_paused_as_a_whole_goes_on(tmp_path, monkeypatch):
     watch.clock = PhaseClock()
     for clock["paused"] in (0.0, 1e4, 2e4):
         seen = store.requests["check"]
-        while store.requests["check"] < seen + 10:  # until the test's time is up
+        while store.requests["check"] < seen + 10 and not ended:  # until the test's time is up
             time.sleep(0.01)
     watch.close()
     assert not ended

@@ -27,6 +27,7 @@ from orchmllm.data.formats.rows import RowStore
 from orchmllm.data.media.medium import RowError, VideoSampling
 from orchmllm.data.media.parts import KEYS, part_of, refuse_unread
 from orchmllm.data.media.root import MediaRoot
+from orchmllm.data.storage.cache import below_home
 from orchmllm.data.storage.clients import StorageError, without_query
 from orchmllm.data.storage.remote import NOWHERE, Storage, is_url
 from orchmllm.plan.layout import AUDIO
@@ -152,7 +153,7 @@ class DataSource:
 
 def index_path(index_dir: str | os.PathLike | None) -> Path:
     """Where indexes and scans are kept (None or empty: below the user's cache folder)."""
-    return Path(index_dir or DEFAULT_INDEX_DIR).expanduser()
+    return below_home(str(index_dir or DEFAULT_INDEX_DIR), "data.index_dir")
 
 
 def sources_of(data: DataConfig) -> Sequence[SourceConfig]:

@@ -25,6 +25,16 @@ FILL = 0.9  # of the limit, after old files were removed
 STALE_PART_S = 3600.0  # without a byte: of a process that was killed
 
 
+def below_home(folder: str, key: str) -> Path:
+    """A folder that may begin with ~. Raises ValueError, with the key of the recipe, for a user
+    who has no home."""
+    try:
+        return Path(folder).expanduser()
+    except RuntimeError as error:
+        raise ValueError(f"{key}: this user has no home folder, where {folder} would be: name "
+                         "another") from error
+
+
 @contextmanager
 def written(path: Path) -> Iterator[BinaryIO]:
     """A file to write `path` with, which is there when all of it is: several ranks may write the

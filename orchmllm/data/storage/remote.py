@@ -24,7 +24,7 @@ from typing import BinaryIO
 from urllib.parse import quote, unquote, urlsplit
 
 from orchmllm.config.recipe import RemoteConfig
-from orchmllm.data.storage.cache import DiskCache, written
+from orchmllm.data.storage.cache import DiskCache, below_home, written
 from orchmllm.data.storage.clients import (
     NoAccess,
     Progress,
@@ -112,7 +112,7 @@ class Storage:
 
     @property
     def cache(self) -> DiskCache:
-        folder = Path(self.config.cache or DEFAULT_CACHE).expanduser()
+        folder = below_home(str(self.config.cache or DEFAULT_CACHE), "data.remote.cache")
         return DiskCache(folder, int(self.config.cache_gib * 2**30), self.config.deadline_s)
 
     def file(self, url: str, limit: int = 0) -> RemoteFile:

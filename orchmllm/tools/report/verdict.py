@@ -138,7 +138,9 @@ def side_by_side(run: RunLog, other: RunLog) -> str:
 
 def compared(run: RunLog, other: RunLog) -> str:
     """How two runs compare, and in how much of what they are they differ."""
-    both, _, worst = shared_losses(run, other)
+    both, losses, worst = shared_losses(run, other)
+    alone = int(np.logical_xor(*np.isfinite(losses)).sum()) if len(both) else 0
+    odd = f", and in {alone} of them only one has a loss" if alone else ""
     if not len(both):
         return f"{run.name} and {other.name} have no step in common."
     a, b = (r.median("step_s") for r in (run, other))
@@ -147,7 +149,7 @@ def compared(run: RunLog, other: RunLog) -> str:
     recorded = all(any(key.startswith("versions.") for key in r.settings) for r in (run, other))
     return (f"A step of {run.name} takes {number(a / b, '%')} of the time of one of {other.name} "
             f"(medians {number(a, 's')} and {number(b, 's')}); in {len(both)} steps that both did "
-            f"their losses differ by at most {worst:.1e} relative; settings that "
+            f"their losses differ by at most {worst:.1e} relative{odd}; settings that "
             f"differ: {len(keys) - len(machine)}, versions and facts of the machine: "
             f"{len(machine) if recorded else 'not recorded'}.")
 

@@ -76,6 +76,14 @@ def test_two_runs(tmp_path, capsys):
                                    "train.lr: 0.1 and 0.2", ""]
 
 
+def test_a_loss_that_one_run_lacks_is_told(tmp_path, capsys):
+    a, b = (write(tmp_path / name, [measured_row(s, loss=lost if s > 1 else 3.0)
+                                    for s in range(4)]) for name, lost in (("a", 3.0), ("b", None)))
+    for pair in ((a, b), (b, a)):
+        assert ("differ by at most 0.0e+00 relative, and in 2 of them only one has a loss;"
+                in compared(*pair, capsys)[0])
+
+
 def test_versions_and_hosts_are_those_of_the_last_attempt(tmp_path, capsys):
     a, b = (write(tmp_path / name, [measured_row(0)]) for name in "ab")
     for folder, *hosts in ((a, "old", "n1"), (b, "n2")):
