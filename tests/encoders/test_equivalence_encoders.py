@@ -8,7 +8,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from orchmllm import BalancedDataLoader, CostModel, balance_encoders, check_equivalence
 from tests.lib.examples import load
-from tests.lib.ranks import run_ranks
+from tests.lib.ranks import each_in_one_world
 
 pytestmark = pytest.mark.dist
 
@@ -54,15 +54,27 @@ def idle(world) -> str:
     return str(told.value)
 
 
-def test_encoders_that_are_not_balanced_pass_no_check():
-    assert len(set(run_ranks(idle, 2))) == 1
+def right(world) -> tuple[float, str, bool]:
+    return checked(world, False, 0.0)
 
 
-def test_balanced_encoders_are_compared():
-    assert all(worst < 1e-9 and not shadow
-               for worst, _, shadow in run_ranks(checked, 2, False, 0.0))
+def wrong(world) -> tuple[float, str, bool]:
+    return checked(world, True, 1e-3)
 
 
-def test_a_wrong_gradient_of_an_encoder_is_found():
+@pytest.fixture(scope="module")
+def two() -> dict[str, list]:
+    return each_in_one_world(2, (idle, right, wrong))
+
+
+def test_encoders_that_are_not_balanced_pass_no_check(two):
+    assert len(set(two["idle"])) == 1
+
+
+def test_balanced_encoders_are_compared(two):
+    assert all(worst < 1e-9 and not shadow for worst, _, shadow in two["right"])
+
+
+def test_a_wrong_gradient_of_an_encoder_is_found(two):
     assert all("visual" in text and "differs" in text and not shadow
-               for _, text, shadow in run_ranks(checked, 2, True, 1e-3))
+               for _, text, shadow in two["wrong"])

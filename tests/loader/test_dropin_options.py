@@ -24,7 +24,7 @@ from orchmllm.comm.agree import RemoteError
 from orchmllm.loader.callers import refusal
 from orchmllm.loader.indices import batch_layout
 from tests.lib.dropin import VOCAB, Stream, Texts, collate, length_of, loader_of, token_count
-from tests.lib.ranks import run_ranks
+from tests.lib.ranks import each_in_one_world, run_ranks
 
 pytestmark = pytest.mark.dist
 LENGTHS = [length_of(i) for i in range(48)]
@@ -201,8 +201,8 @@ def kept_by_a_loop(world) -> object:
     return seen()
 
 
-def test_what_a_loop_drops_is_freed_while_it_goes_on():
-    assert run_ranks(kept_by_a_loop, 1) == [None]
+def test_what_a_loop_drops_is_freed_while_it_goes_on(one):
+    assert one["kept_by_a_loop"] == [None]
 
 
 def unbatched(world) -> str:
@@ -215,8 +215,8 @@ def unbatched(world) -> str:
     return ""
 
 
-def test_a_wrapped_loader_of_single_examples_is_told_so():
-    assert "yielded a dict: wrap one that yields lists of examples" in run_ranks(unbatched, 1)[0]
+def test_a_wrapped_loader_of_single_examples_is_told_so(one):
+    assert "yielded a dict: wrap one that yields lists of examples" in one["unbatched"][0]
 
 
 def iterated_before(world) -> list[list[int]]:
@@ -229,8 +229,8 @@ def iterated_before(world) -> list[list[int]]:
     return [b["ids"].tolist() for b in loader_of(loader, length_fn=token_count)]
 
 
-def test_a_wrapped_loader_may_have_been_iterated_before():
-    assert run_ranks(iterated_before, 1) == [[[0, 1, 2, 3], [4, 5, 6, 7]]]
+def test_a_wrapped_loader_may_have_been_iterated_before(one):
+    assert one["iterated_before"] == [[[0, 1, 2, 3], [4, 5, 6, 7]]]
 
 
 class Budget:
@@ -267,8 +267,8 @@ def without_a_length(world) -> None:
     assert users.epoch == 5
 
 
-def test_a_batch_sampler_needs_no_length():
-    run_ranks(without_a_length, 2)
+def test_a_batch_sampler_needs_no_length(two):
+    assert two["without_a_length"] == [None, None]
 
 
 def epochs_of_what_is_wrapped(world) -> None:
@@ -286,8 +286,8 @@ def epochs_of_what_is_wrapped(world) -> None:
         assert part.epoch == 0
 
 
-def test_set_epoch_reaches_the_data_and_the_sampler_of_a_wrapped_loader():
-    run_ranks(epochs_of_what_is_wrapped, 1)
+def test_set_epoch_reaches_the_data_and_the_sampler_of_a_wrapped_loader(one):
+    assert one["epochs_of_what_is_wrapped"] == [None]
 
 
 @pytest.mark.parametrize("of", [list, np.array, torch.tensor], ids=["list", "array", "tensor"])
@@ -317,9 +317,12 @@ def used_in_one_run(world, balanced: bool) -> str:
     return ""
 
 
-@pytest.mark.parametrize("balanced", [True, False])
-def test_check_equivalence_finds_a_gradient_that_one_run_lacks(balanced):
-    assert "the gradient of 1." in run_ranks(used_in_one_run, 2, balanced)[0]
+def used_in_each(world) -> list[str]:
+    return [used_in_one_run(world, balanced) for balanced in (True, False)]
+
+
+def test_check_equivalence_finds_a_gradient_that_one_run_lacks(two):
+    assert all("the gradient of 1." in told for told in two["used_in_each"][0])
 
 
 def without_examples(world) -> str:
@@ -330,8 +333,8 @@ def without_examples(world) -> str:
     return str(told.value)
 
 
-def test_a_step_without_an_example_on_any_rank_is_named():
-    for told in run_ranks(without_examples, 2):
+def test_a_step_without_an_example_on_any_rank_is_named(two):
+    for told in two["without_examples"]:
         assert "step 1: " in told and "no example on any rank: leave empty batches out" in told
 
 
@@ -371,9 +374,9 @@ def wrong_in_a_shard(world) -> tuple[str, float]:
     return tuple(out)
 
 
-def test_check_equivalence_judges_what_all_ranks_have():
-    assert len(set(run_ranks(of_one_length, 2))) == 1
-    [wrong, *right], other = run_ranks(wrong_in_a_shard, 2)
+def test_check_equivalence_judges_what_all_ranks_have(two):
+    assert len(set(two["of_one_length"])) == 1
+    [wrong, *right], other = two["wrong_in_a_shard"]
     assert (wrong, *right) == other and "embed.weight differs by 1.0e-02" in wrong
     assert max(right) < 1e-5
 
@@ -451,10 +454,22 @@ def all_said(world) -> list[str]:
     return [said(*case) for case in SAID]
 
 
-def test_check_equivalence_tells_an_error_from_rounding_and_from_dropout():
-    for texts in run_ranks(all_said, 2):
+def test_check_equivalence_tells_an_error_from_rounding_and_from_dropout(two):
+    for texts in two["all_said"]:
         for case, text in zip(SAID, texts, strict=True):
             assert SAID[case] in text and bool(text) == bool(SAID[case]), (case, text)
+
+
+@pytest.fixture(scope="module")
+def one() -> dict[str, list]:
+    return each_in_one_world(1, (kept_by_a_loop, unbatched, iterated_before,
+                                 epochs_of_what_is_wrapped))
+
+
+@pytest.fixture(scope="module")
+def two() -> dict[str, list]:
+    return each_in_one_world(2, (without_a_length, used_in_each, without_examples, of_one_length,
+                                 wrong_in_a_shard, all_said))
 
 
 def test_lightning_has_to_train_by_as_many_batches_as_a_step_has():

@@ -6,7 +6,6 @@ from __future__ import annotations
 import functools
 import tempfile
 from collections.abc import Callable
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -15,7 +14,6 @@ import torch.nn.functional as F
 import transformers
 from torch import nn
 
-from orchmllm.comm.exchange import RowGather
 from orchmllm.config.fsdp import FsdpConfig
 from orchmllm.config.model import ModelConfig
 from orchmllm.config.recipe import Recipe
@@ -29,7 +27,6 @@ from orchmllm.proof.prove import prove, prove_on_first_rank
 from tests.lib import tiny_models
 from tests.lib.any_models import examples_of
 from tests.lib.processors import FAMILIES
-from tests.lib.ranks import run_ranks
 from tests.lib.whole_folders import write_model
 from tests.lib.whole_models import ADMITTED
 
@@ -223,21 +220,16 @@ def test_a_proof_is_kept_for_what_was_asked(tmp_path, monkeypatch):
     assert proven == both
 
 
-def asked_by(world, folder: Path) -> list[dict]:
-    asked: list[dict] = []
-    dataset = SimpleNamespace(reader=SimpleNamespace(processor=Processor(folder)))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("orchmllm.proof.prove.prove", lambda *args, **how: asked.append(how))
-        for options in ({}, {"loss_chunk_rows": 0, "compile": True}):
-            recipe = Recipe(model=ModelConfig(config=str(folder)), fsdp=FsdpConfig(**options))
-            prove_on_first_rank(recipe, dataset, RowGather(1), print)
-    return asked
-
-
-def test_what_a_recipe_does_is_proven(tmp_path):
+def test_what_a_recipe_does_is_proven(tmp_path, monkeypatch):
     write_model("qwen3_vl", tmp_path)
-    assert run_ranks(asked_by, 1, tmp_path) == [[{"compiled": False, "chunked": True},
-                                                 {"compiled": True, "chunked": False}]]
+    asked: list[dict] = []
+    dataset = SimpleNamespace(reader=SimpleNamespace(processor=Processor(tmp_path)))
+    monkeypatch.setattr("orchmllm.proof.prove.prove", lambda *args, **how: asked.append(how))
+    monkeypatch.setattr("orchmllm.proof.prove.agreed", lambda gather, error: None)
+    for options in ({}, {"loss_chunk_rows": 0, "compile": True}):
+        recipe = Recipe(model=ModelConfig(config=str(tmp_path)), fsdp=FsdpConfig(**options))
+        prove_on_first_rank(recipe, dataset, SimpleNamespace(rank=0), print)
+    assert asked == [{"compiled": False, "chunked": True}, {"compiled": True, "chunked": False}]
 
 
 def test_a_loss_in_chunks_is_compared(made, monkeypatch):
