@@ -22,8 +22,9 @@ export_network_defaults "$address"
 python -m orchmllm.train "$recipe" --validate --ranks "$((nodes * ranks))" "$@"
 # After SIGTERM the ranks finish their step and save; torchrun would kill them after 30 s.
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT="${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-600}"
-exec torchrun --signals-to-handle SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1 \
-  --nnodes "$nodes" --node-rank "${NODE_RANK:-${PET_NODE_RANK:-0}}" --nproc-per-node "$ranks" \
+# Else it dies of SIGUSR1, which some schedulers send, and the ranks with it.
+export PET_SIGNALS_TO_HANDLE="${PET_SIGNALS_TO_HANDLE:-SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1}"
+exec torchrun --nnodes "$nodes" --node-rank "${NODE_RANK:-${PET_NODE_RANK:-0}}" --nproc-per-node "$ranks" \
   --master-addr "$address" --master-port "${MASTER_PORT:-${PET_MASTER_PORT:-29500}}" \
   --no-python "$here/on_gpu_cores.sh" python -m orchmllm.train "$recipe" \
   --ranks "$((nodes * ranks))" "$@"

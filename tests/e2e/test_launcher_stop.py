@@ -6,6 +6,7 @@ import fcntl
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -27,13 +28,21 @@ def losses(folder: Path) -> list[tuple[int, float]]:
     return [(r["step"], r["loss"]) for r in map(json.loads, lines)]
 
 
-def started(folder: Path, data: Path) -> subprocess.Popen:
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return server.getsockname()[1]
+
+
+def started(folder: Path, data: Path, *, torchrun: bool = False) -> subprocess.Popen:
     """The launcher of a run that has done a few steps, and does not end before `process.go()`: from
     then on nobody reads its pipe, which holds what it prints of fewer steps than are left."""
     reader, writer = os.pipe()
     fcntl.fcntl(writer, fcntl.F_SETPIPE_SZ, 4096)
     process = subprocess.Popen(
-        [sys.executable, *train_args(data, folder, *LONG)], cwd=ROOT,
+        [*(["bash", "scripts/launch/torchrun.sh"] if torchrun else [sys.executable]),
+         *train_args(data, folder, *LONG)[2 * torchrun:]], cwd=ROOT,
+        env=os.environ | {"NPROC": "2", "MASTER_PORT": str(free_port()), "PYTHONPATH": str(ROOT),
+                          "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"},
         stdout=writer, stderr=subprocess.PIPE, text=True,
         preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL))
     shown = b""
@@ -66,6 +75,19 @@ def test_a_signal_to_the_launcher_stops_its_run(number, tmp_path, demo_corpus):
     assert 3 <= len(done) < 16
     assert (cut / "checkpoints" / "latest").read_text() == f"step_{len(done):08d}"
     assert not list(cut.glob("*.lock"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP])
+def test_a_signal_to_torchrun_stops_its_run(number, tmp_path, demo_corpus):
+    cut = tmp_path / "cut"
+    process = started(cut, demo_corpus, torchrun=True)
+    process.send_signal(number)
+    process.go()
+    stderr = process.communicate()[1]
+    done = losses(cut)
+    assert process.returncode == 1 and 3 <= len(done) < 16, stderr
+    assert (cut / "checkpoints" / "latest").read_text() == f"step_{len(done):08d}", stderr
 
 
 @pytest.mark.slow
