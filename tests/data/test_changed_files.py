@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from unittest.mock import Mock
 
 import pyarrow as pa
 import pytest
@@ -14,11 +15,13 @@ from orchmllm.config.recipe import SourceConfig
 from orchmllm.data.dataset import ConversationDataset
 from orchmllm.data.formats.arrow import ParquetRows
 from orchmllm.data.formats.conversation import media_of
+from orchmllm.data.formats.open import index_path
 from orchmllm.data.loading.step_loader import StepLoader
 from orchmllm.data.media.headers import image_header
 from orchmllm.data.processed import ProcessedReader
 from orchmllm.data.sampler import GlobalSampler
 from orchmllm.data.storage.clients import StorageError
+from orchmllm.data.storage.remote import Storage
 from orchmllm.tools.data.build_index import build_index
 from orchmllm.trainer import Trainer
 from tests.lib.drawn import drawn_model
@@ -59,6 +62,18 @@ def test_a_row_of_a_changed_file_is_not_read(how, folder, reader, tmp_path):
             "its bytes and its time in ns were .* and 1000000000, and are ")
     with pytest.raises(StorageError, match=f"{path} has changed since this run opened it .{said}"):
         dataset.layout(1)
+    # Of a medium that failed as the data went away: what is known without the row.
+    assert dataset.describe(1, 0) == {
+        "source": dataset.sources[0].name, "row": 2, "data_file": str(path), "file": str(path)}
+
+
+def test_a_user_without_a_home_is_told_the_key(monkeypatch):
+    """As in a container of any user id."""
+    monkeypatch.setattr(Path, "expanduser", Mock(side_effect=RuntimeError("no home")))
+    with pytest.raises(ValueError, match="data.index_dir: this user has no home folder, where ~"):
+        index_path(None)
+    with pytest.raises(ValueError, match="data.remote.cache: this user has no home folder"):
+        Storage().cache  # noqa: B018
 
 
 def test_a_table_that_changes_is_no_damaged_row(tmp_path):
