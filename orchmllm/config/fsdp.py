@@ -80,7 +80,7 @@ class FsdpConfig:
                            "and the dry run; 0: 87% of the GPU's.", at_least=0)
     loss_chunk_rows: int = key(
         4096, "Rows whose logits exist at the same time (each takes 12 bytes times the vocabulary, "
-        "with its gradient); 0: all.", at_least=0)
+        "with its gradient); 0: all, which some models need.", at_least=0)
     prefetch: int = key(0, "Units whose parameters are gathered ahead; 0: FSDP2's own choice.",
                         at_least=0, at_most=8)
     compile: bool = key(False, "Run torch.compile on every block, in the first steps; blocks with "

@@ -223,7 +223,7 @@ class Answers:
     def _replace(self, name: str, value: Any) -> None:
         """Until `close` the owner's attribute is `value`. A method or a submodule alike: an entry
         of the instance comes before both, and the submodule itself, with the hooks of FSDP, is not
-        called. What holds others by name or place looks for them among its submodules alone."""
+        called. A ModuleDict, ModuleList or Sequential looks among its submodules alone."""
         path, _, name = name.rpartition(".")
         parent = self._owner.get_submodule(path)
         holds = isinstance(parent, nn.ModuleDict | nn.ModuleList | nn.Sequential)

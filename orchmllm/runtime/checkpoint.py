@@ -75,8 +75,8 @@ class Checkpointer:
         log: Callable[[str], None] = print,
     ) -> None:
         self.root, self.config, self._gather = root, config, gather
-        # Rank 0's count: only that rank looks at them.
-        self._line, self._sequence = new_line(), 0  # the number of the save before
+        # Rank 0's counts: only that rank looks at them. sequence: of the save before.
+        self._line, self._sequence = new_line(), 0
         self.saved: Path | None = None
         self._named: Path | None = None  # the checkpoint that the user asked for: stays
         self._problems: dict[Path, str] = {}  # of what was verified; the same on all ranks
@@ -172,7 +172,7 @@ class Checkpointer:
     ) -> None:
         if self.rank != 0:
             return
-        # Above that of this run before, too, which may have been moved elsewhere.
+        # What this run saved before may have been moved elsewhere.
         saved = list_saved(self.root)
         self._sequence = max(next_sequence(saved), self._sequence + 1)
         write_text(staged / "state.json", state)
@@ -263,7 +263,7 @@ class Checkpointer:
                 start = read_saved(path)
                 self._line = line_after(start, list_saved(self.root),
                                         branch=path.resolve() == self._named)
-                self._sequence = start.sequence
+                self._sequence = max(self._sequence, start.sequence)
 
         self._together(path.name, read)
         self.saved = path
@@ -303,7 +303,7 @@ def problem_of(path: Path, part: int = 0, parts: int = 1) -> str:
             return f"manifest.json: version {manifest['version']}, this code reads {VERSION}"
         if missing := sorted(LINEAGE - manifest.keys()):
             return f"manifest.json: it has no {', '.join(missing)}"
-        # torch would read them, too.
+        # torch reads every such file of the folder.
         if more := {p.name for p in path.glob("*.safetensors")} - manifest["files"].keys():
             return f"{min(more)} was not saved with it: move it elsewhere"
         for name, recorded in sorted(manifest["files"].items())[part::parts]:

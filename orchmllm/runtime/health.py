@@ -40,7 +40,7 @@ from orchmllm.runtime.stall_report import (
 _LIBRARIES = (sysconfig.get_path("stdlib"), "<frozen")
 LATE_S = 30.0  # that the other ranks may take to start before one is named
 DISK_S = 10.0  # for what is left in the run folder, whose disk may hang, too
-PAUSED = 10  # times as long as it was to, a wait takes where the whole process stood still
+PAUSED = 10  # a wait that takes so many times its length: the whole process stood still
 GRACE_S = 4.0  # for a rank to end by itself after another one failed
 CURABLE = (OSError, ValueError)  # the message says what to do; other errors need a traceback
 # Of torch.compile, in the forward pass and where the backward pass is compiled.

@@ -13,12 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from orchmllm.launch import (
-    SAME_REQUEST_S,
-    STOP_SIGNALS,
-    describe_devices,
-    interrupt_quietly,
-)
+from orchmllm.launch import SAME_REQUEST_S, STOP_SIGNALS, describe_devices, interrupt_quietly
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ProcessFailure

@@ -172,15 +172,18 @@ def _stale(descriptor: int, path: Path, stale_s: float) -> str:
     """What is said of the lock of another host that was not renewed for stale_s; '' if it was. A
     lock of this host's is its process's for certain."""
     host = _holder(descriptor).get("host", socket.gethostname())
+    if host == socket.gethostname():
+        return ""
     still_s = _now(path.parent) - os.fstat(descriptor).st_mtime
-    if host == socket.gethostname() or still_s < stale_s:
+    if still_s < stale_s:
         return ""
     return (f"run.dir: {path.parent} is locked by host {host}, which has not renewed the lock for "
             f"{still_s:.0f} s: it is taken to be dead")
 
 
 def _now(folder: Path) -> float:
-    """By the clock that the times of its files are of: that of this host may be wrong."""
+    """By the clock of the file system, which sets the times of its files: that of this host may be
+    wrong."""
     try:
         with tempfile.TemporaryFile(dir=folder) as file:
             return os.fstat(file.fileno()).st_mtime
