@@ -227,12 +227,11 @@ def node_group(nodes: Sequence[range], device: torch.device, timeout_s: float
                ) -> dist.ProcessGroup:
     """The group of the ranks of this rank's node, for exchanges in the training thread; every rank
     of the job calls it at the same place. nodes: that of each rank."""
-    mine = nodes[dist.get_rank()]
     if device.type == "cpu":
-        return gloo_group(mine, timeout_s)
-    groups = {node: dist.new_group(list(node), timeout=timedelta(seconds=timeout_s))
-              for node in dict.fromkeys(nodes)}
-    return groups[mine]
+        return gloo_group(nodes[dist.get_rank()], timeout_s)
+    # With NCCL each dist.new_group would be a collective of all ranks, also of those outside it.
+    return dist.split_group(split_ranks=[list(node) for node in dict.fromkeys(nodes)],
+                            timeout=timedelta(seconds=timeout_s))
 
 
 def exchange_group(device: torch.device, timeout_s: float) -> dist.ProcessGroup | None:

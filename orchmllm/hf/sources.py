@@ -6,6 +6,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 
 from orchmllm.config.model import ModelConfig
@@ -72,11 +73,17 @@ def fingerprint(sources: Sequence[WeightSource]) -> int:
 
     digest = hashlib.blake2b(digest_size=6)
     for source in sources:
+        samples = {}
+        by_file = sorted(source.tensors.items(), key=lambda item: item[1].file)
+        for file, tensors in groupby(by_file, key=lambda item: item[1].file):
+            with safe_open(file, framework="pt") as f:  # once: all ranks do this at one time
+                for name, stored in tensors:
+                    rows = stored.shape[0]
+                    count = max(1, SAMPLE_BYTES * rows // max(stored.num_bytes, 1))
+                    sample = f.get_slice(stored.key)[
+                        max(0, rows - count) // 2: (rows + count + 1) // 2]
+                    samples[name] = sample.contiguous().reshape(-1).view(torch.uint8).numpy()
         for name, stored in sorted(source.tensors.items()):
             digest.update(f"{name} {stored.dtype} {stored.shape}".encode())
-            rows = stored.shape[0]
-            count = max(1, SAMPLE_BYTES * rows // max(stored.num_bytes, 1))
-            with safe_open(stored.file, framework="pt") as f:
-                sample = f.get_slice(stored.key)[max(0, rows - count) // 2: (rows + count + 1) // 2]
-            digest.update(sample.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+            digest.update(samples[name].tobytes())
     return int.from_bytes(digest.digest(), "little")

@@ -17,23 +17,20 @@ import json
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping
-from datetime import timedelta
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 
 from orchmllm.batch import on_this_device
 from orchmllm.comm.errors import AgreedError
 from orchmllm.comm.exchange import RowGather, gather_texts
 from orchmllm.config.recipe import CheckpointConfig
 from orchmllm.runtime.files import fsync, identify, write_text
-from orchmllm.runtime.host_copies import HostCopies, ShardWriter, local_parts
+from orchmllm.runtime.host_copies import HostCopies
 from orchmllm.runtime.lineage import (
     candidates,
     clear_leftovers,
@@ -46,6 +43,7 @@ from orchmllm.runtime.lineage import (
     set_aside,
     surplus,
 )
+from orchmllm.runtime.shards import fill, local_parts, write_shard
 
 VERSION = 1
 THREAD = "orchmllm-checkpoint"  # that a save is written in
@@ -56,6 +54,18 @@ class CheckpointError(AgreedError):
     """A checkpoint that could not be written or used; raised on all ranks."""
 
     saves = False
+
+
+@contextmanager
+def waited_for() -> Iterator[None]:
+    """Within it the watchdog waits for this thread as for one that saves: a checkpoint is read for
+    as long as its disk takes (see orchmllm.runtime.health)."""
+    thread = threading.current_thread()
+    name, thread.name = thread.name, THREAD
+    try:
+        yield
+    finally:
+        thread.name = name
 
 
 class Checkpointer:
@@ -71,8 +81,7 @@ class Checkpointer:
 
     def __init__(
         self, root: Path, config: CheckpointConfig, gather: RowGather, *,
-        writers: list[int] | None = None, timeout_s: float = 600.0,
-        log: Callable[[str], None] = print,
+        writers: list[int] | None = None, log: Callable[[str], None] = print,
     ) -> None:
         self.root, self.config, self._gather = root, config, gather
         # Rank 0's counts: only that rank looks at them. sequence: of the save before.
@@ -83,10 +92,6 @@ class Checkpointer:
         self.rank = gather.rank
         self._log = log if self.rank == 0 else lambda text: None
         self._writers = writers or list(range(gather.world_size))
-        # One group on every rank, for the reason given in RowGather.
-        self._group = dist.new_group(
-            self._writers if self.rank in self._writers else [self.rank], backend="gloo",
-            timeout=timedelta(seconds=timeout_s), use_local_synchronization=True)
         self._copies = HostCopies()
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
@@ -99,7 +104,8 @@ class Checkpointer:
         this one fails before it returns."""
         started = time.perf_counter()
         self.wait()
-        parts, copied = local_parts(tensors) if self.rank in self._writers else {}, None
+        parts, copied = local_parts(tensors, self.rank == self._writers[0]) if (
+            self.rank in self._writers) else {}, None
         if self.config.asynchronous:
             parts, copied = self._together(step, lambda: self._copies.make(parts))
         self._thread = threading.Thread(
@@ -157,15 +163,12 @@ class Checkpointer:
 
     def _write(self, staged: Path, tensors: Mapping[str, Tensor],
                parts: dict[str, Tensor]) -> dict[str, dict]:
-        """Writes this rank's shards -> {file: size and hash} of them."""
-        if self.rank not in self._writers:
+        """Writes this rank's parts -> {file: its size and hash}, or nothing without parts."""
+        if not parts:
             return {}
-        dcp.save(dict(tensors), process_group=self._group, no_dist=False,
-                 storage_writer=ShardWriter(staged, parts))
-        mine = sorted(staged.glob(f"shard-{self._writers.index(self.rank) + 1:05d}-*"))
-        for path in mine:
-            fsync(path)
-        return {path.name: identify(path) for path in mine}
+        path = write_shard(staged, self._writers.index(self.rank) + 1, tensors, parts)
+        fsync(path)
+        return {path.name: identify(path)}
 
     def _publish(
         self, step: int, staged: Path, final: Path, files: dict[str, dict], state: str
@@ -258,7 +261,7 @@ class Checkpointer:
         it was saved on. Raises CheckpointError if it lacks one or has another shape."""
 
         def read() -> None:
-            dcp.load(dict(tensors), storage_reader=HuggingFaceStorageReader(str(path)))
+            fill(path, tensors)
             if self.rank == 0:
                 start = read_saved(path)
                 self._line = line_after(start, list_saved(self.root),

@@ -47,6 +47,7 @@ CURABLE = (OSError, ValueError)  # the message says what to do; other errors nee
 _COMPILERS = (os.path.join("torch", "_dynamo", "convert_frame.py"),
               os.path.join("torch", "_inductor", "compile_fx.py"))
 _ERROR = "error"
+_READ = "read"  # key of the number of ranks that have read it
 _STALL = "no progress"
 _COMPILING = "compiling"  # key of the number of ranks that do; each counts itself in and out
 _ASKED = "?"  # before the rank that asks all others where they are, in place of an error
@@ -70,6 +71,7 @@ class HangWatchdog:
         self._exit_now = exit_now
         self._next = (rank + 1) % world_size  # the rank that this one looks after ...
         self._process = ""  # ... and its machine and process, once it has told them
+        self._unread = threading.Semaphore()  # of the error, which one thread counts as read
         self._late_at = time.monotonic() + LATE_S
         store.set(f"process{rank}", f"{_machine()} {os.getpid()}")
         self._main = threading.get_ident()
@@ -113,10 +115,13 @@ class HangWatchdog:
         """`text`, once all ranks have read the error: this process may host the store, without
         which they would end with what torch says of a lost connection."""
         with contextlib.suppress(RuntimeError):
-            self._store.set(f"read{self.rank}", "")
-            others = [f"read{r}" for r in range(self.world_size)]
-            wait_until(lambda: self._store.check(others), GRACE_S)
+            self._count_as_read()
+            wait_until(lambda: self._store.add(_READ, 0) >= self.world_size, GRACE_S)
         return text
+
+    def _count_as_read(self) -> None:
+        if self._unread.acquire(blocking=False):
+            self._store.add(_READ, 1)
 
     def post(self, text: str) -> str:
         """Makes `text` the error of all ranks unless there is one already; returns that one, or
@@ -187,7 +192,7 @@ class HangWatchdog:
                 waits = time.monotonic()
             if error:
                 with contextlib.suppress(RuntimeError):  # the store may be what was lost
-                    self._store.set(f"read{self.rank}", "")
+                    self._count_as_read()
                 stalls = error.startswith(_STALL)
                 if stalls:  # at once: a lost connection may soon end this rank
                     self._leave(error, stacks=True)

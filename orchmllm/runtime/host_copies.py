@@ -1,33 +1,16 @@
-"""What a save needs of the host's memory: the copies of a rank's tensors in one block, and a file
-that is written from them tensor by tensor."""
+"""What a save needs of the host's memory: the copies of a rank's tensors in one block."""
 
 from __future__ import annotations
 
-import json
 import mmap
 import weakref
 from collections.abc import Callable, Mapping
-from pathlib import Path
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
-from torch.distributed.checkpoint.storage import WriteResult
-from torch.distributed.tensor import DTensor
-from torch.futures import Future
 
 ALIGNMENT = 64  # bytes, of the copies in a block
 PORTABLE = 1  # cudaHostRegisterPortable: pinned for all GPUs
-SAFETENSORS = {
-    torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16",
-    torch.int64: "I64", torch.int32: "I32", torch.uint8: "U8"}
-
-
-def local_parts(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """This rank's part of each tensor (of any shape), which shares its memory."""
-    return {name: (x.to_local() if isinstance(x, DTensor) else x).detach()
-            for name, x in tensors.items()}
 
 
 class HostCopies:
@@ -82,42 +65,3 @@ class HostCopies:
 def _no_room(problem: str, num_bytes: int, cause: str) -> str:
     return (f"the host {problem} the {num_bytes / 1e9:.1f} GB for the copies of a save ({cause}): "
             "checkpoint.asynchronous=false saves without them")
-
-
-class ShardWriter(HuggingFaceStorageWriter):
-    """Writes this rank's file of a checkpoint from `parts`, one tensor after the other: torch's own
-    writer makes the whole file in memory before. parts: as `local_parts` gives them."""
-
-    def __init__(self, folder: Path, parts: Mapping[str, Tensor]) -> None:
-        """parts: of any shape."""
-        super().__init__(str(folder), save_distributed=True)
-        self._parts = parts
-
-    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        done: Future[list[WriteResult]] = Future()
-        done.set_result([])  # read for an index alone, which sharded files have not
-        if plan.items:
-            offsets = {i.index.fqn: list(i.tensor_data.chunk.offsets) for i in plan.items}
-            name = f"shard-{plan.storage_data['shard_index']:05d}-model-00001-of-00001.safetensors"
-            write_safetensors(Path(self.path) / name, {k: self._parts[k] for k in offsets}, {
-                "DCP_SHARDING_INFO": json.dumps(
-                    {k: {"saved_offsets": v} for k, v in offsets.items()}),
-                "DCP_VERSION": "1.0", "format": "pt"})
-        return done
-
-
-def write_safetensors(path: Path, tensors: Mapping[str, Tensor], metadata: dict[str, str]) -> None:
-    """A file in the safetensors format of tensors of any shape; at most one is copied at a time.
-    Raises KeyError for a dtype that no checkpoint has."""
-    ordered = sorted(tensors.items(), key=lambda item: (-item[1].element_size(), item[0]))
-    header, end = {"__metadata__": metadata}, 0
-    for name, x in ordered:  # the larger elements first, so that all are aligned
-        header[name] = {"dtype": SAFETENSORS[x.dtype], "shape": list(x.shape),
-                        "data_offsets": [end, end + x.nbytes]}
-        end += x.nbytes
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    with path.open("wb") as f:
-        f.write(len(text).to_bytes(8, "little") + text)
-        for _, x in ordered:
-            f.write(x.cpu().contiguous().flatten().view(torch.uint8).numpy())

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 
@@ -37,9 +36,3 @@ def mismatch(path: Path, parameters: Mapping[str, Tensor]) -> str:
             return (f"run.init_from: {path} is of another model: {name.removeprefix('model.')} is "
                     f"{shapes[0]} there and {shapes[1]} here: use the model of that run")
     return ""
-
-
-def fill(path: Path, parameters: Mapping[str, Tensor]) -> None:
-    """Fills parameters (of any shapes, by their names there), in place, whatever the number of
-    ranks that saved them. Collective."""
-    dcp.load(dict(parameters), storage_reader=HuggingFaceStorageReader(str(path)))

@@ -20,8 +20,8 @@ from orchmllm.comm.exchange import RowGather
 from orchmllm.config.job import Job
 from orchmllm.data.dataset import ConversationDataset
 from orchmllm.runtime.attempts import read_attempts, recorded, settings_of
-from orchmllm.runtime.checkpoint import Checkpointer, CheckpointError
-from orchmllm.runtime.init_from import fill, mismatch, other_kind
+from orchmllm.runtime.checkpoint import Checkpointer, CheckpointError, waited_for
+from orchmllm.runtime.init_from import mismatch, other_kind
 from orchmllm.runtime.lineage import START_CURE, start_of
 from orchmllm.runtime.preflight import SPARE_BYTES
 from orchmllm.runtime.profile import exhausted_before
@@ -33,6 +33,7 @@ from orchmllm.runtime.resumable import (
     differences,
 )
 from orchmllm.runtime.run_state import VERSION, NonFiniteError, Progress
+from orchmllm.runtime.shards import fill
 
 
 class RunCheckpoints(Checkpointer):
@@ -53,7 +54,6 @@ class RunCheckpoints(Checkpointer):
         recipe = job.recipe
         super().__init__(
             recipe.run.folder / "checkpoints", recipe.checkpoint, gather, log=log,
-            timeout_s=recipe.launch.timeout_s,
             writers=list(range(job.shard_size)))
         self._recipe, self._optimizer, self._tensors = recipe, optimizer, tensors
         self._saved_at, self._first = time.monotonic(), 0  # of this start: its first step
@@ -228,11 +228,12 @@ class RunCheckpoints(Checkpointer):
         """Back to the last checkpoint; `bad_step` will be skipped when it comes again. Raises
         NonFiniteError where there is none."""
         self.wait()
-        path, state = self.find("auto", own=True)
-        if path is None:
-            raise NonFiniteError(f"step {bad_step}: loss or gradient is not finite, and there is "
-                                 "no checkpoint yet to roll back to")
-        back = self._load_run(path, state)
+        with waited_for():
+            path, state = self.find("auto", own=True)
+            if path is None:
+                raise NonFiniteError(f"step {bad_step}: loss or gradient is not finite, and there "
+                                     "is no checkpoint yet to roll back to")
+            back = self._load_run(path, state)
         back.nonfinite_in_a_row = progress.nonfinite_in_a_row
         back.skip = sorted({*back.skip, *progress.skip, bad_step})
         self._log(f"rolled back to step {back.step}; step {bad_step} will be skipped")

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
-from orchmllm.comm.exchange import _summed, exchange_rows, gloo_group
+from orchmllm.comm.exchange import _summed, exchange_rows, gloo_group, node_group
 from orchmllm.comm.exchange_bytes import exchange_bytes
 from orchmllm.plan.rearrange import Rearrangement
 from tests.lib.ranks import run_ranks
@@ -164,3 +164,11 @@ def test_rows_that_change_places_on_their_rank_need_no_collective():
 
 def test_wrong_number_of_rows_is_an_error_before_any_collective():
     assert run_ranks(wrong_number_of_rows, 2) == ["raised"] * 2
+
+
+def test_groups_of_nodes_are_made_by_one_collective_of_nccl(monkeypatch):
+    """dist.new_group would make one of all ranks for each node."""
+    asked = []
+    monkeypatch.setattr(dist, "split_group", lambda **how: asked.append(how["split_ranks"]))
+    node_group([range(2), range(2), range(2, 3)], torch.device("cuda"), 9.0)
+    assert asked == [[[0, 1], [2]]]

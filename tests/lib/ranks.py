@@ -50,8 +50,10 @@ def _rank_main(fn, world: World, store: str, timeout_s: float, pipe, args, kwarg
         pipe.send((False, (type(e).__name__, str(e), traceback.format_exc())))
 
 
-def run_ranks(fn, num_ranks: int, *args, timeout_s: float = 500.0, **kwargs) -> list:
-    """Results of fn(world, *args, **kwargs) by rank; fn must be importable (module level).
+def run_ranks(fn, num_ranks: int, *args, timeout_s: float = 500.0, context=_context, **kwargs
+              ) -> list:
+    """Results of fn(world, *args, **kwargs) by rank; fn must be importable (module level). context:
+    of multiprocessing, for ranks in which nothing was computed before.
 
     Raises RankFailure if ranks raised, AssertionError naming the ranks that were still running
     after timeout_s (it is generous, as the machine may be busy; pytest's limit is above it) and
@@ -59,10 +61,10 @@ def run_ranks(fn, num_ranks: int, *args, timeout_s: float = 500.0, **kwargs) -> 
     with tempfile.TemporaryDirectory() as folder:
         ranks, pipes = [], []
         for rank in range(num_ranks):
-            ours, theirs = _context.Pipe(duplex=False)
+            ours, theirs = context.Pipe(duplex=False)
             world = World(rank, num_ranks, rank, num_ranks, "", 0)
             # Not daemonic: ranks start worker processes of their own.
-            process = _context.Process(target=_rank_main, args=(
+            process = context.Process(target=_rank_main, args=(
                 fn, world, str(Path(folder) / "store"), timeout_s, theirs, args, kwargs))
             process.start()
             theirs.close()

@@ -15,7 +15,8 @@ from safetensors.torch import load_file, save
 from orchmllm.comm.exchange import RowGather
 from orchmllm.config.recipe import CheckpointConfig
 from orchmllm.runtime.checkpoint import Checkpointer, CheckpointError
-from orchmllm.runtime.host_copies import HostCopies, write_safetensors
+from orchmllm.runtime.host_copies import HostCopies
+from orchmllm.runtime.shards import write_safetensors
 from tests.lib.late_copies import OnGpu, install, pinned, pinnings
 from tests.lib.process import memory_kb
 from tests.lib.ranks import run_ranks
@@ -106,16 +107,16 @@ def test_a_fork_has_nothing_of_the_block():
 
 
 def without_room(world, folder: Path, gpu: bool) -> tuple[str, float]:
-    """(what a rank is told of a save for which the last rank has no room, what is in the checkpoint
-    of the next one)."""
+    """(What a rank is told of a save for which the first rank has no room, what the checkpoint of
+    the next one holds)."""
     keeper = Checkpointer(folder, CheckpointConfig(), RowGather(8))
     fitting = torch.full((3,), 7.0)
     weight = fitting
-    if world.rank == world.world_size - 1 and gpu:
+    if world.rank == 0 and gpu:
         install()
         torch.cuda.cudart = lambda: SimpleNamespace(cudaHostRegister=lambda *_: 2)
         weight = fitting.as_subclass(OnGpu)
-    elif world.rank == world.world_size - 1:
+    elif world.rank == 0:
         weight = fitting[:1].expand(1 << 50)  # a copy of it would be 4.5 million GB
     with pytest.raises(CheckpointError) as told:
         keeper.save(1, {"x": weight}, {})
@@ -131,7 +132,7 @@ def without_room(world, folder: Path, gpu: bool) -> tuple[str, float]:
                                        (True, "the host cannot pin the 0.0 GB")])
 def test_copies_that_one_rank_cannot_make_fail_the_save_on_all(tmp_path, gpu, said):
     for told, loaded in run_ranks(without_room, 2, tmp_path, gpu):
-        assert "rank 1 failed" in told and said in told and "asynchronous=false" in told
+        assert "rank 0 failed" in told and said in told and "asynchronous=false" in told
         assert loaded == 21.0
 
 

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
+import threading
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
+from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
 
 from orchmllm.config.balance import BalanceConfig
 from orchmllm.config.recipe import CheckpointConfig
+from orchmllm.runtime.checkpoint import THREAD
 from orchmllm.runtime.run_state import NonFiniteError
 from orchmllm.trainer import Trainer
 from tests.lib.ranks import run_ranks
@@ -59,12 +63,19 @@ def poisoned(
     forward, computed = trainer.model.forward, trainer._compute
     trainer.model.forward, trainer._compute = poison, compute
     trainer.checkpointer._log = said.append
+    trainer.checkpointer.load = partial(load, trainer.checkpointer.load)
     try:
         trainer.run()
     except NonFiniteError as e:
         return seen, said, str(e)
     assert all(math.isfinite(total) for *_, total in seen)
     return seen, said, "finished"
+
+
+def load(read: Callable, path: Path, tensors: Mapping) -> None:
+    """The watchdog waits for it."""
+    assert threading.current_thread().name == THREAD
+    read(path, tensors)
 
 
 def story(seen: list[tuple]) -> str:

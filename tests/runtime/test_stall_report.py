@@ -179,7 +179,7 @@ def test_where_the_store_is_gone_the_cause_is_told(tmp_path):
 
 
 def test_a_rank_that_hangs_after_it_has_compiled_is_reported(tmp_path, monkeypatch):
-    """While it compiles or saves it is waited for."""
+    """While it compiles, saves or goes back to a checkpoint it is waited for."""
     monkeypatch.setattr(health, "GRACE_S", 0.0)
     monkeypatch.setattr(dist, "get_backend", lambda: "gloo")
     store, ended = dist.HashStore(), threading.Event()
@@ -195,10 +195,12 @@ def test_a_rank_that_hangs_after_it_has_compiled_is_reported(tmp_path, monkeypat
     save.start()
     compiles.clear()
     assert not ended.wait(0.3)
-    saved.set()
+    with checkpoint.waited_for():
+        saved.set()
+        save.join()
+        assert not ended.wait(0.3)
     assert ended.wait(60)
     watch.close()
-    save.join()
 
 
 def test_a_job_that_was_paused_as_a_whole_goes_on(tmp_path, monkeypatch):
@@ -240,7 +242,8 @@ def test_the_records_are_those_of_the_backend(backend, tmp_path, monkeypatch):
     watch = HangWatchdog(store, 0, 1, folder=tmp_path, stall_timeout_s=600, poll_s=0.01,
                          exit_now=lambda code, text: None)
     watch.post("no progress for 600 s")
-    store.wait(["read0"])
+    while not store.add("read", 0):  # until the test's time is up
+        time.sleep(0.01)
     watch.close()  # the thread writes the files before it ends
     assert (tmp_path / "flight_recorder_rank0.json").read_bytes() == backend.encode()
 

@@ -3,6 +3,7 @@ whatever data a rank lacks: parameters, gradients and exchanges of 8 simulated r
 
 from __future__ import annotations
 
+import multiprocessing
 from contextlib import nullcontext
 from itertools import product
 from unittest.mock import patch
@@ -62,9 +63,11 @@ def of_ranks(
 
 
 def simulated(num_ranks: int, settings: list[Setting], plant: str = "") -> list[list]:
-    """By setting, the collectives of each rank."""
+    """By setting, the collectives of each rank. torch takes no new kind of device once it has made
+    a backward pass, as the tests' fork server has."""
     found = {}
-    for some in run_ranks(of_ranks, 2, num_ranks, settings, plant, timeout_s=1700.0):
+    for some in run_ranks(of_ranks, 2, num_ranks, settings, plant, timeout_s=1700.0,
+                          context=multiprocessing.get_context("spawn")):
         found |= some
     return [[found[rank][k] for rank in range(num_ranks)] for k in range(len(settings))]
 

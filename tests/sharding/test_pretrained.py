@@ -9,13 +9,15 @@ import shutil
 from pathlib import Path
 
 import pytest
+import safetensors
 import torch
 import transformers
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from orchmllm.config.model import ModelConfig
 from orchmllm.config.recipe import FsdpConfig
-from orchmllm.hf.sources import PretrainedError, find_sources
+from orchmllm.hf.sources import PretrainedError, find_sources, fingerprint
 from orchmllm.models.whole_model import WholeModel
 from orchmllm.plan.assign import PHASES
 from orchmllm.sharding.load_whole import load_whole
@@ -111,6 +113,24 @@ def test_nodes_with_different_copies_are_told(folder, tmp_path):
         ("AgreedError", "pretrained weights: rank 2 reads other weights than the rest: give every "
          "node the same copy of the folders")}
     assert len(error.value.errors) == 3
+
+
+def test_a_fingerprint_is_of_the_tensors_and_opens_each_file_once(folder, tmp_path, monkeypatch):
+    """All ranks open them at one time."""
+    opened = []
+    monkeypatch.setattr(safetensors, "safe_open", lambda file, **how: (
+        opened.append(Path(file).name), safe_open(file, **how))[1])
+    split = tmp_path / "split"
+    shutil.copytree(folder, split)
+    tensors = load_file(split / SINGLE)
+    (split / SINGLE).unlink()
+    files = {name: f"model-{k % 2}.safetensors" for k, name in enumerate(sorted(tensors))}
+    for file in set(files.values()):
+        save_file({n: tensors[n] for n in tensors if files[n] == file}, split / file)
+    (split / INDEX).write_text(json.dumps({"weight_map": files}))
+    one, two = (fingerprint(find_sources(ModelConfig(pretrained=str(f)))) for f in (folder, split))
+    assert one == two and opened.count(SINGLE) == 1
+    assert sorted(opened[-2:]) == sorted(set(files.values())) and len(opened) == len(set(opened))
 
 
 def write_large(folder: Path) -> list[int]:

@@ -1,0 +1,81 @@
+"""The files of a checkpoint: each part is saved once, by a rank that has it, and is read by any
+ranks, without a word between them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors import safe_open
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+from orchmllm.comm.exchange import RowGather
+from orchmllm.config.recipe import CheckpointConfig
+from orchmllm.runtime.checkpoint import Checkpointer
+from tests.lib.ranks import run_ranks
+
+pytestmark = pytest.mark.dist
+SHAPES = {"few": (2, 3), "uneven": (7, 2), "vector": (5,)}
+OF_OBJECTS = ("all_gather_object", "gather_object", "scatter_object_list", "broadcast_object_list")
+
+
+def whole_of(scale: float = 1.0) -> dict[str, torch.Tensor]:
+    made = {name: torch.arange(float(torch.Size(shape).numel())).reshape(shape)
+            for name, shape in SHAPES.items()}
+    return {name: scale * (x + 1) for name, x in {**made, "scalar": torch.tensor(6.0)}.items()}
+
+
+def sharded(tensors: dict[str, torch.Tensor], shard_size: int) -> dict[str, torch.Tensor]:
+    """By rows, over the ranks of each replica; the scalar is whole."""
+    world = dist.get_world_size()
+    mesh = init_device_mesh("cpu", (world // shard_size, shard_size),
+                            mesh_dim_names=("replicate", "shard"))["shard"]
+    return {name: distribute_tensor(x, mesh, [Shard(0)]) if x.dim() else x
+            for name, x in tensors.items()}
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def saved_and_read(world, folder: Path, shard_size: int) -> None:
+    """Every rank reads what all have saved."""
+    keeper = Checkpointer(folder, CheckpointConfig(asynchronous=False), RowGather(8),
+                          writers=list(range(shard_size)))
+    wanted = sharded(whole_of(), shard_size)
+    found = sharded(whole_of(0.0), shard_size)
+    with patch.multiple(dist, **dict.fromkeys(OF_OBJECTS, None)), patch.multiple(
+            dist.distributed_c10d, **dict.fromkeys(OF_OBJECTS, None)):
+        keeper.save(1, wanted, {})
+        keeper.load(keeper.saved, found)
+    for name, x in wanted.items():
+        assert torch.equal(local(x), local(found[name])), name
+
+
+def read_whole(world, path: Path) -> None:
+    """Also on another number of ranks than saved it."""
+    keeper = Checkpointer(path.parent, CheckpointConfig(), RowGather(8))
+    found = whole_of(0.0)
+    keeper.load(path, found)
+    assert all(torch.equal(x, found[name]) for name, x in whole_of().items())
+
+
+@pytest.mark.parametrize("ranks, shard_size", [(3, 3), (4, 2)])
+def test_each_part_is_saved_once_and_read_without_a_word(ranks, shard_size, tmp_path):
+    run_ranks(saved_and_read, ranks, tmp_path, shard_size)
+    found: dict[str, list[list[int]]] = {}
+    files = sorted((tmp_path / "step_00000001").glob("*.safetensors"))
+    for file in files:
+        with safe_open(file, "pt") as f:
+            for name in f.keys():
+                found.setdefault(name, []).append(f.get_slice(name).get_shape())
+    assert len(files) == shard_size
+    assert found.pop("scalar") == [[]]
+    for name, parts in found.items():
+        assert sum(rows for rows, *_ in parts) == SHAPES[name][0] and all(
+            rows > 0 for rows, *_ in parts), (name, parts)
+    run_ranks(read_whole, 1, tmp_path / "step_00000001")
