@@ -1,8 +1,9 @@
 """The files of a checkpoint's tensors: what a rank writes of them, and how they are read on any
-number of ranks. They have the format of torch's HuggingFaceStorageWriter. No rank hears of what
-another one writes or reads: torch.distributed.checkpoint would plan that on rank 0, which takes
-Python half a second a rank of an 84B model, beside the training of the rank that all others wait
-for."""
+number of ranks. They have the format of torch's HuggingFaceStorageWriter.
+
+No rank hears of what another one writes or reads. torch.distributed.checkpoint would gather that on
+rank 0 and plan it there in Python: for all tensors of all ranks, beside the training of the rank
+that all others wait for."""
 
 from __future__ import annotations
 
