@@ -147,7 +147,11 @@ class Checkpointer:
             return self._log(f"checkpoint {final} is there already and sound: not saved again")
         self._together(step, lambda: self._stage(staged))
         files = self._together(step, lambda: self._write(staged, tensors, parts))
-        hashes = [json.loads(f) for f in gather_texts(self._gather, json.dumps(files))]
+        saved, hashes = zip(*map(json.loads, gather_texts(self._gather, json.dumps(
+            [sum(part.numel() for part in parts.values()), files]))), strict=True)
+        if sum(saved) != (whole := sum(x.numel() for x in tensors.values())):
+            raise CheckpointError(f"checkpoint {step}: the parts of all ranks have {sum(saved)} "
+                                  f"numbers, and the tensors {whole}: nothing was saved")
         self._together(step, lambda: self._publish(
             step, staged, final, {k: v for h in hashes for k, v in h.items()}, state))
         self._problems[final], self.saved = "", final

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from orchmllm.comm.exchange import RowGather
 from orchmllm.config.recipe import CheckpointConfig
-from orchmllm.runtime.checkpoint import Checkpointer
+from orchmllm.runtime.checkpoint import Checkpointer, CheckpointError
 from tests.lib.ranks import run_ranks
 
 pytestmark = pytest.mark.dist
@@ -54,6 +54,21 @@ def saved_and_read(world, folder: Path, shard_size: int) -> None:
         keeper.load(keeper.saved, found)
     for name, x in wanted.items():
         assert torch.equal(local(x), local(found[name])), name
+
+
+def saved_by_one(world, folder: Path) -> str:
+    """What is said where a rank that has a part does not save it."""
+    keeper = Checkpointer(folder, CheckpointConfig(), RowGather(8), writers=[0])
+    keeper.save(1, sharded(whole_of(), 2), {})
+    with pytest.raises(CheckpointError) as told:
+        keeper.wait()
+    return str(told.value)
+
+
+def test_a_save_that_would_lack_a_part_is_refused_on_all_ranks(tmp_path):
+    for told in run_ranks(saved_by_one, 2, tmp_path):
+        assert "the parts of all ranks have 15 numbers, and the tensors 26" in told
+    assert not [*tmp_path.glob("step_*")]
 
 
 def read_whole(world, path: Path) -> None:
