@@ -152,12 +152,6 @@ def _check_ranks(recipe: Recipe, world: launch.World | None, expected: int) -> N
                          f"flag changes that: make it start {expected}, or drop the flag")
     if ranks:
         check_world(resolve(recipe, ranks, world.local_world_size if world else 1))
-    if world and world.local_world_size < ranks and (
-            world.local_rank != world.rank % world.local_world_size):
-        raise ValueError(
-            f"rank {world.rank} is number {world.local_rank} on its node of "
-            f"{world.local_world_size} ranks: those of a node have to follow each other, as what "
-            "they exchange would cross nodes: with srun, use --distribution=block")
 
 
 def _announcement(recipe: Recipe, num: int) -> str:

@@ -170,6 +170,7 @@ class Checkpointer:
         """Writes this rank's parts -> {file: its size and hash}, or nothing without parts."""
         if not parts:
             return {}
+        staged.mkdir(exist_ok=True)  # the file system of another node may not show it yet
         path = write_shard(staged, self._writers.index(self.rank) + 1, tensors, parts)
         fsync(path)
         return {path.name: identify(path)}

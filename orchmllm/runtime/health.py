@@ -73,7 +73,7 @@ class HangWatchdog:
         self._process = ""  # ... and its machine and process, once it has told them
         self._unread = threading.Semaphore()  # of the error, which one thread counts as read
         self._late_at = time.monotonic() + LATE_S
-        store.set(f"process{rank}", f"{_machine()} {os.getpid()}")
+        store.set(f"process{rank}", f"{machine()} {os.getpid()}")
         self._main = threading.get_ident()
         self._done = threading.Event()
         self.clock: PhaseClock | None = None
@@ -153,8 +153,8 @@ class HangWatchdog:
                       "start", file=sys.stderr, flush=True)
             return ""
         self._process = self._process or self._store.get(key).decode()
-        machine, _, pid = self._process.rpartition(" ")
-        if not machine or machine != _machine() or _lives(int(pid)) or (
+        its_machine, _, pid = self._process.rpartition(" ")
+        if not its_machine or its_machine != machine() or _lives(int(pid)) or (
                 self._store.get(key).decode() != self._process):  # it said that it was done
             return ""
         return self.post(f"rank {self._next} (process {pid}) died without a message")
@@ -263,9 +263,9 @@ class HangWatchdog:
             print(f"warning: no stacks in {self._folder}: {e}", file=sys.stderr)
 
 
-def _machine() -> str:
-    """Of all running machines and containers this one, also if it is the clone of another; '' where
-    the system does not tell."""
+def machine() -> str:
+    """A name of this machine or container among all that run, also if it is the clone of another; ''
+    where the system does not tell."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8")
         return os.uname().nodename + boot.strip() + os.readlink("/proc/self/ns/pid")

@@ -25,12 +25,13 @@ SAFETENSORS = {
 
 
 def local_parts(tensors: Mapping[str, Tensor], first: bool) -> dict[str, Tensor]:
-    """This rank's part of each tensor (of any shape), which shares its memory, without those that
-    are empty. first: of the ranks that save it is the first one, which alone saves tensors that all
-    have, and what is empty everywhere."""
+    """This rank's part of each tensor (of any shape), which shares its memory, without parts that
+    are empty where the tensor is not. first: of the ranks that save it is the first one, which
+    alone saves tensors that are not sharded."""
     parts = {name: (x.to_local() if isinstance(x, DTensor) else x).detach()
              for name, x in tensors.items() if first or isinstance(x, DTensor)}
-    return {name: part for name, part in parts.items() if first or part.numel()}
+    return {name: part for name, part in parts.items()
+            if part.numel() or not tensors[name].numel()}
 
 
 def write_shard(folder: Path, number: int, tensors: Mapping[str, Tensor],

@@ -22,11 +22,11 @@ from orchmllm.launch import World, device_of, gpu_of
 from orchmllm.models.flops import mfu, peak_flops
 from orchmllm.models.whole_flops import plan_spec
 from orchmllm.models.whole_model import describe_attention
-from orchmllm.plan.assign import PlanSpec
+from orchmllm.plan.assign import PlanSpec, digest64
 from orchmllm.proof.prove import prove_on_first_rank
 from orchmllm.runtime.build import build_dataset, build_orchestrator
 from orchmllm.runtime.display import RunDisplay
-from orchmllm.runtime.health import HangWatchdog
+from orchmllm.runtime.health import HangWatchdog, machine
 from orchmllm.runtime.host_memory import trim
 from orchmllm.runtime.measured import Reported, StepTimer, thread_times
 from orchmllm.runtime.profile import StepProfiler
@@ -85,6 +85,7 @@ class StepTrainer:
         weights = agreed_fingerprint(sources, self._gather)
         spec = plan_spec(job)
         self._on_cpu = RowGather(spec.ranks_per_node, recipe.launch.timeout_s)
+        self._look_at_machines(spec)
         # Before the model is built: it says whether the run can go on where the recipe says.
         self.checkpointer = RunCheckpoints(
             job, self._on_cpu, self.dataset, lambda: self.optimizer, lambda: state_tensors(
@@ -99,6 +100,16 @@ class StepTrainer:
         self.reads_late = takes_flags(self.optimizer)  # so that a GPU has work while a step is read
         self.progress = Progress(global_batch_size=job.global_batch_size)
         self._watch_over(spec)
+
+    def _look_at_machines(self, spec: PlanSpec) -> None:
+        """Warns where the ranks of one do not follow each other, as those of a node have to."""
+        machines = self._on_cpu(np.array([digest64(machine().encode())]))[:, 0]
+        starts = np.flatnonzero(np.diff(machines, prepend=machines[0] - 1))
+        if spec.ranks_per_node > 1 and len(starts) > len(np.unique(machines)):
+            self._log(f"warning: the ranks of a machine do not follow each other (rank {starts[1]} "
+                      f"is on another one than rank {starts[1] - 1}, and a later rank is not), so "
+                      "what the ranks of a node exchange crosses machines: with srun, use "
+                      "--distribution=block")
 
     def _open_data(self, dataset: ConversationDataset | None) -> None:
         """The data set that is given, or that of the recipe, and its rows that are trained on."""

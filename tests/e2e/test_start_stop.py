@@ -74,18 +74,6 @@ def test_ranks_of_a_launcher_are_not_changed(tmp_path, demo_corpus, monkeypatch,
     assert "--ranks 3, but the launcher has started 2 ranks" in capsys.readouterr().err
 
 
-def test_ranks_that_a_launcher_deals_out_to_the_nodes_are_refused(
-        tmp_path, demo_corpus, monkeypatch, capsys):
-    for name, value in {"SLURM_STEP_ID": "0", "SLURM_JOB_ID": "7", "SLURM_NTASKS": "4",
-                        "SLURM_NNODES": "2", "SLURM_PROCID": "1", "SLURM_LOCALID": "0",
-                        "MASTER_ADDR": "localhost"}.items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.chdir(ROOT)
-    assert main(train_args(demo_corpus, tmp_path / "run")[2:]) == 2
-    assert "rank 1 is number 0 on its node of 2 ranks" in (told := capsys.readouterr().err)
-    assert "--distribution=block" in told
-
-
 def test_that_ranks_share_cores_is_said_before_they_start(monkeypatch):
     class Enough(Exception):
         pass

@@ -7,6 +7,7 @@ import json
 import re
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -15,7 +16,7 @@ from orchmllm.config.balance import BalanceConfig
 from orchmllm.plan.assign import PhasePolicy
 from orchmllm.runtime.run_state import MediaLimitError
 from orchmllm.sharding.optimizer import learning_rate
-from orchmllm.trainer import Trainer
+from orchmllm.trainer import Trainer, step
 from tests.lib.ranks import run_ranks
 from tests.lib.synthetic import SHALLOW, SyntheticDataset, recipe
 from tests.lib.training import listened, train
@@ -44,6 +45,25 @@ def test_the_choice_of_attention_is_said_once(tmp_path):
     assert [re.split(":|  | of causal", x)[0] for x in said] == [
         "the rows come from no processor", "attention", "Longest items", "saved step 1"]
     assert "device is cpu" in said[1]
+
+
+def warnings_of(world, runs: dict[str, list]) -> list[list[str]]:
+    """What a start says of where ranks are; runs: a recipe for machines of the ranks."""
+    told = []
+    for machines, run in runs.items():
+        with patch.object(step, "machine", lambda at=machines[world.rank]: at):
+            said = listened()
+            Trainer(run, world, dataset=SyntheticDataset())
+        told.append([text for text in said if "machine" in text])
+    return told
+
+
+def test_ranks_of_a_machine_that_do_not_follow_each_other_are_told():
+    nodes, alone = (recipe(model=SHALLOW, balance=BalanceConfig(ranks_per_node=n)) for n in (2, 1))
+    none, apart, back = run_ranks(warnings_of, 3, {"aab": nodes, "abb": nodes, "aba": nodes})[0]
+    assert none == apart == [] and len(back) == 1
+    assert "(rank 1 is on another one than rank 0, and a later rank is not)" in back[0]
+    assert run_ranks(warnings_of, 3, {"aba": alone})[0] == [[]]  # nothing is exchanged in a node
 
 
 def ends(world, run, dataset, validates: bool) -> tuple[list[str], str]:

@@ -245,6 +245,8 @@ def test_the_records_are_those_of_the_backend(backend, tmp_path, monkeypatch):
     while not store.add("read", 0):  # until the test's time is up
         time.sleep(0.01)
     watch.close()  # the thread writes the files before it ends
+    assert watch.settle(AgreedError("it failed, too")) == "no progress for 600 s"
+    assert store.add("read", 0) == 1  # by this rank, in two threads
     assert (tmp_path / "flight_recorder_rank0.json").read_bytes() == backend.encode()
 
 
