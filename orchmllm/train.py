@@ -175,7 +175,7 @@ def main(argv: list[str]) -> int:
             launch.say(f"--ranks {args.ranks} is what starts, not launch.nproc_per_node="
                        f"{recipe.launch.nproc_per_node} of the recipe")
     problems = _start_problems(recipe, world, args.ranks, machine=not (
-        args.print_config or (world is not None and world.checked)))
+        args.print_config or (world is not None and (world.checked or world.local_rank > 0))))
     if problems:
         launch.report_failure("\n".join(f"error: {p}" for p in problems))
         return 2
@@ -193,6 +193,8 @@ def main(argv: list[str]) -> int:
 
         ledgers = look_at_data(recipe, launch.say)
         world = world and replace(world, ledgers=ledgers)
+    elif world.rank and not world.ledgers:
+        world = replace(world, ledgers="[]")  # rank 0 looks for all
     if world is None:
         with own_cluster(recipe.data):
             return run_local("orchmllm.train", argv, ranks, log=launch.say)

@@ -264,8 +264,8 @@ class HangWatchdog:
 
 
 def machine() -> str:
-    """A name of this machine or container among all that run, also if it is the clone of another; ''
-    where the system does not tell."""
+    """A name that no other running machine or container has, also if this one is the clone of
+    another; '' where the system does not tell."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8")
         return os.uname().nodename + boot.strip() + os.readlink("/proc/self/ns/pid")

@@ -4,7 +4,7 @@ be used, a loss or gradient that is not finite. The same decision on all ranks; 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from copy import deepcopy
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
@@ -49,6 +49,15 @@ class Count:
             self.in_a_row = self.in_a_row + 1 if failure else 0
         self.last = failure or self.last
 
+    def add_all(self, read: np.ndarray, failed: Sequence[tuple[int, str]]) -> None:
+        """Those that were read, by their places, and those that were not, with what is said."""
+        last = int(read[-1]) if len(read) else -1
+        for _, said in filter(lambda one: one[0] < last, failed):
+            self.add(said)
+        self.add(num=len(read))
+        for _, said in filter(lambda one: one[0] > last, failed):
+            self.add(said)
+
     def check_limits(self, limits: DataConfig, rows: str, failed: str) -> None:
         """Raises MediaLimitError where the recipe's limits are passed; rows, failed: in words."""
         if limits.max_failed_in_a_row and self.in_a_row >= limits.max_failed_in_a_row:
@@ -75,33 +84,28 @@ class MediaCount(Count):
     def count(self, step: Step, describe: Callable[[int, int], dict]) -> list[dict]:
         """Adds a step's media and unusable rows, in source order; returns the quarantine's lines of
         the failed. describe: (example id, segment) -> source, row and file."""
-        failures = {(f.example, f.segment): f for f in step.failed}
         layout, lines = step.layout, []
-        if not failures:  # as nearly always, so a large step is not walked through
-            numbers = np.bincount(layout.modality, minlength=max(_NAMES) + 1).tolist()
-            found = {name: numbers[code] for code, name in _NAMES.items() if numbers[code]}
-            self.decoded |= {k: self.decoded.get(k, 0) + num for k, num in found.items()}
-            self.add(num=sum(found.values()))
-            self.rows.add(num=layout.num_examples)
-            return lines
-        media = layout.places(np.flatnonzero(layout.modality != TEXT)).tolist()
-        rows = {(k, -1) for k in {*range(layout.num_examples)} - {f.example for f in step.failed}}
-        for example, segment in sorted({*map(tuple, media), *failures, *rows}):
-            failure, said = failures.get((example, segment)), ""
-            modality = TEXT if segment < 0 else int(
-                layout.modality[layout.segment_start[example] + segment])
-            if failure is not None:
-                index, modality = int(step.example_ids[example]), failure.modality
-                lines.append({"step": step.index, "example_id": index, "segment": segment,
-                              **describe(index, segment), "reason": failure.reason})
-                said = name_of(lines[-1])
-            (self.rows if modality == TEXT else self).add(said)
-            if modality != TEXT:
-                name = _NAMES[modality]
-                counts = self.unreadable if said else self.decoded
-                counts[name] = counts.get(name, 0) + 1
-                if said:
-                    self.first.setdefault(name, said)
+        texts, media = [], []  # (place, what is said) of those that failed
+        failures = {(f.example, f.segment): f for f in step.failed}
+        for (example, segment), failure in sorted(failures.items()):
+            index = int(step.example_ids[example])
+            lines.append({"step": step.index, "example_id": index, "segment": segment,
+                          **describe(index, segment), "reason": failure.reason})
+            said = name_of(lines[-1])
+            if failure.modality == TEXT:
+                texts.append((example, said))
+                continue
+            media.append((int(layout.segment_start[example]) + segment, said))
+            name = _NAMES[failure.modality]
+            self.unreadable[name] = self.unreadable.get(name, 0) + 1
+            self.first.setdefault(name, said)
+        self.rows.add_all(np.setdiff1d(
+            np.arange(layout.num_examples), [example for example, _ in failures]), texts)
+        read = np.setdiff1d(np.flatnonzero(layout.modality != TEXT), [place for place, _ in media])
+        self.add_all(read, media)
+        for code, num in enumerate(np.bincount(layout.modality[read]).tolist()):
+            if num:
+                self.decoded[_NAMES[code]] = self.decoded.get(_NAMES[code], 0) + num
         return lines
 
     def check(self, limits: DataConfig, lines: list[dict]) -> None:

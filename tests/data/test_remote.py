@@ -7,7 +7,7 @@ import pickle
 import resource
 import shutil
 import tarfile
-from collections import deque
+from collections import Counter, deque
 from pathlib import Path
 
 import pytest
@@ -16,6 +16,7 @@ from PIL import Image
 from orchmllm.config.recipe import RemoteRoot, SourceConfig
 from orchmllm.data.formats.open import NUM_PEEKED, open_source
 from orchmllm.data.media.headers import image_header
+from orchmllm.data.storage import clients, remote
 from orchmllm.data.storage.clients import NoAccess, StorageError, _is_below
 from tests.data.test_formats import same_examples
 from tests.data.test_safety import link, write_tar
@@ -286,6 +287,30 @@ def test_a_store_that_is_down_is_named(reader, tmp_path):
     declared = storage(tmp_path / "cache", root, attempts=2)
     with pytest.raises(ValueError, match="s3://bucket/data/rows.jsonl cannot be read: 2 attempts"):
         open_source(SourceConfig(path="s3://bucket/data/rows.jsonl"), Path(), declared)
+
+
+@pytest.mark.parametrize("lists", [True, False])
+def test_a_range_of_shards_is_one_list_where_the_store_gives_one(lists, store, tmp_path,
+                                                                 monkeypatch):
+    """All ranks ask at one time."""
+    write_jsonl(tmp_path / "rows.jsonl", [llava_row(*QUESTIONS[0])])
+    for k in range(12):
+        shutil.copy(tmp_path / "rows.jsonl", tmp_path / f"s-{k}.jsonl")
+    root = RemoteRoot(store.upload(tmp_path, "ranges"), endpoint=store.endpoint)
+    asked = Counter()
+
+    def call(root, config, method, *args, **keys):
+        asked[method] += 1
+        if method == "glob" and not lists:
+            raise PermissionError("AccessDenied")
+        return clients.call(root, config, method, *args, **keys)
+
+    monkeypatch.setattr(remote, "call", call)
+    source = open_source(SourceConfig(path=f"{root.url}/s-{{0..11}}.jsonl"), tmp_path,
+                         storage(tmp_path / "cache", root))
+    assert asked["glob"] == 1
+    assert asked["info"] - asked["get_file"] == 12 * (not lists)  # a fetch asks for itself
+    assert [file.name for file in source.store.files] == [f"s-{k}.jsonl" for k in range(12)]
 
 
 def test_bad_patterns_name_what_is_missing(store, tmp_path):

@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader
 
 from orchmllm.config.balance import BalanceConfig
 from orchmllm.config.recipe import CheckpointConfig
-from orchmllm.data.loading import forks, long_calls, pipeline
+from orchmllm.data.loading import forks, long_calls, pipeline, whole_examples
 from orchmllm.data.loading.workers import Workers
 from orchmllm.data.media.medium import MediaError
 from orchmllm.runtime.stop import Stopped
@@ -97,8 +97,10 @@ class Told(SyntheticDataset):
         return super().load(i, **how)
 
 
-def order_of_loads(world, folder: str, cached_examples: int) -> tuple[list[list[int]], list[int]]:
-    """The examples of each step, and all examples in the order in which workers began them."""
+def order_of_loads(world, folder: str, cached_examples: int, segments: int, rest_s: float
+                   ) -> tuple[list[list[int]], list[int]]:
+    """The examples of each step, and all examples in the order in which workers began them.
+    segments: planned at most; rest_s: of the workers after each step."""
     run = run_recipe(2)
     run = replace(run, train=replace(run.train, num_steps=8))
     steps = [step.example_ids_of_rank for step in Trainer(
@@ -107,18 +109,21 @@ def order_of_loads(world, folder: str, cached_examples: int) -> tuple[list[list[
     predicted = patch.object(long_calls, "predicted_s", lambda row, segments: (
         np.array([row.seconds]), np.zeros(1)))
     found = []
-    with predicted:
+    with predicted, patch.object(whole_examples, "SEGMENTS_PLANNED", segments):
         for step in Trainer(run, world, dataset=data).loader():
             found.append(step.example_ids_of_rank)
-            time.sleep(0.3)  # as training does: workers have nothing to do, on busy machines too
+            time.sleep(rest_s)  # as training does: workers have nothing to do
     assert found == steps
     return steps, [int(line) for line in open(data.path)]
 
 
-@pytest.mark.parametrize("cached_examples, early", [(4096, True), (30, False)])
-def test_a_call_that_takes_long_begins_early(tmp_path, cached_examples, early):
-    """Before those of two earlier steps, but not where the dataset would forget what is planned."""
-    (steps, loads), = run_ranks(order_of_loads, 1, str(tmp_path), cached_examples)
+@pytest.mark.parametrize("cached_examples, segments, early", [
+    (4096, 1 << 20, True), (30, 1 << 20, False), (4096, 30, False)])
+def test_a_call_that_takes_long_begins_early(tmp_path, cached_examples, segments, early):
+    """Before those of two earlier steps, but not where the dataset would forget what is planned,
+    or the plans would take much memory."""
+    (steps, loads), = run_ranks(order_of_loads, 1, str(tmp_path), cached_examples, segments,
+                                0.3 if early else 0.1)  # long enough on busy machines
     assert sorted(set(loads)) == sorted(i for step in steps for i in step)
     begun = loads.index(steps[-1][0])
     assert early == (begun < min(map(loads.index, steps[-3])))

@@ -17,9 +17,9 @@ import psutil
 import pytest
 import torch
 
-from orchmllm import launch
+from orchmllm import launch, train
 from orchmllm.launch import exit_with
-from orchmllm.runtime import local_ranks
+from orchmllm.runtime import local_ranks, preflight
 from orchmllm.train import main
 from tests.lib.commands import ROOT, train_args
 from tests.lib.launched import Command
@@ -72,6 +72,22 @@ def test_ranks_of_a_launcher_are_not_changed(tmp_path, demo_corpus, monkeypatch,
     monkeypatch.chdir(ROOT)
     assert main([*train_args(demo_corpus, tmp_path / "run")[2:], "--ranks", "3"]) == 2
     assert "--ranks 3, but the launcher has started 2 ranks" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("rank, looks", [(0, True), (1, False), (2, False)])
+def test_rank_0_looks_at_the_data_and_the_first_one_of_a_machine_at_it(
+        rank, looks, tmp_path, demo_corpus, monkeypatch):
+    for name, value in {"RANK": rank, "WORLD_SIZE": 4, "LOCAL_RANK": rank % 2,
+                        "LOCAL_WORLD_SIZE": 2, "MASTER_ADDR": "", "MASTER_PORT": 1}.items():
+        monkeypatch.setenv(name, str(value))
+    monkeypatch.setenv("ORCHMLLM_LEDGERS", "")  # which rank 0 sets
+    monkeypatch.chdir(ROOT)
+    checked, started = [], []
+    monkeypatch.setattr(preflight, "checks", lambda *_: checked.append(1) or [])
+    monkeypatch.setattr(train, "run_rank", lambda recipe, world, *_: started.append(world) or 0)
+    assert main(train_args(demo_corpus, tmp_path / "run")[2:]) == 0
+    assert len(checked) == (rank % 2 == 0)
+    assert (json.loads(started[0].ledgers) != []) == looks
 
 
 def test_that_ranks_share_cores_is_said_before_they_start(monkeypatch):

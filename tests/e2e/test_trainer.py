@@ -16,7 +16,8 @@ from orchmllm.config.balance import BalanceConfig
 from orchmllm.plan.assign import PhasePolicy
 from orchmllm.runtime.run_state import MediaLimitError
 from orchmllm.sharding.optimizer import learning_rate
-from orchmllm.trainer import Trainer, step
+from orchmllm.trainer import Trainer
+from orchmllm.trainer import step as trainer_step
 from tests.lib.ranks import run_ranks
 from tests.lib.synthetic import SHALLOW, SyntheticDataset, recipe
 from tests.lib.training import listened, train
@@ -51,7 +52,7 @@ def warnings_of(world, runs: dict[str, list]) -> list[list[str]]:
     """What a start says of where ranks are; runs: a recipe for machines of the ranks."""
     told = []
     for machines, run in runs.items():
-        with patch.object(step, "machine", lambda at=machines[world.rank]: at):
+        with patch.object(trainer_step, "machine", lambda at=machines[world.rank]: at):
             said = listened()
             Trainer(run, world, dataset=SyntheticDataset())
         told.append([text for text in said if "machine" in text])

@@ -4,10 +4,13 @@ What is listed of them."""
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from orchmllm.batch import FailedSegment
 from orchmllm.config.recipe import DataConfig, Recipe, RunConfig
@@ -38,6 +41,31 @@ def end_of(rows: str) -> str:
             return f"after {k + 1}: {error}"
         progress = Progress.from_json(json.loads(json.dumps(progress.to_json())))
     return "finished"
+
+
+def counted(rows: str, size: int) -> dict:
+    """What a run has counted after steps of so many rows, without the numbers of the steps."""
+    found = MediaCount()
+    for start in range(0, len(rows), size):
+        kinds = rows[start: start + size]
+        layout = BatchLayout.concat([BatchLayout.from_segments(start + k, 1, [
+            (m, text_lengths(1)) for m in SEGMENTS[kind]]) for k, kind in enumerate(kinds)],
+            [len(kinds)])
+        failed = [FailedSegment(k, 0, kind, FAILED[kind]) for k, kind in enumerate(kinds)
+                  if kind in FAILED]
+        lines = found.count(SimpleNamespace(
+            index=0, layout=layout, failed=failed[::-1], example_ids=start + np.arange(len(kinds))),
+            lambda example, segment: {"data_file": "a.jsonl", "row": example, "file": ""})
+        assert [line["example_id"] for line in lines] == [start + f.example for f in failed]
+    return asdict(found)
+
+
+@given(st.text("tirmh", min_size=1, max_size=40))
+def test_a_large_step_is_counted_as_its_rows_are_one_by_one(rows):
+    alone = counted(rows, 1)
+    assert alone["rows"]["failed"] == rows.count("r") and alone["failed"] == len(
+        [kind for kind in rows if kind in "mh"])
+    assert counted(rows, 3) == counted(rows, len(rows)) == alone
 
 
 @pytest.mark.parametrize("rows, end", [

@@ -27,6 +27,7 @@ COMPRESSED = tuple(kind + packed for kind in (*JSON_SUFFIXES, ".tar") for packed
 READABLE = (*JSON_SUFFIXES, *TABLE_SUFFIXES, *ARROW_SUFFIXES, ".tar", *COMPRESSED)
 NOT_DATA = {"tokenizer.json", "tokenizer_config.json", "dataset_infos.json", "dataset_info.json",
             "config.json"}
+RANGE = re.compile(r"\{(\d+)\.\.(\d+)\}")
 SPLIT = re.compile("(?<![a-z])(train(ing)?|val(id(ation)?)?|dev|test(ing)?|eval)(?![a-z])", re.I)
 LLAMA_FACTORY = "dataset_info.json"
 SPLITS, ONE_SPLIT = SAVED = ("dataset_dict.json", "state.json")  # of what save_to_disk wrote
@@ -82,7 +83,7 @@ def check_places(config: SourceConfig, what: str, *known: str) -> None:
 
 def _numbered(pattern: str) -> list[str]:
     """The names of a range such as shard-{000..012}.tar; none for another path."""
-    span = re.search(r"\{(\d+)\.\.(\d+)\}", pattern)
+    span = RANGE.search(pattern)
     if not span:
         return []
     first, last = span.groups()
@@ -211,7 +212,7 @@ def _find_remote(config: SourceConfig, cache_dir: Path, storage: Storage) -> Fou
         raise ValueError("columns.split is set, and split is not: which splits there are is not "
                          "known before every file is fetched; name one")
     numbered, url = _numbered(config.path), config.path.rstrip("/")
-    files = storage.each(numbered) if numbered else storage.listed(url)
+    files = storage.each(numbered, RANGE.sub("*", url, 1)) if numbered else storage.listed(url)
     if not files:
         raise ValueError("no such file or folder")
     if numbered or set("*?[") & set(url) or files[0].url == url:

@@ -25,7 +25,14 @@ from orchmllm.comm.exchange_bytes import Postponed, exchange_bytes
 from orchmllm.comm.pieces import Media, Piece
 from orchmllm.data.dataset import CACHED_BYTES
 from orchmllm.data.lengths import MeasuredExample
-from orchmllm.data.loading.long_calls import LONG_S, LONGER, NEXT, STEPS_PLANNED, Calls
+from orchmllm.data.loading.long_calls import (
+    LONG_S,
+    LONGER,
+    NEXT,
+    SEGMENTS_PLANNED,
+    STEPS_PLANNED,
+    Calls,
+)
 from orchmllm.data.loading.rank_messages import packed, unpacked
 from orchmllm.data.loading.ray_workers import RayWorkers
 from orchmllm.data.loading.workers import Workers
@@ -110,7 +117,7 @@ class WholeFeed:
         self._workers = (Workers(dataset, num_workers) if pool is None else
                          RayWorkers(dataset, pool, num_workers, orchestrator.rank))
         self._requested: deque[list[Request]] = deque()
-        self._num_loaded, self._steps_kept = 0, STEPS_PLANNED
+        self._num_loaded, self._steps_kept, self._num_segments = 0, STEPS_PLANNED, 1
         self._model, self.options = model, {"raw": model.encoders.raw}  # of every load
         self._blank = cache(lambda phase: self._described(
             phase, self.dataset.reader.blank(OF_MEDIA[phase])))
@@ -118,8 +125,9 @@ class WholeFeed:
     @property
     def lookahead(self) -> int:
         """It grows with the steps that were loaded, so that the first one comes soon, and ends
-        where the dataset would forget what was planned."""
-        most = min(STEPS_PLANNED, NEXT - 1 + 3 * self._num_loaded, self._steps_kept)
+        where the dataset would forget what was planned, or the plans would take much memory."""
+        most = min(STEPS_PLANNED, NEXT - 1 + 3 * self._num_loaded, self._steps_kept,
+                   SEGMENTS_PLANNED // self._num_segments)
         return self.config_digest * max(NEXT - 1, most)
 
     def draw(self, index: int) -> BatchLayout | None:
@@ -139,6 +147,7 @@ class WholeFeed:
 
     def announce(self, step: Step) -> None:
         self._requested.append([])
+        self._num_segments = len(step.layout.modality)
         for micro in step.micro:
             kept = sum(r.calls.num_bytes for requests in self._requested for r in requests)
             self._requested[-1].append(Request(
