@@ -99,9 +99,9 @@ class MediaCount(Count):
             name = _NAMES[failure.modality]
             self.unreadable[name] = self.unreadable.get(name, 0) + 1
             self.first.setdefault(name, said)
-        self.rows.add_all(np.setdiff1d(
-            np.arange(layout.num_examples), [example for example, _ in failures]), texts)
-        read = np.setdiff1d(np.flatnonzero(layout.modality != TEXT), [place for place, _ in media])
+        rows, read = np.arange(layout.num_examples), np.flatnonzero(layout.modality != TEXT)
+        self.rows.add_all(rows[~np.isin(rows, [example for example, _ in failures])], texts)
+        read = read[~np.isin(read, [place for place, _ in media])]
         self.add_all(read, media)
         for code, num in enumerate(np.bincount(layout.modality[read]).tolist()):
             if num:
