@@ -89,7 +89,7 @@ def _in_epochs(draws: np.ndarray, count: int, order: Callable[[int], np.ndarray]
 
 
 def _as_array(rows: Sequence[int]) -> np.ndarray:
-    """(n,) int64. numpy would ask a range for each of its numbers, minutes of 1e9 rows."""
+    """(n,) int64. numpy would ask a range for each of its numbers."""
     if isinstance(rows, range):
         return np.arange(rows.start, rows.stop, rows.step, dtype=np.int64)
     return np.asarray(rows, np.int64)
