@@ -50,7 +50,8 @@ class Count:
         self.last = failure or self.last
 
     def add_all(self, read: np.ndarray, failed: Sequence[tuple[int, str]]) -> None:
-        """Those that were read, by their places, and those that were not, with what is said."""
+        """Adds those that were read, by their places (n,), which rise, and those that were not, by
+        theirs, with what is said of them."""
         last = int(read[-1]) if len(read) else -1
         for _, said in filter(lambda one: one[0] < last, failed):
             self.add(said)

@@ -36,8 +36,8 @@ def local_parts(tensors: Mapping[str, Tensor], first: bool) -> dict[str, Tensor]
 
 def write_shard(folder: Path, number: int, tensors: Mapping[str, Tensor],
                 parts: Mapping[str, Tensor]) -> Path:
-    """Writes `parts`, as `local_parts` gives them, of `tensors`, which are looked at for their
-    places alone, and returns the file's path. number: of this file, from 1."""
+    """Writes `parts`, as `local_parts` gives them, of `tensors` of any shapes, which are looked at
+    for their places alone, and returns the file's path. number: of this file, from 1."""
     path = folder / f"shard-{number:05d}-model-00001-of-00001.safetensors"
     write_safetensors(path, parts, {
         "DCP_SHARDING_INFO": json.dumps(
