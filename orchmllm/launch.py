@@ -103,7 +103,7 @@ def say(text: str) -> None:
 class World:
     """This process's place. attempt: restarts of the elastic launcher so far. checked: whether the
     launcher has checked what the run needs of this machine. ledgers: where it saw rows of each
-    source go, as JSON; empty where it has not looked."""
+    source go, as JSON; [] where rank 0 does, and empty where nobody has."""
 
     rank: int
     world_size: int
@@ -174,6 +174,16 @@ def _first_host(nodelist: str) -> str:
     except (OSError, subprocess.CalledProcessError, IndexError) as e:
         raise ValueError(f"scontrol does not tell the first of the nodes {nodelist} ({e}): set "
                          "MASTER_ADDR to the address of the node of rank 0") from e
+
+
+def machine() -> str:
+    """A name that no other running machine or container has, also if this one is the clone of
+    another; '' where the system does not tell."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8")
+        return os.uname().nodename + boot.strip() + os.readlink("/proc/self/ns/pid")
+    except OSError:
+        return ""
 
 
 def current_world() -> World | None:

@@ -228,9 +228,8 @@ def make_sampler(dataset, rows: Sequence[int], batch_size: int, *, seed: int,
     index."""
     if getattr(dataset, "streaming", False):
         return StreamSampler(batch_size)
-    sources = getattr(dataset, "sources", ())
+    sources, rows = getattr(dataset, "sources", ()), _as_array(rows)
     if len(sources) > 1 or any(s.config.repeats > 1 for s in sources):
-        rows = _as_array(rows)
         ends = np.cumsum([len(s) for s in sources[:-1]])
         groups = np.split(rows, np.searchsorted(rows, ends))
         weights = [s.config.weight for s in sources]
@@ -240,7 +239,7 @@ def make_sampler(dataset, rows: Sequence[int], batch_size: int, *, seed: int,
         rows = np.concatenate([np.tile(g, s.config.repeats)
                                for g, s in zip(groups, sources, strict=True)])
     if data.batching == "capped":
-        groups = capped_groups(dataset, _as_array(rows), data, seed)
+        groups = capped_groups(dataset, rows, data, seed)
         return CappedSampler(rows, groups, max(1, batch_size // per_rank), seed=seed)
     return GlobalSampler(rows, batch_size, seed=seed, window=data.shuffle_window)
 

@@ -23,7 +23,6 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.api import CheckpointException
 
 from orchmllm.batch import on_this_device
 from orchmllm.comm.errors import AgreedError
@@ -32,6 +31,7 @@ from orchmllm.config.recipe import CheckpointConfig
 from orchmllm.runtime.files import fsync, identify, write_text
 from orchmllm.runtime.host_copies import HostCopies
 from orchmllm.runtime.lineage import (
+    VERSION,
     candidates,
     clear_leftovers,
     delete,
@@ -39,15 +39,14 @@ from orchmllm.runtime.lineage import (
     list_saved,
     new_line,
     next_sequence,
+    problem_of,
     read_saved,
     set_aside,
     surplus,
 )
 from orchmllm.runtime.shards import fill, local_parts, write_shard
 
-VERSION = 1
 THREAD = "orchmllm-checkpoint"  # that a save is written in
-LINEAGE = {"run", "sequence", "ancestors"}  # of a manifest
 
 
 class CheckpointError(AgreedError):
@@ -292,41 +291,11 @@ class Checkpointer:
         error, result = "", None
         try:
             result = work()
-        except (Exception, CheckpointException) as e:  # shared, then raised on all ranks
-            cause = _root_cause(e)
-            error = f"{type(cause).__name__}: {cause}"
+        except Exception as e:  # shared, then raised on all ranks
+            error = f"{type(e).__name__}: {e}"
         failures = [(r, t) for r, t in enumerate(gather_texts(self._gather, error)) if t]
         if failures:
             raise CheckpointError(f"checkpoint {step}: rank {failures[0][0]} failed: "
                                   f"{failures[0][1]}; earlier checkpoints in {self.root} are "
                                   "untouched")
         return result
-
-
-def problem_of(path: Path, part: int = 0, parts: int = 1) -> str:
-    """What is wrong with a checkpoint's files, of which this is share `part` of `parts`; or ''."""
-    try:
-        manifest = json.loads((path / "manifest.json").read_text(encoding="utf-8"))
-        if manifest["version"] != VERSION:
-            return f"manifest.json: version {manifest['version']}, this code reads {VERSION}"
-        if missing := sorted(LINEAGE - manifest.keys()):
-            return f"manifest.json: it has no {', '.join(missing)}"
-        # torch reads every such file of the folder.
-        if more := {p.name for p in path.glob("*.safetensors")} - manifest["files"].keys():
-            return f"{min(more)} was not saved with it: move it elsewhere"
-        for name, recorded in sorted(manifest["files"].items())[part::parts]:
-            if Path(name).name != name:
-                return f"manifest.json: {name!r} is not a file name"
-            if identify(path / name) != recorded:
-                return f"{name} is not what was saved (size or SHA-256 differs)"
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as e:
-        return f"{type(e).__name__}: {e}"
-    return ""
-
-
-def _root_cause(error: BaseException) -> BaseException:
-    """torch wraps errors in a CheckpointException (a BaseException) that holds all ranks' ones."""
-    if failures := getattr(error, "failures", None):
-        error = next(iter(failures.values()))
-        error = error[0] if isinstance(error, tuple) else error
-    return error

@@ -26,6 +26,7 @@ import torch
 import torch.distributed as dist
 
 from orchmllm.comm.errors import AgreedError
+from orchmllm.launch import machine
 from orchmllm.models.phase_clock import PhaseClock
 from orchmllm.runtime.checkpoint import THREAD
 from orchmllm.runtime.stall_report import (
@@ -261,16 +262,6 @@ class HangWatchdog:
                 (self._folder / f"flight_recorder_rank{self.rank}.json").write_bytes(dump())
         except OSError as e:  # must not keep this rank from ending
             print(f"warning: no stacks in {self._folder}: {e}", file=sys.stderr)
-
-
-def machine() -> str:
-    """A name that no other running machine or container has, also if this one is the clone of
-    another; '' where the system does not tell."""
-    try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8")
-        return os.uname().nodename + boot.strip() + os.readlink("/proc/self/ns/pid")
-    except OSError:
-        return ""
 
 
 def _lives(pid: int) -> bool:

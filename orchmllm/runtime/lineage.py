@@ -1,5 +1,5 @@
-"""Which checkpoints of a folder belong to which run, in which order they were saved, and which of
-them may go.
+"""Which checkpoints of a folder are sound and belong to which run, in which order they were saved,
+and which of them may go.
 
 Every save has a `sequence` number, one above the highest of the folder, so a later save has a
 higher one whatever its step is. It also names its `run`; `ancestors` are the runs that this one
@@ -20,8 +20,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from orchmllm.runtime.files import fsync
+from orchmllm.runtime.files import fsync, identify
 
+VERSION = 1  # of a manifest
+LINEAGE = {"run", "sequence", "ancestors"}  # which every manifest names
 PREFIXES = ("step_", "aside_step_")
 LEFTOVERS = (".staged_*", ".old_*")
 START_CURE = ("give a run folder, or a step_... folder in its checkpoints; exported weights are "
@@ -160,3 +162,24 @@ def clear_leftovers(root: Path) -> None:
     """Deletes them."""
     for path in leftovers(root):
         shutil.rmtree(path, ignore_errors=True)
+
+
+def problem_of(path: Path, part: int = 0, parts: int = 1) -> str:
+    """What is wrong with a checkpoint's files, of which this is share `part` of `parts`; or ''."""
+    try:
+        manifest = json.loads((path / "manifest.json").read_text(encoding="utf-8"))
+        if manifest["version"] != VERSION:
+            return f"manifest.json: version {manifest['version']}, this code reads {VERSION}"
+        if missing := sorted(LINEAGE - manifest.keys()):
+            return f"manifest.json: it has no {', '.join(missing)}"
+        # torch reads every such file of the folder.
+        if more := {p.name for p in path.glob("*.safetensors")} - manifest["files"].keys():
+            return f"{min(more)} was not saved with it: move it elsewhere"
+        for name, recorded in sorted(manifest["files"].items())[part::parts]:
+            if Path(name).name != name:
+                return f"manifest.json: {name!r} is not a file name"
+            if identify(path / name) != recorded:
+                return f"{name} is not what was saved (size or SHA-256 differs)"
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as e:
+        return f"{type(e).__name__}: {e}"
+    return ""

@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
@@ -73,8 +74,12 @@ def write_safetensors(path: Path, tensors: Mapping[str, Tensor], metadata: dict[
 
 def fill(folder: Path, tensors: Mapping[str, Tensor]) -> None:
     """Fills tensors (of any shapes, by their names there) in place from the files of a folder,
-    whatever the number of ranks that saved them. Raises torch's CheckpointException where one is
-    missing or has another shape."""
+    whatever the number of ranks that saved them. Raises RuntimeError where one is missing, and
+    ValueError where it has another shape."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
-        dcp.load(dict(tensors), storage_reader=HuggingFaceStorageReader(str(folder)), no_dist=True)
+        try:
+            dcp.load(dict(tensors), storage_reader=HuggingFaceStorageReader(str(folder)),
+                     no_dist=True)
+        except CheckpointException as e:  # a BaseException around what was raised
+            raise next(iter(e.failures.values()))[0] from e

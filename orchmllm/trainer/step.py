@@ -18,7 +18,7 @@ from orchmllm.data.dataset import ConversationDataset
 from orchmllm.data.loading.ray_workers import join_pool
 from orchmllm.data.loading.whole_examples import feed_of
 from orchmllm.hf.sources import WeightSource, find_sources
-from orchmllm.launch import World, device_of, gpu_of
+from orchmllm.launch import World, device_of, gpu_of, machine
 from orchmllm.models.flops import mfu, peak_flops
 from orchmllm.models.whole_flops import plan_spec
 from orchmllm.models.whole_model import describe_attention
@@ -26,7 +26,7 @@ from orchmllm.plan.assign import PlanSpec, digest64
 from orchmllm.proof.prove import prove_on_first_rank
 from orchmllm.runtime.build import build_dataset, build_orchestrator
 from orchmllm.runtime.display import RunDisplay
-from orchmllm.runtime.health import HangWatchdog, machine
+from orchmllm.runtime.health import HangWatchdog
 from orchmllm.runtime.host_memory import trim
 from orchmllm.runtime.measured import Reported, StepTimer, thread_times
 from orchmllm.runtime.profile import StepProfiler
@@ -103,12 +103,13 @@ class StepTrainer:
 
     def _look_at_machines(self, spec: PlanSpec) -> None:
         """Warns where the ranks of one do not follow each other, as those of a node have to."""
-        machines = self._on_cpu(np.array([digest64(machine().encode())]))[:, 0]
-        starts = np.flatnonzero(np.diff(machines, prepend=machines[0] - 1))
-        if spec.ranks_per_node > 1 and len(starts) > len(np.unique(machines)):
-            self._log(f"warning: the ranks of a machine do not follow each other (rank {starts[1]} "
-                      f"is on another one than rank {starts[1] - 1}, and a later rank is not), so "
-                      "what the ranks of a node exchange crosses machines: with srun, use "
+        found = self._on_cpu(np.array([digest64(machine().encode())]))[:, 0]
+        starts = np.flatnonzero(found[1:] != found[:-1]) + 1  # each on another one than before
+        back = [rank for rank in starts.tolist() if found[rank] in found[:rank]]
+        if back and spec.ranks_per_node > 1:
+            self._log(f"warning: the ranks of a machine do not follow each other (rank {back[0]} "
+                      f"is on that of an earlier rank, and rank {back[0] - 1} is not), so what the "
+                      "ranks of a node exchange crosses machines: with srun, use "
                       "--distribution=block")
 
     def _open_data(self, dataset: ConversationDataset | None) -> None:

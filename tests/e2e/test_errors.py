@@ -9,7 +9,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from orchmllm.runtime.checkpoint import problem_of
+from orchmllm.runtime.lineage import problem_of
 from orchmllm.runtime.metrics import read_rows
 from tests.lib.commands import train_args
 from tests.lib.launched import Command, run_local

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from orchmllm.config.balance import BalanceConfig
+from orchmllm.config.recipe import Recipe
 from orchmllm.plan.assign import PhasePolicy
 from orchmllm.runtime.run_state import MediaLimitError
 from orchmllm.sharding.optimizer import learning_rate
@@ -48,7 +49,7 @@ def test_the_choice_of_attention_is_said_once(tmp_path):
     assert "device is cpu" in said[1]
 
 
-def warnings_of(world, runs: dict[str, list]) -> list[list[str]]:
+def warnings_of(world, runs: dict[str, Recipe]) -> list[list[str]]:
     """What a start says of where ranks are; runs: a recipe for machines of the ranks."""
     told = []
     for machines, run in runs.items():
@@ -63,7 +64,7 @@ def test_ranks_of_a_machine_that_do_not_follow_each_other_are_told():
     nodes, alone = (recipe(model=SHALLOW, balance=BalanceConfig(ranks_per_node=n)) for n in (2, 1))
     none, apart, back = run_ranks(warnings_of, 3, {"aab": nodes, "abb": nodes, "aba": nodes})[0]
     assert none == apart == [] and len(back) == 1
-    assert "(rank 1 is on another one than rank 0, and a later rank is not)" in back[0]
+    assert "(rank 2 is on that of an earlier rank, and rank 1 is not)" in back[0]
     assert run_ranks(warnings_of, 3, {"aba": alone})[0] == [[]]  # nothing is exchanged in a node
 
 

@@ -25,7 +25,6 @@ from orchmllm.data.loading.workers import Call, Result, Workers
 
 LONG_S, PART_S = 0.5, 0.25  # predicted: of a call that takes long, and of its parts at least
 STEPS_PLANNED = 24  # beyond the one that is loaded, so that long calls of these can be made early
-SEGMENTS_PLANNED = 1 << 20  # of all ranks in these steps, which each rank holds: about 200 MB
 NEXT = 2  # steps of which all calls are asked for: the one that is loaded, and the one after it
 WORTH = 1.25  # times as long is worth it for early calls, if their parts are shorter
 LONGER = 2.0  # than the mean of these steps, so at most half as many calls as steps are early

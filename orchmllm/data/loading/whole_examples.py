@@ -25,14 +25,7 @@ from orchmllm.comm.exchange_bytes import Postponed, exchange_bytes
 from orchmllm.comm.pieces import Media, Piece
 from orchmllm.data.dataset import CACHED_BYTES
 from orchmllm.data.lengths import MeasuredExample
-from orchmllm.data.loading.long_calls import (
-    LONG_S,
-    LONGER,
-    NEXT,
-    SEGMENTS_PLANNED,
-    STEPS_PLANNED,
-    Calls,
-)
+from orchmllm.data.loading.long_calls import LONG_S, LONGER, NEXT, STEPS_PLANNED, Calls
 from orchmllm.data.loading.rank_messages import packed, unpacked
 from orchmllm.data.loading.ray_workers import RayWorkers
 from orchmllm.data.loading.workers import Workers
@@ -43,6 +36,7 @@ from orchmllm.plan.assign import PlanSpec
 from orchmllm.plan.layout import ENCODERS, OF_MEDIA, BatchLayout
 from orchmllm.plan.rearrange import Rearrangement
 
+SEGMENTS_PLANNED = 1 << 20  # of all ranks, in the steps that a rank holds: some 200 bytes each
 # Of a microbatch and a rank: media by phase (tensors by argument, for `tensors` a Piece, for
 # `bytes` also the row that a medium is loaded from), and examples without their media.
 Content = tuple[dict[str, list], list[ProcessedExample]]

@@ -24,7 +24,7 @@ def checkpoint_in(folder: Path) -> Path:
 
 def check_files(checkpoint: Path, cure: str) -> None:
     """Raises ValueError, with the cure, where its files are not what was saved."""
-    from orchmllm.runtime.checkpoint import problem_of
+    from orchmllm.runtime.lineage import problem_of
 
     if problem := problem_of(checkpoint):
         raise ValueError(f"checkpoint {checkpoint}: {problem}: {cure}")
