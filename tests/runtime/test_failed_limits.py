@@ -66,6 +66,8 @@ def test_a_large_step_is_counted_as_its_rows_are_one_by_one(rows):
     assert alone["rows"]["failed"] == rows.count("r") and alone["failed"] == len(
         [kind for kind in rows if kind in "mh"])
     assert counted(rows, 3) == counted(rows, len(rows)) == alone
+    assert [f"row {k} " in alone["first"]["vision"] for k, kind in enumerate(rows)
+            if kind in "mh"][:1] == [True] * bool(alone["failed"])
 
 
 @pytest.mark.parametrize("rows, end", [

@@ -69,6 +69,24 @@ def test_a_save_that_would_lack_a_part_is_refused_on_all_ranks(tmp_path):
     assert not [*tmp_path.glob("step_*")]
 
 
+def unfit(world, folder: Path) -> list[str]:
+    """What is said of tensors that a checkpoint lacks, or has in another shape."""
+    keeper = Checkpointer(folder, CheckpointConfig(asynchronous=False), RowGather(8))
+    keeper.save(1, {"x": torch.ones(3)}, {})
+    said = []
+    for wanted in ({"y": torch.ones(3)}, {"x": torch.ones(4)}):
+        with pytest.raises(CheckpointError) as told:
+            keeper.load(keeper.saved, wanted if world.rank else {"x": torch.ones(3)})
+        said.append(str(told.value))
+    return said
+
+
+def test_what_does_not_fit_one_rank_is_told_on_all(tmp_path):
+    for missing, shape in run_ranks(unfit, 2, tmp_path):
+        assert "rank 1 failed: RuntimeError: Missing key in checkpoint state_dict: y" in missing
+        assert "rank 1 failed: ValueError: Size mismatch" in shape
+
+
 def read_whole(world, path: Path) -> None:
     """Also on another number of ranks than saved it."""
     keeper = Checkpointer(path.parent, CheckpointConfig(), RowGather(8))
