@@ -4,8 +4,11 @@ or read in little memory."""
 from __future__ import annotations
 
 import base64
+import errno
 import io
 import json
+import os
+import resource
 import time
 from pathlib import Path
 
@@ -172,6 +175,33 @@ def test_the_copy_of_another_file_under_the_same_name_is_not_read(tmp_path):
     assert stores[1].row(3) == {"a": "other 3"} and len([*tmp_path.glob("*.arrow")]) == 1
     with pytest.warns(UserWarning), pytest.raises(StorageError, match="a.parquet has changed"):
         stores[0].row(3)
+
+
+@pytest.mark.parametrize("order", ["one after the other", "in turn"])
+def test_more_parquet_files_than_may_be_open(tmp_path, monkeypatch, order):
+    """No row is lost, and one that cannot be read for want of descriptors is not called damaged."""
+    import pyarrow as pa
+    import pyarrow.parquet
+
+    monkeypatch.setattr(arrow, "OPEN_FILES", 4)
+    stores = []
+    for k in range(12):
+        pa.parquet.write_table(pa.table({"a": list(range(100 * k, 100 * k + 100))}),
+                               tmp_path / f"{k}.parquet")
+        stores.append(arrow.ParquetRows(tmp_path / f"{k}.parquet", 0, tmp_path))
+    before = set(os.listdir("/proc/self/fd"))
+    places = [(k, i) for k in range(12) for i in (0, 20)]
+    for k, i in places if order == "one after the other" else sorted(places, key=lambda p: p[1]):
+        assert stores[k].row(i) == {"a": 100 * k + i}
+    assert len(set(os.listdir("/proc/self/fd")) - before) <= 4
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (0, hard))
+    try:
+        with pytest.raises(OSError) as error:
+            stores[0].row(1)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert error.value.errno == errno.EMFILE
 
 
 def test_a_stream_of_parquet_decodes_a_row_group_once(tmp_path, monkeypatch):

@@ -9,8 +9,10 @@ import math
 import threading
 import warnings
 from abc import abstractmethod
-from collections.abc import Callable, Iterator
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -20,7 +22,7 @@ import numpy as np
 from orchmllm.config.recipe import SourceConfig
 from orchmllm.data.formats.rows import JoinedRows, OrderedUnit, RowStore, StreamRow
 from orchmllm.data.formats.scanned import File, digest, scanned, sizes
-from orchmllm.data.media.medium import RowError
+from orchmllm.data.media.medium import OUT_OF, RowError
 from orchmllm.data.storage.cache import written
 from orchmllm.data.storage.clients import StorageError
 from orchmllm.data.storage.remote import RemoteFile
@@ -28,6 +30,28 @@ from orchmllm.data.storage.remote import RemoteFile
 ROWS_AT_ONCE = 16  # of a parquet file that are decoded together
 # Bytes decoded per byte of a parquet file, of those that hold more than SMALL_BYTES.
 MAX_EXPANSION, SMALL_BYTES = 400, 64 << 20
+OPEN_FILES = 128  # that a thread reads; it may have 1024 open, each with the rows decoded last
+
+
+@dataclass
+class _Place:
+    """How far a group of a file has been read. batch: its rows from `first` on, decoded last; rest:
+    the batches behind it."""
+
+    group: int
+    rest: Iterator
+    batch: Sequence = ()
+    first: int = 0
+
+
+class _Places(threading.local):
+    """Of each thread, for the files that it read last, the one that it read first in front."""
+
+    def __init__(self) -> None:
+        self.of: OrderedDict[ArrowRows, _Place] = OrderedDict()
+
+
+_PLACES = _Places()
 
 
 class ArrowRows(RowStore):
@@ -38,7 +62,6 @@ class ArrowRows(RowStore):
     def __init__(self, path: File, max_row_bytes: int, cache_dir: Path) -> None:
         self.kind, self.files, self.root = f"{path.suffix[1:]} file", [path], path.parent
         self.data = scanned(path.copied(cache_dir) if isinstance(path, RemoteFile) else path)
-        self._here = threading.local()  # what each thread has read last
         with _reading(f"{path}: not {path.suffix[1:]} that can be read"):
             self._start = np.concatenate([[0], np.cumsum(self.open(cache_dir), dtype=np.int64)])
 
@@ -66,19 +89,24 @@ class ArrowRows(RowStore):
     def _slice(self, i: int):
         """Row i as a record batch, which keeps those that were decoded with it. Raises RowError."""
         group = int(np.searchsorted(self._start, i, side="right")) - 1
-        offset, here = int(i - self._start[group]), self._here
-        if getattr(here, "group", -1) != group or offset < here.first:
-            here.group, here.rest, here.batch, here.first = group, self.batches(group), (), 0
+        offset, places = int(i - self._start[group]), _PLACES.of
+        here = places.pop(self, None)
+        if here is None or here.group != group or offset < here.first:
+            here = _Place(group, self.batches(group))
         try:
             while offset >= here.first + len(here.batch):
                 here.first += len(here.batch)
                 here.batch = next(here.rest)
-            return here.batch.slice(offset - here.first, 1)
         except StorageError:
             raise
         except Exception as error:  # of pyarrow, on bad bytes
-            here.group = -1
+            if isinstance(error, OSError) and error.errno in OUT_OF:
+                raise
             raise RowError(f"the {self.kind} is damaged: {error}") from error
+        places[self] = here
+        while len(places) > OPEN_FILES:
+            places.popitem(last=False)
+        return here.batch.slice(offset - here.first, 1)
 
 
 class IpcRows(ArrowRows):
@@ -124,6 +152,7 @@ class ParquetRows(ArrowRows):
     def _slice(self, i: int):
         if self._copy is None and self._in_vain > len(self):
             self._copy = self._copied()
+            _PLACES.of.pop(self, None)
         if self._copy is not None:
             return self._copy._slice(i)
         self._in_vain -= self._in_vain > 0
