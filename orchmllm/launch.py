@@ -116,6 +116,19 @@ class World:
     ledgers: str = ""
 
 
+def _on_this_node(env: Mapping[str, str], world_size: int) -> int:
+    """Ranks of a node where a program set RANK by itself: by the variables of MPI or srun where
+    these started as many ranks, else all of them."""
+    def told(name: str) -> int:
+        return int(env[name]) if env.get(name, "").isdecimal() else 0
+
+    if told("OMPI_COMM_WORLD_SIZE") == world_size:
+        return told("OMPI_COMM_WORLD_LOCAL_SIZE") or world_size
+    if told("SLURM_NTASKS") == world_size:
+        return -(-world_size // (told("SLURM_NNODES") or 1))
+    return world_size
+
+
 def world_from(env: Mapping[str, str]) -> World | None:
     """The place that a launcher gave this process, None if there is none.
 
@@ -134,7 +147,7 @@ def world_from(env: Mapping[str, str]) -> World | None:
         if "RANK" in env:
             rank, world_size = number("RANK"), number("WORLD_SIZE")
             local_rank = number("LOCAL_RANK", 0)
-            local_size = number("LOCAL_WORLD_SIZE", world_size)
+            local_size = number("LOCAL_WORLD_SIZE", _on_this_node(env, world_size))
             if not (0 <= rank < world_size and 0 <= local_rank < local_size <= world_size):
                 raise ValueError(
                     f"the launcher says RANK={rank} of WORLD_SIZE={world_size} and LOCAL_RANK="

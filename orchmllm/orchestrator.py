@@ -76,6 +76,11 @@ class Orchestrator:
         self.programs = SharedPrograms(gather) if spec.balance.num_programs else None
         self.closed_thread: threading.Thread | None = None  # of the last loader that was closed
 
+    @property
+    def is_shard(self) -> bool:
+        """Whether other ranks share the step, which learn of an error in COMMIT alone."""
+        return self._commit_gather is not self._gather
+
     def settle(self) -> None:
         """Waits for the thread of a loader that was closed while it loaded: until it has ended, no
         other may use the groups."""
@@ -178,8 +183,9 @@ class Orchestrator:
         details = [json.loads(t) if t else [None, []]
                    for t in gather_texts(everyone, detail, head["detail_bytes"])]
         raise_first(step, [d[0] for d in details], error)
-        first = everyone.rank - self.rank  # of this shard
-        require_agreement(step, "plan", head["digest"][first: first + self.world_size], first)
+        for first in range(0, everyone.world_size, self.world_size):  # of each shard
+            require_agreement(step, "plan", head["digest"][first: first + self.world_size], first)
+        first = everyone.rank - self.rank  # of this one
         loops = head["loop_us"][first: first + self.world_size]
         # Two ranks may have read the same.
         return (list(dict.fromkeys(FailedSegment(*f) for _, items in details for f in items)),

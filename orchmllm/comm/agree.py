@@ -9,6 +9,8 @@ import numpy as np
 
 from orchmllm.comm.errors import AgreedError
 
+MOST_CHARS = 4000  # of an error's text
+
 
 class RemoteError(AgreedError):
     """An exception on at least one rank, raised with the same text on all of them."""
@@ -32,13 +34,16 @@ def raise_first(step: int, errors: Sequence[str | None], own: Exception | None =
 
 def describe(error: BaseException | None) -> str:
     """The text under which an exception is raised on all ranks; empty for None. It can always be
-    encoded: the other ranks wait for it."""
+    encoded: the other ranks wait for it. Of a long one its two ends: each rank holds the texts of
+    all in as many bytes as the longest has."""
     if error is None:
         return ""
     try:
         text = str(error)
     except Exception:
         text = "(its text raises an exception)"
+    if len(text) > MOST_CHARS:
+        text = f"{text[:MOST_CHARS // 2]} [...] {text[-MOST_CHARS // 2:]}"
     return f"{type(error).__name__}: {text}".encode(errors="backslashreplace").decode()
 
 

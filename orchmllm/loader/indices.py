@@ -24,6 +24,7 @@ from orchmllm.loader.process_groups import Links
 from orchmllm.plan.layout import TEXT, BatchLayout
 from orchmllm.plan.step import StepPlan
 
+NO_LIMIT = np.iinfo(np.int64).max
 END = object()  # no batch: the user's may be None
 Draws = Iterator[tuple[Sequence[int], np.ndarray | None]]
 
@@ -136,21 +137,26 @@ def batch_layout(
     n = len(lengths)
     table = np.zeros((n, 7), np.int64)
     table[:, 0] = TEXT
-    for k, given in enumerate(lengths):
-        try:
-            length = index(given)
-        except TypeError as error:
-            raise TypeError(
-                f"example {example_ids[k]}: its length is {given!r}; give a whole number (media "
-                "are balanced by orchmllm.balance_encoders)") from error
-        if length < 0:
-            raise ValueError(f"example {example_ids[k]} has length {length}: must be >= 0")
-        if 0 < max_tokens < length:
-            raise ValueError(f"example {example_ids[k]} has {length} tokens, more than max_tokens "
-                             f"= {max_tokens}: leave it out, or raise max_tokens")
-        table[k, 3] = length
+    if getattr(lengths, "dtype", None) != np.int64:
+        lengths = np.array([_length(given, k) for given, k in zip(lengths, example_ids,
+                                                                  strict=True)], np.int64)
+    is_wrong = (lengths < 0) | (lengths > (max_tokens or NO_LIMIT))
+    for k in np.flatnonzero(is_wrong)[:1].tolist():
+        if lengths[k] < 0:
+            raise ValueError(f"example {example_ids[k]} has length {lengths[k]}: must be >= 0")
+        raise ValueError(f"example {example_ids[k]} has {lengths[k]} tokens, more than max_tokens "
+                         f"= {max_tokens}: leave it out, or raise max_tokens")
+    table[:, 3] = lengths
     return BatchLayout.from_table(np.asarray(example_ids, np.int64), np.zeros(n, np.int64),
                                   np.ones(n, np.int64), table, examples_per_rank)
+
+
+def _length(given: Any, example: int) -> int:
+    try:
+        return index(given)
+    except TypeError as error:
+        raise TypeError(f"example {example}: its length is {given!r}; give a whole number (media "
+                        "are balanced by orchmllm.balance_encoders)") from error
 
 
 class PlannedIndices:
@@ -168,12 +174,12 @@ class PlannedIndices:
 class IndexFeed:
     """Each rank loads the examples that it processes.
 
-    source: of index lists. lengths: index -> length. batches: of torch's loader, with `indices` as
-    its batch_sampler. lookahead: see Feed; enough for what its workers prefetch.
+    source: of index lists. lengths: whole numbers, or index -> length. batches: of torch's loader,
+    with `indices` as its batch_sampler. lookahead: see Feed; enough for what its workers prefetch.
     """
 
     source: Draws
-    lengths: Callable[[int], Any]
+    lengths: np.ndarray | Callable[[int], Any]
     batches: Batches
     indices: PlannedIndices
     collator: Collator
@@ -188,8 +194,9 @@ class IndexFeed:
         if drawn is None:
             return None
         sampled, sizes = drawn
-        return batch_layout(sampled, [self.lengths(int(i)) for i in sampled], sizes,
-                            self.max_tokens)
+        lengths = (self.lengths[sampled] if isinstance(self.lengths, np.ndarray)
+                   else [self.lengths(int(i)) for i in sampled])
+        return batch_layout(sampled, lengths, sizes, self.max_tokens)
 
     def announce(self, step: Step) -> None:
         for micro in step.micro:

@@ -89,14 +89,18 @@ class Fit:
         self.knots = [tuple(knot) for knot in knots]
 
     def add(self, seen: np.ndarray) -> None:
-        """seen (n, 2): pairs, (0, 0) for none."""
+        """seen (n, 2): pairs, (0, 0) for none. Of more than KNOTS, some at equal distances in
+        their order are kept, with the first and the last."""
         known = dict(self.knots)
-        for length, positions in sorted({(a, b) for a, b in seen.tolist() if a}):
-            full = len(known) >= KNOTS and min(known) <= length <= max(known)
-            if length in known or not full:
+        full = len(known) >= KNOTS
+        first, last = self.knots[0][0] if full else 0, self.knots[-1][0] if full else 0
+        for length, positions in {(a, b) for a, b in seen.tolist() if a}:
+            if length in known or not full or not first <= length <= last:
                 known[length] = max(known.get(length, 0), positions)
-        sizes = np.maximum.accumulate([known[length] for length in sorted(known)] or [0])
-        self.knots = list(zip(sorted(known), sizes.tolist(), strict=False))
+        lengths = sorted(known)
+        sizes = np.maximum.accumulate([known[length] for length in lengths] or [0]).tolist()
+        kept = np.unique(np.linspace(0, len(lengths) - 1, KNOTS).round().astype(int)).tolist()
+        self.knots = [(lengths[k], sizes[k]) for k in kept] if lengths else []
 
     @property
     def is_length(self) -> bool:

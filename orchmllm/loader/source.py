@@ -7,6 +7,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Collection, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from operator import length_hint
@@ -152,6 +153,22 @@ def tail_is_filled(source: Source, batches: int) -> bool:
     return 0 < len(source.dataset) % (source.batch_size * batches) < batches
 
 
+def _looked_up(lengths: Any) -> Any:
+    """What IndexFeed takes: an array of what is whole numbers, which costs nothing to look up, else
+    a function. lengths: of the loader, None without them."""
+    table = lengths
+    if isinstance(lengths, Tensor):
+        table = lengths if lengths.is_floating_point() else lengths.cpu().numpy()
+    elif hasattr(lengths, "__array__"):
+        table = lengths = np.asarray(lengths)  # pandas has labels
+    elif isinstance(lengths, list | tuple):
+        with suppress(ValueError):  # lists of several lengths
+            table = np.asarray(lengths)
+    if isinstance(table, np.ndarray) and table.dtype.kind in "iu" and table.ndim == 1:
+        return table.astype(np.int64, copy=False)
+    return lengths.__getitem__ if hasattr(lengths, "__getitem__") else lengths
+
+
 class Reader:
     """Loads a source's examples, and makes the feed of each pass over them.
 
@@ -165,9 +182,7 @@ class Reader:
     ) -> None:
         self._source, self._collator, self._links = source, collator, links
         self._max_tokens = max_tokens
-        if hasattr(lengths, "__array__") and not isinstance(lengths, Tensor):  # pandas has labels
-            lengths = np.asarray(lengths)
-        self._lengths = lengths.__getitem__ if hasattr(lengths, "__getitem__") else lengths
+        self._lengths = _looked_up(lengths)
         self._indices = SharedIndices() if lengths is None else PlannedIndices()
         self._measure: Callable = list
         with_lengths = partial(measured, length_fn)
@@ -199,8 +214,10 @@ class Reader:
         instead."""
         source, links = self._source, self._links
         k = drawn_batches(order["accumulation_steps"])
+        # Each rank asks a function for its own examples alone: it may read and collate them.
+        knows_all = source.kind == "indices" and isinstance(self._lengths, np.ndarray)
         config = digest64(repr((
-            order, self._lengths is None, epoch, first, prefetch, source.drop_last,
+            order, self._lengths is None, knows_all, epoch, first, prefetch, source.drop_last,
             source.workers["num_workers"], source.workers["prefetch_factor"])).encode())
         if source.kind == "stream":
             examples = ForeignStream(
@@ -211,7 +228,7 @@ class Reader:
             if source.kind == "indices":
                 if source.drop_last:
                     num_left_out = order["num_examples"] % order["global_batch_size"]
-                drawn = global_indices(order, epoch, first, links, num_left_out, whole=loads)
+                drawn = global_indices(order, epoch, first, links, num_left_out, whole=knows_all)
             else:
                 drawn = sampled_indices(source.batch_sampler, k, first)
             num_dropped = num_left_out if links.gather.rank == 0 else 0  # summed over the ranks
@@ -219,7 +236,7 @@ class Reader:
                 fetched = self.loader.num_workers * (self.loader.prefetch_factor or 0)
                 return IndexFeed(
                     drawn, self._lengths, Batches(self.loader), self._indices, self._collator,
-                    config, lookahead=math.ceil(fetched / k), knows_all=source.kind == "indices",
+                    config, lookahead=math.ceil(fetched / k), knows_all=knows_all,
                     num_dropped=num_dropped, max_tokens=self._max_tokens)
             examples = IndexedStream(self.loader, self._indices, drawn, num_dropped)
         return ExampleFeed(examples, self._collator, links.gather.rank, links.cpu, config,

@@ -15,6 +15,13 @@ def other_kind(path: Path, saved: Mapping, model: ModelConfig) -> str:
     """Why a model cannot start from the checkpoint in `path`, of which `saved` is the model
     section; "" if it can."""
     adapters = bool(saved.get("lora", {}).get("rank"))
+    if adapters and model.lora.rank:
+        for key in ("rank", "alpha", "use_rslora"):  # what an adapter computes
+            there, here = saved["lora"][key], getattr(model.lora, key)
+            if there != here:
+                return (f"run.init_from: the adapters of {path} have model.lora.{key} {there}, and "
+                        f"here it is {here}: use that value, or name what orchmllm export --merged "
+                        "writes in model.pretrained in place of run.init_from")
     if adapters == bool(model.lora.rank):
         return ""
     kinds = ("all weights", "adapters alone")

@@ -3,6 +3,7 @@ rank still reaches all of them, as itself and not as a timeout."""
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from torch.utils.data import IterableDataset
@@ -50,6 +51,26 @@ def test_the_drop_in_tells_all_ranks():
     assert len({r[1] for r in ranks}) == 1, ranks
     cause = "TypeError: example['extra'] is a builtins.set, which cannot be sent"
     assert f"rank {BAD} failed" in ranks[0][1] and cause in ranks[0][1]
+
+
+def of_a_shard(world, what: str) -> tuple:
+    """Rank 1 has an error of its own where lengths are asked for, or other lengths."""
+    def length(i: int) -> int:
+        if world.rank == BAD and i >= 24:
+            raise KeyError("of a length")
+        return token_count(Texts()[i])
+
+    table = np.array([token_count(example) for example in map(Texts().__getitem__, range(48))])
+    table[24:] += 5 * (world.rank == BAD)
+    return outcome(loader_of(Texts(), 4, collate_fn=collate, shard_size=2, timeout_s=TIMEOUT_S,
+                             lengths=table if what == "ranks disagree on plan" else length))
+
+
+@pytest.mark.parametrize("what", ["KeyError: 'of a length'", "ranks disagree on plan"])
+def test_an_error_of_one_shard_is_raised_on_the_others(what):
+    """Which would else wait for its ranks in COMMIT, or in what follows it."""
+    ranks = run_ranks(of_a_shard, 4, what)
+    assert len(set(ranks)) == 1 and ranks[0][0] and what in ranks[0][1], ranks
 
 
 class Broken(SyntheticDataset):

@@ -322,3 +322,26 @@ def test_wire_round_trip(value):
 def test_wire_refuses(value, where):
     with pytest.raises(TypeError, match=where):
         wire.encode(value)
+
+
+def ask(world, kind: str) -> list:
+    """(The examples of which this rank asks the length, the numbers of the batches.)"""
+    asked: list[int] = []
+
+    def length(i: int) -> int:
+        asked.append(i)
+        return length_of(i)
+
+    lengths = [length_of(i) for i in range(48)]
+    loader = loader_of(Texts(), 4, collate_fn=collate, lengths={
+        "function": length, "list": lengths, "tensor": torch.tensor(lengths),
+        "array": np.array(lengths, np.uint16)}[kind])
+    return [asked, [batch["ids"].tolist() for batch in loader]]
+
+
+@pytest.mark.dist
+def test_a_rank_asks_a_function_for_the_lengths_of_its_own_examples():
+    asked, batches = zip(*run_ranks(ask, 2, "function"), strict=True)
+    assert sorted(asked[0] + asked[1]) == [*range(48)]
+    for kind in ("list", "tensor", "array"):
+        assert [yielded for _, yielded in run_ranks(ask, 2, kind)] == list(batches)

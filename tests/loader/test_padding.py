@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from orchmllm import BalancedDataLoader, CostModel
+from orchmllm.loader.positions import KNOTS, Fit
 from tests.lib.dropin import Texts, collate, length_of
 from tests.lib.ranks import run_ranks
 
@@ -240,3 +241,16 @@ def resumed(world) -> tuple[list, list]:
 def test_a_resumed_loader_keeps_what_it_saw():
     for rest, again in run_ranks(resumed, 2):
         assert rest == again and len(rest) == 6
+
+
+def test_few_pairs_of_a_length_and_its_positions_are_kept():
+    """Of thousands of ranks, in one step and in many, with as good a fit."""
+    rng, fit = np.random.default_rng(0), Fit()
+    for _ in range(20):
+        lengths = rng.integers(10, 9000, 2560)
+        fit.add(np.stack([lengths, 2 * lengths + 7], 1))
+        assert len(fit.knots) <= KNOTS + 2
+    asked = np.arange(20, 9000)
+    assert np.abs(fit(asked) - (2 * asked + 7)).max() <= 1
+    fit.add(np.array([[0, 0], [20_000, 40_007]]))  # longer than any before
+    assert fit(np.array([20_000])) == 40_007

@@ -86,6 +86,8 @@ def test_what_is_saved_and_exported(tmp_path):
     plain = AutoModelForImageTextToText.from_pretrained(tmp_path / "model", dtype=torch.float64)
     read = peft.PeftModel.from_pretrained(plain, tmp_path / "adapters")
     assert read.peft_config["default"].base_model_name_or_path == str(tmp_path / "model")
+    by_itself = peft.AutoPeftModel.from_pretrained(tmp_path / "adapters", dtype=torch.float64)
+    assert type(by_itself.get_base_model()) is type(plain)
     active = {n.replace("modules_to_save.default.", "").removeprefix("base_model.model."): p
               for n, p in read.named_parameters() if n.endswith(ENDS) or "modules_to_save" in n}
     assert active.keys() == set(names)
@@ -136,6 +138,10 @@ def test_the_next_stage_of_adapters_is_that_of_the_same_weights(tmp_path):
             (next_of("full", run.model), "has all weights, and this recipe trains adapters")):
         assert re.search(told, run_ranks(refused, 2, second, "qwen3_vl")[0])
     second = next_of("first", run.model)
+    lora = replace(run.model.lora, alpha=run.model.lora.alpha + 1)
+    assert re.search(f"have model.lora.alpha {lora.alpha - 1}, and here it is {lora.alpha}: use",
+                     run_ranks(refused, 2, next_of("first", replace(run.model, lora=lora)),
+                               "qwen3_vl")[0])
     after, *_ = run_ranks(learnt, 2, second, "qwen3_vl")[0]
     assert all(np.allclose(after[n], weights[n], rtol=0, atol=1e-9) for n in names)
     with torch.no_grad():

@@ -33,6 +33,7 @@ from orchmllm.tools.export.adapters import write_adapters, write_merged
 from tests.lib import whole_models as models
 from tests.lib.adapters import ENDS, as_tensors, by_peft, drawn, lora_model
 from tests.lib.collectives import Log
+from tests.lib.composed import write_composed
 from tests.lib.ranks import run_ranks
 from tests.lib.whole_models import Item
 from tests.sharding.test_whole_models import OTHERS, saved
@@ -190,6 +191,7 @@ def test_initial_values_are_those_of_peft_on_any_number_of_ranks(tmp_path):
 def test_what_adapters_cannot_be_on_is_refused_before_ranks_start(tmp_path, monkeypatch):
     saved("qwen3_vl", tmp_path / "qwen")
     saved("llava_next", tmp_path / "llava")
+    write_composed("siglip_whisper_qwen2", tmp_path / "composed", linked=True)
     qwen = tmp_path / "qwen"
     for model, told in (
             (lora_model(qwen, target_modules=("self_attn.q_proj", "q_prj")),
@@ -201,9 +203,12 @@ def test_what_adapters_cannot_be_on_is_refused_before_ranks_start(tmp_path, monk
              "no layer of vision is among them: set model.vision.frozen to true"),
             (replace(lora_model(qwen, "vision", "llm", rank=0), connectors_frozen=True),
              "nothing would learn: .* has vision, llm and connectors, and all of them are frozen"),
+            (lora_model(tmp_path / "composed"), "model.vision_projector.* is in no file of .*: set "
+             "model.lora.connector to true"),
             (lora_model(tmp_path / "llava", connector=True), "connector: model has a weight of")):
         with pytest.raises(PretrainedError, match=told):
             find_sources(model)
+    assert find_sources(lora_model(tmp_path / "composed", connector=True))
     assert find_sources(lora_model(qwen, "vision", target_modules=("q_proj",), connector=True))
     monkeypatch.setitem(sys.modules, "peft", None)
     with pytest.raises(PretrainedError, match="package peft, which is not installed: pip install"):

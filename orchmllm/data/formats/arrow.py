@@ -9,13 +9,13 @@ import math
 import threading
 import warnings
 from abc import abstractmethod
-from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 from pathlib import Path
+from weakref import WeakKeyDictionary
 
 import numpy as np
 
@@ -44,14 +44,15 @@ class _Place:
     first: int = 0
 
 
-class _Places(threading.local):
-    """Of each thread, for the files that it read last, the one that it read first in front."""
+class _Recent(threading.local):
+    """The files that each thread read last, in that order. They keep their places themselves, so
+    that a data set that is dropped closes its files."""
 
     def __init__(self) -> None:
-        self.of: OrderedDict[ArrowRows, _Place] = OrderedDict()
+        self.files: WeakKeyDictionary[ArrowRows, None] = WeakKeyDictionary()
 
 
-_PLACES = _Places()
+_RECENT = _Recent()
 
 
 class ArrowRows(RowStore):
@@ -62,6 +63,7 @@ class ArrowRows(RowStore):
     def __init__(self, path: File, max_row_bytes: int, cache_dir: Path) -> None:
         self.kind, self.files, self.root = f"{path.suffix[1:]} file", [path], path.parent
         self.data = scanned(path.copied(cache_dir) if isinstance(path, RemoteFile) else path)
+        self._here = threading.local()  # .place: of each thread
         with _reading(f"{path}: not {path.suffix[1:]} that can be read"):
             self._start = np.concatenate([[0], np.cumsum(self.open(cache_dir), dtype=np.int64)])
 
@@ -89,8 +91,8 @@ class ArrowRows(RowStore):
     def _slice(self, i: int):
         """Row i as a record batch, which keeps those that were decoded with it. Raises RowError."""
         group = int(np.searchsorted(self._start, i, side="right")) - 1
-        offset, places = int(i - self._start[group]), _PLACES.of
-        here = places.pop(self, None)
+        offset, recent = int(i - self._start[group]), _RECENT.files
+        here, self._here.place = getattr(self._here, "place", None), None
         if here is None or here.group != group or offset < here.first:
             here = _Place(group, self.batches(group))
         try:
@@ -103,9 +105,12 @@ class ArrowRows(RowStore):
             if isinstance(error, OSError) and error.errno in OUT_OF:
                 raise
             raise RowError(f"the {self.kind} is damaged: {error}") from error
-        places[self] = here
-        while len(places) > OPEN_FILES:
-            places.popitem(last=False)
+        self._here.place = here
+        recent.pop(self, None)
+        recent[self] = None
+        if len(recent) > OPEN_FILES:
+            oldest = next(recent.keys())
+            oldest._here.place = recent.pop(oldest)
         return here.batch.slice(offset - here.first, 1)
 
 
@@ -152,7 +157,7 @@ class ParquetRows(ArrowRows):
     def _slice(self, i: int):
         if self._copy is None and self._in_vain > len(self):
             self._copy = self._copied()
-            _PLACES.of.pop(self, None)
+            self._here.place = None
         if self._copy is not None:
             return self._copy._slice(i)
         self._in_vain -= self._in_vain > 0

@@ -21,7 +21,7 @@ import torch
 from orchmllm.batch import UNCOUNTED, UNKNOWN, Step, on_this_device
 from orchmllm.comm.errors import AgreedError
 from orchmllm.orchestrator import Orchestrator
-from orchmllm.plan.layout import BatchLayout
+from orchmllm.plan.layout import NO_EXAMPLES, BatchLayout
 
 T = TypeVar("T")
 
@@ -111,6 +111,8 @@ class Pipeline:
                         step = self._plan(index)
                     except AgreedError as e:  # must not overtake the steps before it
                         step, failure = None, e
+                        if self.orchestrator.is_shard:
+                            step = Step(index, NO_EXAMPLES, error=e)
                     if step is not None:
                         waiting.append(step)
                     ended = step is None  # an error may be this rank's alone: go on to COMMIT

@@ -158,6 +158,7 @@ def save_parts(model: ComposedForConditionalGeneration, folder: Path, max_file_b
              for name, value in inner.language_model.state_dict().items()}
     llm.load_state_dict(state | {"lm_head.weight": model.lm_head.weight}, assign=True)
     llm.tie_weights()
+    llm.generation_config = model.generation_config
     parts = {"llm": (llm, processor.tokenizer)}
     if hasattr(inner, "vision_tower"):
         parts["vision"] = inner.vision_tower, processor.image_processor

@@ -46,6 +46,7 @@ def write_adapters(model: ModelConfig, saved: dict[str, FileTensor], dtype: str,
 
     adapters.check_adapters(model)
     whole, source = meta_model(model.folder), Path(model.folder).absolute()
+    cls = type(whole.hf)  # for peft's AutoPeftModel
     tensors = []
     for name, shape in adapters.learnt(whole, model):
         key = "base_model.model." + name.replace(f".{adapters.ADAPTER}.weight", ".weight")
@@ -53,6 +54,7 @@ def write_adapters(model: ModelConfig, saved: dict[str, FileTensor], dtype: str,
         tensors.append(renamed(stored, key, shape))
     adapters.peft_config(
         whole, model, base_model_name_or_path=str(source), inference_mode=True,
+        auto_mapping={"base_model_class": cls.__name__, "parent_library": cls.__module__},
         modules_to_save=adapters.connectors(whole) if model.lora.connector else None,
     ).save_pretrained(folder)
     write_file(folder / WEIGHTS, tensors)
@@ -77,10 +79,12 @@ def write_merged(model: ModelConfig, trained_from: str, saved: dict[str, FileTen
     logging.disable_progress_bar()
     kept = next(t.dtype for name, t in saved.items() if name.startswith("model."))
     config = read_config(source)
-    hf = model_class(config).from_pretrained(
-        source, config=config, dtype=getattr(torch, TORCH_DTYPES[kept]), local_files_only=True)
+    made = getattr(torch, TORCH_DTYPES[dtype or kept])
+    wide = torch.promote_types(made, getattr(torch, TORCH_DTYPES[kept]))  # in which it is added up
+    hf = model_class(config).from_pretrained(source, config=config, dtype=wide,
+                                             local_files_only=True)
     with TemporaryDirectory(dir=folder.parent) as adapters:
         note = write_adapters(model, saved, "", Path(adapters), lambda text: None)
         hf = PeftModel.from_pretrained(hf, adapters).merge_and_unload(safe_merge=True)
-    hf.to(getattr(torch, TORCH_DTYPES[dtype or kept]))
+    hf.to(made)
     return save_model(hf, note["tensors"], source, max_file_bytes, folder, log)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from safetensors import safe_open
 
+from orchmllm.data.text.tokenizer import ChatTokenizer
 from orchmllm.hf.folder import INDEX, PARTS, VAE, open_folder
 from orchmllm.hf.tensors import TORCH_DTYPES, FileTensor, renamed
 from orchmllm.models.families import COMPOSED, model_class, read_config
@@ -46,6 +47,7 @@ def save_model(model: PreTrainedModel, learnt: int, source: Path, max_file_bytes
     """Writes a model with the processor of `source`, and returns its part of orchmllm.json. learnt:
     number of tensors that are from the checkpoint."""
     copy_processor(source, folder)
+    end_as_trained(model, source)
     if model.config.model_type == COMPOSED:
         from orchmllm.tools.compose.write import save_parts
 
@@ -89,6 +91,17 @@ def trained_model(source: Path, saved: dict[str, FileTensor], dtype: str) -> Pre
     if (source / GENERATION_CONFIG_NAME).is_file():
         model.generation_config = GenerationConfig.from_pretrained(source)
     return model
+
+
+def end_as_trained(model: PreTrainedModel, folder: Path) -> None:
+    """Has `generate` stop, beside what the model's own settings say, at the token that ends an
+    answer in its template, which training taught. folder: with the tokenizer, if there is one."""
+    settings, file = model.generation_config, folder / "tokenizer.json"
+    end = ChatTokenizer(file).end_id if file.is_file() else None
+    if settings is not None and end is not None:
+        ends = settings.eos_token_id
+        ends = list(ends or ()) if not isinstance(ends, int) else [ends]
+        settings.eos_token_id = ends if end in ends else [*ends, end]
 
 
 def _buffers(model: PreTrainedModel, source: Path) -> dict[str, Tensor]:

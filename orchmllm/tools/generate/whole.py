@@ -24,7 +24,7 @@ from orchmllm.models.families import model_class, read_config
 from orchmllm.models.generate import generated
 from orchmllm.plan.layout import VISION
 from orchmllm.tools.export.checkpoints import check_files, model_of, other_tokenizer
-from orchmllm.tools.export.whole import trained_model
+from orchmllm.tools.export.whole import end_as_trained, trained_model
 from orchmllm.tools.generate.pictures import check, write_pictures
 from orchmllm.tools.generate.sampling import asked, device, length_told, sampling
 
@@ -41,6 +41,9 @@ def answer_whole(args: argparse.Namespace, log: Callable[[str], None]) -> str:
     adapters, folder = args.folder / ADAPTERS, args.folder
     if adapters.is_file():
         folder = read_json(adapters)["base_model_name_or_path"]
+        if not Path(folder).is_dir():
+            raise ValueError(f"{adapters}: base_model_name_or_path is {folder}, which is no folder "
+                             "here: put the model there, or name its folder in that file")
     config = AutoConfig.from_pretrained(folder, **LOCAL)
     takes_images = type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
     hears = hasattr(getattr(config, "thinker_config", config), "audio_config")
@@ -68,6 +71,7 @@ def answer_whole(args: argparse.Namespace, log: Callable[[str], None]) -> str:
         from peft import PeftModel
 
         model = PeftModel.from_pretrained(model, args.folder)
+        end_as_trained(model, Path(folder))
     check(args, model)
     model.to(device()).eval()
     given = {name: value.to(device(), model.dtype if value.is_floating_point() else None)
@@ -98,6 +102,7 @@ def answer_run(args: argparse.Namespace, checkpoint: Path, log: Callable[[str], 
     model = type(found).from_pretrained(  # with what is computed and in no file
         None, config=found.config, state_dict=found.state_dict(), dtype=found.config.dtype
     ).to(device()).eval()
+    model.generation_config = found.generation_config
     check(args, model)
     tokenizer, given = _read(args, trained.folder)
     given = {name: value.to(device(), model.dtype if value.is_floating_point() else None)

@@ -18,6 +18,7 @@ from orchmllm.config.model import ModelConfig
 from orchmllm.config.recipe import DataConfig, Recipe, RunConfig, TrainConfig
 from orchmllm.data.stream import open_dataset
 from orchmllm.data.text.model_folder import load_processor
+from orchmllm.data.text.tokenizer import ChatTokenizer
 from tests.lib.composed import write_composed
 from tests.lib.ranks import run_ranks
 from tests.lib.resume import flip
@@ -185,12 +186,16 @@ def test_a_run_answers_as_its_export_does(tmp_path, capsys):
     model = tmp_path / "model"
     settings = model / "generation_config.json"
     settings.write_text(json.dumps({**json.loads(settings.read_text()),
-                                    "renormalize_logits": True}))
+                                    "renormalize_logits": True, "eos_token_id": 3,
+                                    "repetition_penalty": 9.0}))
     run_ranks(trained, 1, tmp_path)
     media = ["--image", str(next(tmp_path.glob("*.png"))), "--audio", str(next(
         tmp_path.glob("*.wav")))]
     assert dispatch(["export", str(tmp_path / "run"), "--out", str(tmp_path / "out")]) == 0
-    assert json.loads((tmp_path / "out/generation_config.json").read_text())["renormalize_logits"]
+    end = ChatTokenizer(model).end_id
+    for folder in (tmp_path / "out", tmp_path / "out/llm"):
+        written = json.loads((folder / "generation_config.json").read_text())
+        assert written["renormalize_logits"] and written["eos_token_id"] == [3, end]
     answers = []
     for folder in ("run", "out"):
         capsys.readouterr()
