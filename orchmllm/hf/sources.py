@@ -10,7 +10,7 @@ from itertools import groupby
 from pathlib import Path
 
 from orchmllm.config.model import ModelConfig
-from orchmllm.hf.folder import ELEMENT_BYTES, Stored, open_folder
+from orchmllm.hf.folder import ELEMENT_BYTES, PARTS, Stored, open_folder, read_json
 from orchmllm.models.families import read_config
 from orchmllm.plan.layout import OF_MEDIA
 
@@ -56,7 +56,8 @@ def find_sources(model: ModelConfig) -> list[WeightSource]:
         if model.lora.rank:
             from orchmllm.models.adapters import check_adapters  # with torch
 
-            check_adapters(model)
+            check_adapters(model, tuple(read_json(path / PARTS)) if (path / PARTS).is_file()
+                           else ("",))
         return [WeightSource(path, {  # buffers may be integers, which nobody reads
             name: stored for name, stored in open_folder(path).items()
             if stored.dtype in ELEMENT_BYTES and stored.shape})]

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,7 +17,6 @@ from torch import nn
 
 from orchmllm.config.model import ModelConfig
 from orchmllm.config.schema import did_you_mean
-from orchmllm.hf.folder import PARTS, read_json
 
 if TYPE_CHECKING:
     import peft
@@ -30,9 +28,10 @@ WEIGHTS = (f"lora_A.{ADAPTER}.weight", f"lora_B.{ADAPTER}.weight")
 EXPERTS = ("gate_proj", "up_proj", "down_proj")
 
 
-def check_adapters(model: ModelConfig) -> None:
-    """Raises ValueError if model.lora cannot be used with the model of model.pretrained, or peft is
-    not installed."""
+def check_adapters(model: ModelConfig, written: tuple[str, ...] = ("",)) -> None:
+    """written: how the names of the weights that are in files begin; a run draws the others. Raises
+    ValueError if model.lora cannot be used with the model of model.pretrained, or peft is not
+    installed."""
     from orchmllm.models.whole_model import meta_model
 
     need_peft()
@@ -51,7 +50,7 @@ def check_adapters(model: ModelConfig) -> None:
         if part != "llm" and model.learns(part) and part not in with_adapters:
             raise ValueError(f"model.lora.target_modules: no layer of {part} is among them: set "
                              f"model.{part}.frozen to true, or name one of its layers, too")
-    drawn = unwritten(Path(model.folder), whole)
+    drawn = [name for name, _ in whole.hf.named_parameters() if not name.startswith(written)]
     if drawn and not model.lora.connector:
         raise ValueError(f"model.lora: {drawn[0]} is in no file of {model.folder}, and neither a "
                          "checkpoint nor an export of adapters would hold what is drawn for it: "
@@ -60,14 +59,6 @@ def check_adapters(model: ModelConfig) -> None:
         if any(whole.hf.get_submodule(name).children()):
             raise ValueError(f"model.lora.connector: {name} has a weight of the connector beside "
                              "its layers, which an adapter folder cannot hold: set it to false")
-
-
-def unwritten(folder: Path, whole: WholeModel) -> list[str]:
-    """The weights that a folder of parts has not, and that a run draws (orchmllm compose)."""
-    if not (folder / PARTS).is_file():
-        return []
-    parts = tuple(read_json(folder / PARTS))
-    return [name for name, _ in whole.hf.named_parameters() if not name.startswith(parts)]
 
 
 def need_peft() -> None:
