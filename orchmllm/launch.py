@@ -6,6 +6,7 @@ from __future__ import annotations
 import atexit
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -117,16 +118,11 @@ class World:
 
 
 def _on_this_node(env: Mapping[str, str], world_size: int) -> int:
-    """Ranks of a node where a program set RANK by itself: by the variables of MPI or srun where
-    these started as many ranks, else all of them."""
-    def told(name: str) -> int:
-        return int(env[name]) if env.get(name, "").isdecimal() else 0
-
-    if told("OMPI_COMM_WORLD_SIZE") == world_size:
-        return told("OMPI_COMM_WORLD_LOCAL_SIZE") or world_size
-    if told("SLURM_NTASKS") == world_size:
-        return -(-world_size // (told("SLURM_NNODES") or 1))
-    return world_size
+    """Ranks of a node where a program set RANK by itself: as srun says where it started these
+    ranks, as many on each node; else all of them. Of what ranks are told, only that is equal on all
+    of them, as it has to be."""
+    even = re.fullmatch(r"(\d+)(\(x\d+\))?", env.get("SLURM_STEP_TASKS_PER_NODE", ""))
+    return int(even[1]) if even and env.get("SLURM_NTASKS") == str(world_size) else world_size
 
 
 def world_from(env: Mapping[str, str]) -> World | None:

@@ -56,8 +56,8 @@ def find_sources(model: ModelConfig) -> list[WeightSource]:
         if model.lora.rank:
             from orchmllm.models.adapters import check_adapters  # with torch
 
-            check_adapters(model, tuple(read_json(path / PARTS)) if (path / PARTS).is_file()
-                           else ("",))
+            parts = path / PARTS  # a folder of orchmllm compose has the weights of these alone
+            check_adapters(model, tuple(read_json(parts)) if parts.is_file() else ("",))
         return [WeightSource(path, {  # buffers may be integers, which nobody reads
             name: stored for name, stored in open_folder(path).items()
             if stored.dtype in ELEMENT_BYTES and stored.shape})]

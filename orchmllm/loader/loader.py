@@ -50,10 +50,11 @@ class BalancedDataLoader(DataLoader):
     DataLoader (see `balance`), which decides what it draws and how: these arguments are refused
     then; or any iterable of lists of examples.
 
-    lengths: length of every example by index, a sequence or a function; an integer; each rank loads
-    what it processes. length_fn: instead, length of a loaded example; examples are loaded where
-    they are sampled and sent between ranks in the prefetch thread. phases: cost of an example by
-    its length (default: its length); the encoders of a model are balanced by balance_encoders.
+    lengths: length of every example by index, a sequence (a list is copied) or a function, which is
+    asked for the examples that the rank draws; an integer; each rank loads what it processes.
+    length_fn: instead, length of a loaded example; examples are loaded where they are sampled and
+    sent between ranks in the prefetch thread. phases: cost of an example by its length (default:
+    its length); the encoders of a model are balanced by balance_encoders.
     policy, tolerance: see orchmllm.plan.balance.balance. `auto` plans by what all ranks saw of
     collated batches: `padded` where collate_fn pads, else `least_move` (always with a tolerance or
     max_tokens, which `padded` has not); the steps before that, the first one and those that workers

@@ -161,7 +161,7 @@ def _looked_up(lengths: Any) -> Any:
         table = lengths if lengths.is_floating_point() else lengths.cpu().numpy()
     elif hasattr(lengths, "__array__"):
         table = lengths = np.asarray(lengths)  # pandas has labels
-    elif isinstance(lengths, list | tuple):
+    elif type(lengths) in (list, tuple):  # another class may compute what it is asked for
         with suppress(ValueError):  # lists of several lengths
             table = np.asarray(lengths)
     if isinstance(table, np.ndarray) and table.dtype.kind in "iu" and table.ndim == 1:

@@ -165,13 +165,13 @@ def test_ranks_from_torchrun():
                     MASTER_ADDR="a", MASTER_PORT="1", TORCHELASTIC_RESTART_COUNT="2")
     assert world_from(torchrun) == World(5, 8, 1, 4, "a", 1, 2)
     assert world_from({}) is None
+    def srun(tasks: str, per_node: str) -> dict[str, str]:
+        return {"SLURM_NTASKS": tasks, "SLURM_STEP_TASKS_PER_NODE": per_node}
+
     of_a_program = {k: v for k, v in torchrun.items() if k != "LOCAL_WORLD_SIZE"}
     for more, local_size in (
-            ({}, 8), ({"SLURM_NTASKS": "8", "SLURM_NNODES": "3"}, 3),
-            ({"OMPI_COMM_WORLD_SIZE": "8", "OMPI_COMM_WORLD_LOCAL_SIZE": "2"}, 2),
-            # One task a node, each of which started ranks.
-            ({"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_SIZE": "1"}, 8),
-            ({"SLURM_NTASKS": "2", "SLURM_NNODES": "2"}, 8)):
+            ({}, 8), (srun("8", "2(x4)"), 2), (srun("8", "8"), 8), (srun("8", "5,3"), 8),
+            (srun("2", "1(x2)"), 8)):  # one task a node, each of which started ranks
         assert world_from(of_a_program | more) == World(5, 8, 1, local_size, "a", 1, 2)
     with pytest.raises(ValueError, match="variable RANK is 'x', expected a number"):
         world_from(torchrun | {"RANK": "x"})

@@ -142,19 +142,26 @@ def test_adapters_begin_as_those_of_peft():
     assert len(wide[:, :9].unique(dim=0)) == 4
 
 
-@pytest.mark.parametrize("dtype, written", [("", "F64"), ("BF16", "BF16")])
-def test_a_merged_export_has_the_dtype_that_is_asked_for(dtype, written, tmp_path):
-    """Without one, that of what was saved. What is beside adapters is named for peft."""
-    saved("qwen3_vl", tmp_path / "model")
+@pytest.mark.parametrize("kept, dtype, written", [
+    ("F64", "", "F64"), ("F64", "BF16", "BF16"), ("BF16", "F64", "F64")])
+def test_a_merged_export_has_the_dtype_that_is_asked_for(kept, dtype, written, tmp_path):
+    """Without one, that of what was saved; what is beside adapters is read in no narrower one, and
+    is named for peft."""
+    stock = saved("qwen3_vl", tmp_path / "model")
     model, out = lora_model(tmp_path / "model", connector=True), tmp_path / "merged"
     out.mkdir()
-    stored = {f"model.hf.{name}": FileTensor(f"model.hf.{name}", "F64", shape, lambda shape=shape: (
-        torch.zeros(shape, dtype=torch.float64)))
+    of_kept = {"F64": torch.float64, "BF16": torch.bfloat16}[kept]
+    stored = {f"model.hf.{name}": FileTensor(f"model.hf.{name}", kept, shape, lambda shape=shape: (
+        torch.zeros(shape, dtype=of_kept)))
         for name, shape in adapters.learnt(meta_model(model.folder), model)}
     write_merged(model, f"{fingerprint(find_sources(model)):012x}", stored, dtype, 10**9, out,
                  lambda text: None)
     [file] = out.glob("*.safetensors")
     assert {tensor.dtype for tensor in read_header(file)[1].values()} == {written}
+    if written == "F64":
+        merged = models.stock_of(out).state_dict()
+        assert all(torch.equal(merged[n], value) for n, value in stock.state_dict().items()
+                   if "self_attn.q_proj" in n)
     write_adapters(model, stored, dtype, tmp_path, lambda text: None)
     said = json.loads((tmp_path / "adapter_config.json").read_text())
     beside = {name.rpartition(".")[0] for name, _ in adapters.learnt(

@@ -30,7 +30,9 @@ from orchmllm.data.storage.remote import RemoteFile
 ROWS_AT_ONCE = 16  # of a parquet file that are decoded together
 # Bytes decoded per byte of a parquet file, of those that hold more than SMALL_BYTES.
 MAX_EXPANSION, SMALL_BYTES = 400, 64 << 20
-OPEN_FILES = 128  # that a thread reads; it may have 1024 open, each with the rows decoded last
+# That a thread keeps open, each with the rows that were decoded last: a process may often open
+# 1,024 in all.
+OPEN_FILES = 128
 
 
 @dataclass
@@ -110,7 +112,8 @@ class ArrowRows(RowStore):
         recent[self] = None
         if len(recent) > OPEN_FILES:
             oldest = next(recent.keys())
-            oldest._here.place = recent.pop(oldest)
+            oldest._here.place = None
+            del recent[oldest]
         return here.batch.slice(offset - here.first, 1)
 
 

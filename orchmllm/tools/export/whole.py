@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,7 +18,7 @@ from orchmllm.models.families import COMPOSED, model_class, read_config
 
 if TYPE_CHECKING:
     from torch import Tensor
-    from transformers import PreTrainedModel
+    from transformers import GenerationConfig, PreTrainedModel
 
 PROCESSOR_FILES = ("*.json", "*.jinja", "*.txt", "*.model")  # tokenizer and templates, too
 OWN = ("config.json", INDEX, PARTS)  # that transformers writes anew
@@ -47,7 +48,7 @@ def save_model(model: PreTrainedModel, learnt: int, source: Path, max_file_bytes
     """Writes a model with the processor of `source`, and returns its part of orchmllm.json. learnt:
     number of tensors that are from the checkpoint."""
     copy_processor(source, folder)
-    end_as_trained(model, source)
+    end_as_trained(model.generation_config, source)
     if model.config.model_type == COMPOSED:
         from orchmllm.tools.compose.write import save_parts
 
@@ -93,15 +94,14 @@ def trained_model(source: Path, saved: dict[str, FileTensor], dtype: str) -> Pre
     return model
 
 
-def end_as_trained(model: PreTrainedModel, folder: Path) -> None:
-    """Has `generate` stop, beside what the model's own settings say, at the token that ends an
-    answer in its template, which training taught. folder: with the tokenizer, if there is one."""
-    settings, file = model.generation_config, folder / "tokenizer.json"
-    end = ChatTokenizer(file).end_id if file.is_file() else None
-    if settings is not None and end is not None:
-        ends = settings.eos_token_id
-        ends = list(ends or ()) if not isinstance(ends, int) else [ends]
-        settings.eos_token_id = ends if end in ends else [*ends, end]
+def end_as_trained(settings: GenerationConfig | None, folder: Path) -> None:
+    """Has `generate` stop, beside what a model's own settings say, at the token that ends an answer
+    in its template, which training taught. folder: with the tokenizer, if there is one."""
+    with suppress(ValueError):  # of a tokenizer that no run can be trained with (other_tokenizer)
+        end, ends = ChatTokenizer(folder).end_id, getattr(settings, "eos_token_id", None)
+        ends = [ends] if isinstance(ends, int) else list(ends or ())
+        if settings is not None and end not in (None, *ends):
+            settings.eos_token_id = [*ends, end]
 
 
 def _buffers(model: PreTrainedModel, source: Path) -> dict[str, Tensor]:

@@ -71,7 +71,7 @@ def answer_whole(args: argparse.Namespace, log: Callable[[str], None]) -> str:
         from peft import PeftModel
 
         model = PeftModel.from_pretrained(model, args.folder)
-        end_as_trained(model, Path(folder))
+        end_as_trained(model.generation_config, Path(folder))
     check(args, model)
     model.to(device()).eval()
     given = {name: value.to(device(), model.dtype if value.is_floating_point() else None)
