@@ -53,11 +53,13 @@ def _library(folder: Path) -> Path:
         pytest.skip("this build of torch has CUDA itself")
     if not (compiler := shutil.which("g++")):
         pytest.skip("no g++ to build a stand-in for CUDA")
-    about = hashlib.sha256(f"{torch.__version__} {SOURCE.read_text()}".encode()).hexdigest()[:16]
+    root = Path(torch.__file__).parent  # of another clone, which may be gone, it cannot be loaded
+    about = hashlib.sha256(
+        f"{root} {torch.__version__} {SOURCE.read_text()}".encode()).hexdigest()[:16]
     kept = Path(os.environ["XDG_CACHE_HOME"]) / f"noop_cuda_{about}.so"  # between runs of the tests
     if kept.exists():
         return kept
-    out, root = folder / "noop_cuda.so", Path(torch.__file__).parent
+    out = folder / "noop_cuda.so"
     built = subprocess.run(
         [compiler, "-O0", "-shared", "-fPIC", "-std=c++20", f"-I{root}/include", str(SOURCE),
          f"-L{root}/lib", "-lc10", "-ltorch_cpu", f"-Wl,-rpath,{root}/lib", "-o", str(out)],
