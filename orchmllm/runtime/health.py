@@ -41,7 +41,7 @@ from orchmllm.runtime.stall_report import (
 _LIBRARIES = (sysconfig.get_path("stdlib"), "<frozen")
 LATE_S = 30.0  # that the other ranks may take to start before one is named
 DISK_S = 10.0  # for what is left in the run folder, whose disk may hang, too
-PAUSED = 10  # a wait that takes so many times its length: the whole process stood still
+PAUSED = 10  # intervals at most that a look counts for: the whole process may have stood still
 GRACE_S = 4.0  # for a rank to end by itself after another one failed
 CURABLE = (OSError, ValueError)  # the message says what to do; other errors need a traceback
 # Of torch.compile, in the forward pass and where the backward pass is compiled.
@@ -164,12 +164,13 @@ class HangWatchdog:
         return (self.clock.phase if self.clock is not None else None) or "data"
 
     def _run(self) -> None:
-        seen, since, compiles = None, time.monotonic(), False
-        waits = since
+        seen, still_s, compiles = None, 0.0, False
+        looked = time.monotonic()
         while not self._done.wait(self._poll_s):
             try:
-                if time.monotonic() - waits > PAUSED * self._poll_s:  # with this whole process
-                    since = time.monotonic()
+                before, looked = looked, time.monotonic()
+                # A pause of this whole process, in the wait or in a look, counts as a slow look.
+                still_s += min(looked - before, PAUSED * self._poll_s)
                 now = (self.step, self.clock.switches if self.clock is not None else -1)
                 if self._compiles() != compiles:
                     compiles = not compiles
@@ -177,20 +178,17 @@ class HangWatchdog:
                 # A save has time limits of its own; training waits for it at most.
                 if (now != seen or compiles
                         or THREAD in {t.name for t in threading.enumerate()}):
-                    seen, since = now, time.monotonic()
-                still_s = time.monotonic() - since
+                    seen, still_s = now, 0.0
                 error = self._posted() or self._dead()
                 if still_s > self._stall_timeout_s and self.clock is not None and not error:
                     if self._store.add(_COMPILING, 0) > 0:  # the others wait for a rank that does
-                        since = time.monotonic()
+                        still_s = 0.0
                         continue
                     error = self._store.compare_set(_ERROR, "", f"{_ASKED}{self.rank}").decode()
                 if error.startswith(_ASKED):
                     error = self._answer(error)
             except RuntimeError as e:  # the store is gone, and with it the rank that hosted it
                 error = f"rank {self.rank}: the store of the run was lost: {e}"
-            finally:
-                waits = time.monotonic()
             if error:
                 with contextlib.suppress(RuntimeError):  # the store may be what was lost
                     self._count_as_read()

@@ -204,20 +204,27 @@ def test_a_rank_that_hangs_after_it_has_compiled_is_reported(tmp_path, monkeypat
 
 
 def test_a_job_that_was_paused_as_a_whole_goes_on(tmp_path, monkeypatch):
-    """By a scheduler: the clock went on meanwhile."""
-    clock, ended = {"paused": 0.0}, []
+    """By a scheduler: the clock went on meanwhile, in a wait of the watchdog or in a look."""
+    clock, in_looks, ended = {"waits": 0.0, "looks": 0.0}, [1e4, 0.0, 1e4], []
     monkeypatch.setattr(health, "time", SimpleNamespace(
-        monotonic=lambda: time.monotonic() + clock["paused"]))
+        monotonic=lambda: time.monotonic() + sum(clock.values())))
+    look = HangWatchdog._dead
+
+    def paused_look(watch):
+        clock["looks"] += in_looks.pop() if in_looks else 0.0
+        return look(watch)
+    monkeypatch.setattr(HangWatchdog, "_dead", paused_look)
     store = Counted()
     watch = HangWatchdog(store, 0, 1, folder=tmp_path, stall_timeout_s=600, poll_s=0.01,
                          exit_now=lambda code, text: ended.append(text))
     watch.clock = PhaseClock()
-    for clock["paused"] in (0.0, 1e4, 2e4):
+    for clock["waits"] in (0.0, 1e4, 2e4):
         seen = store.requests["check"]
         while store.requests["check"] < seen + 10 and not ended:  # until the test's time is up
             time.sleep(0.01)
     watch.close()
     assert not ended
+    assert clock["looks"] == 2e4
 
 
 def test_one_request_of_a_rank_at_each_look(tmp_path):
