@@ -16,18 +16,17 @@ from orchmllm.data.media.medium import RowError
 def load_processor(folder: Path) -> tuple[Any, Any]:
     """(The processor of a folder, without its part for videos, which would need torchvision; the
     model's configuration, of an omni model that of its thinker). Raises ValueError."""
-    from transformers import CONFIG_MAPPING, PROCESSOR_MAPPING, AutoConfig, WhisperFeatureExtractor
+    from transformers import AutoConfig, WhisperFeatureExtractor
     from transformers.image_processing_backends import PilBackend
 
     keys = dict(trust_remote_code=False, local_files_only=True)
     try:
         config = AutoConfig.from_pretrained(folder, **keys)
         config = getattr(config, "thinker_config", config)
-        whole = CONFIG_MAPPING[config.model_type.removesuffix("_thinker")]
-        if whole not in PROCESSOR_MAPPING:
+        kind = processor_class(config)
+        if kind is None:
             raise ValueError(f"models of the type {config.model_type} have no processor")
-        processor = of_images(PROCESSOR_MAPPING[whole]).from_pretrained(
-            folder, backend="pil", **keys)
+        processor = of_images(kind).from_pretrained(folder, backend="pil", **keys)
     except (OSError, ValueError, TypeError, ImportError, AttributeError) as error:
         raise ValueError(f"{folder}: its processor cannot be read: {error}; give a folder that has "
                          "the model's own, as its save_pretrained writes it") from error
@@ -41,6 +40,13 @@ def load_processor(folder: Path) -> tuple[Any, Any]:
                          "or adds noise: choose a model with a WhisperFeatureExtractor whose "
                          "dither is 0")
     return processor, config
+
+
+def processor_class(config: Any) -> type | None:
+    """Of models of such a configuration, or of the thinker of one; None if they take no media."""
+    from transformers import CONFIG_MAPPING, PROCESSOR_MAPPING
+
+    return PROCESSOR_MAPPING.get(CONFIG_MAPPING[config.model_type.removesuffix("_thinker")], None)
 
 
 def of_images(kind: type) -> type:

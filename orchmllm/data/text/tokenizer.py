@@ -169,11 +169,10 @@ class ChatTokenizer:
                              else Text(part, turn.supervised, True))
         return [*spans, Text(end, turns[-1].supervised)]
 
-    def decode(self, token_ids: Sequence[int]) -> str:
-        """Text of ids, special tokens included. An id that only the model's padded vocabulary has
-        is no text."""
+    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = False) -> str:
+        """Text of ids. An id that only the model's padded vocabulary has is no text."""
         known = [int(t) for t in token_ids if t < self.vocab_size]
-        return self.tokenizer.decode(known, skip_special_tokens=False)
+        return self.tokenizer.decode(known, skip_special_tokens=skip_special_tokens)
 
     def tokenize(self, turns: Sequence[Turn]) -> tuple[np.ndarray, np.ndarray]:
         """As encode_spans, of a conversation without media. Raises RowError for text or turns that

@@ -6,7 +6,6 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,7 +13,7 @@ from torch import Tensor
 from orchmllm.data.formats.conversation import Turn
 from orchmllm.data.processed import ProcessedReader
 from orchmllm.data.questions import before_answer
-from orchmllm.data.text.model_folder import load_processor
+from orchmllm.data.text.model_folder import processor_class
 from orchmllm.data.text.processor import Processor
 from orchmllm.data.text.tokenizer import ChatTokenizer
 from orchmllm.hf.folder import read_json
@@ -22,7 +21,6 @@ from orchmllm.hf.tensors import DTYPES, read_sharded
 from orchmllm.models.adapters import need_peft
 from orchmllm.models.families import model_class, read_config
 from orchmllm.models.generate import generated
-from orchmllm.plan.layout import VISION
 from orchmllm.tools.export.checkpoints import check_files, model_of, other_tokenizer
 from orchmllm.tools.export.whole import end_as_trained, trained_model
 from orchmllm.tools.generate.pictures import check, write_pictures
@@ -35,8 +33,7 @@ LOCAL = {"local_files_only": True, "trust_remote_code": False}
 @torch.no_grad()
 def answer_whole(args: argparse.Namespace, log: Callable[[str], None]) -> str:
     """The answer. args: of the command. log: is told how it ended. Raises ValueError or OSError."""
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
-    from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
     adapters, folder = args.folder / ADAPTERS, args.folder
     if adapters.is_file():
@@ -45,25 +42,24 @@ def answer_whole(args: argparse.Namespace, log: Callable[[str], None]) -> str:
             raise ValueError(f"{adapters}: base_model_name_or_path is {folder}, which is no folder "
                              "here: put the model there, or name its folder in that file")
     config = AutoConfig.from_pretrained(folder, **LOCAL)
-    takes_images = type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
-    hears = hasattr(getattr(config, "thinker_config", config), "audio_config")
-    clips = any(medium.modality != VISION for medium in args.media)
-    if clips and not hears or args.media and not (hears or takes_images):
-        raise ValueError(f"{args.folder} is a {config.model_type}: only "
-                         + ("images and text are" if takes_images else "text is")
-                         + " given to it; leave the other media out, or give the folder of a run")
-    kind = AutoModelForImageTextToText if takes_images else AutoModelForCausalLM
-    if clips or not takes_images and hears or any(medium.sampled for medium in args.media):
+    if processor_class(config):
         config = read_config(Path(folder))
-        reader, given = _read(args, folder)
-        kind = model_class(config)
+        kind, (tokenizer, given) = model_class(config), _read(args, folder)
+    elif args.media:
+        raise ValueError(f"{args.folder} is a {config.model_type}: only text is given to it; leave "
+                         "the media out, or give the folder of a run")
     else:
-        reader = _reader(args, folder, takes_images)
-        content = [*({"type": "image", "path": str(m.path)} for m in args.media),
-                   {"type": "text", "text": args.question}] if takes_images else args.question
-        given = reader.apply_chat_template(
-            [{"role": "user", "content": content}], add_generation_prompt=True, tokenize=True,
-            return_dict=True, return_tensors="pt")
+        kind = AutoModelForCausalLM
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(folder, **LOCAL)
+        except (ImportError, ValueError) as error:
+            raise ValueError(f"{args.folder}: {' '.join(str(error).split())}") from error
+        if not tokenizer.chat_template:
+            raise ValueError(f"{args.folder}: its tokenizer has no chat template: add the "
+                             "chat_template.jinja of the model")
+        given = tokenizer.apply_chat_template(
+            [{"role": "user", "content": args.question}], add_generation_prompt=True,
+            tokenize=True, return_dict=True, return_tensors="pt")
     model = kind.from_pretrained(
         folder, config=config, dtype=getattr(torch, args.dtype) if args.dtype else "auto", **LOCAL)
     if adapters.is_file():
@@ -81,7 +77,7 @@ def answer_whole(args: argparse.Namespace, log: Callable[[str], None]) -> str:
     ends = model.generation_config.eos_token_id
     ended = ids[-1:] == [ends] if isinstance(ends, int) else ids and ids[-1] in (ends or ())
     log(length_told(given["input_ids"].shape[1], len(ids), args, ended=bool(ended)))
-    return reader.decode(ids, skip_special_tokens=True)
+    return tokenizer.decode(ids, skip_special_tokens=True)
 
 
 @torch.no_grad()
@@ -107,33 +103,16 @@ def answer_run(args: argparse.Namespace, checkpoint: Path, log: Callable[[str], 
     tokenizer, given = _read(args, trained.folder)
     given = {name: value.to(device(), model.dtype if value.is_floating_point() else None)
              for name, value in given.items()}
-    end = ChatTokenizer(trained.folder).end_id
+    end = tokenizer.end_id
     ids = generated(model, given, eos_token_id=end, pad_token_id=end, **sampling(args))
     write_pictures(model, Path(trained.folder), given, ids, args, log)
     log(length_told(given["input_ids"].shape[1], len(ids), args, ended=ids[-1:] == [end]))
     return tokenizer.decode(ids, skip_special_tokens=True)
 
 
-def _read(args: argparse.Namespace, folder: str | Path) -> tuple[Any, dict[str, Tensor]]:
+def _read(args: argparse.Namespace, folder: str | Path) -> tuple[ChatTokenizer, dict[str, Tensor]]:
     """(The tokenizer; the question as training reads a row of data up to its answer). Raises
     ValueError for what cannot be read."""
     reader = ProcessedReader(Processor(folder))
     example = before_answer(*asked(reader, [Turn("user", (*args.media, args.question), False)]))
-    return reader.tokenizer.tokenizer, {"input_ids": example.input_ids[None], **example.media}
-
-
-def _reader(args: argparse.Namespace, folder: str | Path, takes_images: bool):
-    """The processor of the model in `folder`, of text alone its tokenizer. Raises ValueError for
-    one that cannot be used."""
-    from transformers import AutoProcessor, AutoTokenizer
-
-    try:
-        reader = (AutoProcessor if takes_images else AutoTokenizer).from_pretrained(folder, **LOCAL)
-    except (ImportError, ValueError) as error:
-        if not takes_images:
-            raise ValueError(f"{args.folder}: {' '.join(str(error).split())}") from error
-        reader, _ = load_processor(Path(folder))  # its part for videos would need torchvision
-    if not reader.chat_template:
-        raise ValueError(f"{args.folder}: its processor or tokenizer has no chat "
-                         "template: add the chat_template.jinja of the model")
-    return reader
+    return reader.tokenizer, {"input_ids": example.input_ids[None], **example.media}

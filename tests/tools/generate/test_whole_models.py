@@ -11,7 +11,6 @@ import pytest
 import soundfile
 import torch
 from PIL import Image
-from transformers import AutoProcessor
 
 from orchmllm.cli import dispatch
 from orchmllm.config.model import ModelConfig
@@ -105,7 +104,7 @@ def test_a_model_of_transformers_answers_as_it_does_there(tmp_path, capsys, monk
     clip = str(tmp_path / "a.wav")
     soundfile.write(clip, np.zeros(1600), 16000)
     assert dispatch(["generate", str(tmp_path), "--audio", clip, "What is heard?"]) == 2
-    assert "is a llava: only images and text are given to it" in capsys.readouterr().err
+    assert "the model takes images alone" in capsys.readouterr().err
     Qwen2AudioConfig().save_pretrained(tmp_path)
     (tmp_path / "orchmllm.json").write_text("{}")  # as in an export
     assert dispatch(["generate", str(tmp_path), "What is heard?"]) == 2
@@ -113,40 +112,23 @@ def test_a_model_of_transformers_answers_as_it_does_there(tmp_path, capsys, monk
 
 
 @torch.no_grad()
-def test_a_model_that_takes_videos_answers_without_torchvision(tmp_path, capsys):
-    """Its folder has a video processor, which needs torchvision."""
-    model = write_folder("qwen2_5_vl", tmp_path)
-    with pytest.raises(ValueError, match="torchvision"):
-        AutoProcessor.from_pretrained(tmp_path)
-    path = tmp_path / "image.png"
-    Image.fromarray(np.zeros((56, 84, 3), np.uint8)).save(path)
-    assert dispatch(["generate", str(tmp_path), "--image", str(path), "What is drawn?",
-                     "--max-tokens", "6"]) == 0
-    answer = capsys.readouterr().out.removesuffix("\n")
-    processor, _ = load_processor(tmp_path)
-    given = processor.apply_chat_template([{"role": "user", "content": [
-        {"type": "image", "path": str(path)}, {"type": "text", "text": "What is drawn?"}]}],
-        add_generation_prompt=True, tokenize=True, return_dict=True, return_tensors="pt")
-    assert len(given["pixel_values"]) == 4 * 6
-    ids = model.eval().generate(**given, do_sample=False, max_new_tokens=6)
-    assert answer == processor.decode(ids[0, given["input_ids"].shape[1]:],
-                                      skip_special_tokens=True)
-
-
-@torch.no_grad()
-@pytest.mark.slow
 @pytest.mark.whole
 @pytest.mark.parametrize("family, flag", [
-    ("qwen2_audio", "--audio"), ("qwen2_5_omni", "--audio"), ("qwen3_vl", "--video")])
-def test_clips_and_videos_are_read_as_in_training(family, flag, tmp_path, capsys):
-    """A row of data with the same question has the same ids and tensors before its answer."""
+    ("qwen2_5_vl", "--image"), pytest.param("qwen2_audio", "--audio", marks=pytest.mark.slow),
+    pytest.param("qwen2_5_omni", "--audio", marks=pytest.mark.slow),
+    pytest.param("qwen3_vl", "--video", marks=pytest.mark.slow)])
+def test_media_are_read_as_in_training(family, flag, tmp_path, capsys):
+    """A row of data with the same question has the same ids and tensors before its answer. Where
+    videos are taken, too, the processor of the folder would need torchvision."""
     model = write_folder(family, tmp_path)
     kind = flag.removeprefix("--")
-    path = tmp_path / ("v.mp4" if kind == "video" else "a.wav")
+    path = tmp_path / {"video": "v.mp4", "audio": "a.wav", "image": "i.png"}[kind]
     if kind == "video":
         write_video(path, count=12, rate=8, size=(56, 56))
-    else:
+    elif kind == "audio":
         write_clip(path, 0.7, np.random.default_rng(0))
+    else:  # with transparent pixels
+        Image.fromarray(np.random.default_rng(0).integers(0, 256, (56, 84, 4), np.uint8)).save(path)
     (tmp_path / "data.jsonl").write_text(json.dumps({"messages": [
         {"role": "user", "content": [{"type": kind, kind: path.name},
                                      {"type": "text", "text": "What is it?"}]},
@@ -164,6 +146,8 @@ def test_clips_and_videos_are_read_as_in_training(family, flag, tmp_path, capsys
                                 do_sample=False, max_new_tokens=6)
     processor, _ = load_processor(tmp_path)
     assert answer == processor.decode(out[0, first:], skip_special_tokens=True)
+    assert dispatch(["generate", str(tmp_path), flag, str(path), "What is a <end>?"]) == 2
+    assert "its text contains the special token <end>" in capsys.readouterr().err
     with pytest.raises(SystemExit) as stop:
         sys.exit(dispatch(["generate", str(tmp_path), flag, "none", "What is it?"]))
     assert stop.value.code == 2 and "the file is missing" in capsys.readouterr().err
@@ -203,6 +187,11 @@ def test_a_run_answers_as_its_export_does(tmp_path, capsys):
                          *media]) == 0
         answers.append(capsys.readouterr().out)
     assert answers[0] == answers[1] and len(answers[0]) > 5
+    asked = ["generate", str(tmp_path / "out/llm"), "What is it?", "--max-tokens", "1"]
+    assert dispatch(asked) == 0  # of text alone
+    assert "1 in it: cut off at" in capsys.readouterr().err
+    assert dispatch([*asked, *media]) == 2
+    assert "is a qwen2: only text is given to it" in capsys.readouterr().err
 
     export = ["export", str(tmp_path / "run"), "--out", str(tmp_path / "again")]
     template = model / "chat_template.jinja"
