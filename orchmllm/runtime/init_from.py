@@ -41,5 +41,6 @@ def mismatch(path: Path, parameters: Mapping[str, Tensor]) -> str:
         if there.get(name) != here.get(name):
             shapes = (there.get(name, "no such parameter"), here.get(name, "no such parameter"))
             return (f"run.init_from: {path} is of another model: {name.removeprefix('model.')} is "
-                    f"{shapes[0]} there and {shapes[1]} here: use the model of that run")
+                    f"{shapes[0]} there and {shapes[1]} here: use the model of that run, and its "
+                    "model.lora")
     return ""

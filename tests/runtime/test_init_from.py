@@ -5,16 +5,18 @@ from __future__ import annotations
 
 import json
 import shutil
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from orchmllm.cli import dispatch
+from orchmllm.config.model import LoraConfig, ModelConfig
 from orchmllm.config.recipe import Recipe, load_recipe
 from orchmllm.runtime.attempts import read_attempts
 from orchmllm.runtime.checkpoint import CheckpointError
+from orchmllm.runtime.init_from import other_kind
 from orchmllm.tools.compare import train_in_turn
 from orchmllm.train import main as train_command
 from orchmllm.trainer import Trainer
@@ -69,6 +71,16 @@ def trained(world, run: Recipe, data=None) -> tuple[list, dict, dict, list[str]]
 def equal(some: dict, others: dict) -> bool:
     return some.keys() == others.keys() and all(
         np.array_equal(some[n], others[n]) for n in some)
+
+
+@pytest.mark.parametrize("key, value", [("rank", 3), ("alpha", 5), ("use_rslora", True)])
+def test_adapters_that_compute_something_else_are_refused(key, value):
+    there = ModelConfig(lora=LoraConfig(rank=2))
+    saved = asdict(there)
+    assert other_kind(Path("a"), saved, there) == ""
+    here = replace(there, lora=replace(there.lora, **{key: value}))
+    assert (f"the adapters of a have model.lora.{key} {saved['lora'][key]}, and here it is {value}:"
+            in other_kind(Path("a"), saved, here))
 
 
 ENCODERS = ("vision", "audio")
