@@ -204,6 +204,27 @@ def test_more_parquet_files_than_may_be_open(tmp_path, monkeypatch, order):
     assert error.value.errno == errno.EMFILE
 
 
+def test_a_file_is_read_anew_behind_an_error(tmp_path, monkeypatch):
+    """What was decoded before it are other rows than those that it was met at."""
+    import pyarrow as pa
+    import pyarrow.parquet
+
+    pa.parquet.write_table(pa.table({"a": list(range(100))}), tmp_path / "a.parquet")
+    store = arrow.ParquetRows(tmp_path / "a.parquet", 0, tmp_path)
+    batches = store.batches
+
+    def broken(group: int):
+        yield next(batches(group))
+        raise OSError(errno.EMFILE, "once")
+
+    monkeypatch.setattr(store, "batches", broken)
+    assert store.row(0) == {"a": 0}
+    monkeypatch.undo()
+    with pytest.raises(OSError, match="once"):
+        store.row(20)
+    assert store.row(20) == {"a": 20}
+
+
 def test_a_stream_of_parquet_decodes_a_row_group_once(tmp_path, monkeypatch):
     """In whatever order the rows of a window are needed."""
     import pyarrow as pa

@@ -54,7 +54,8 @@ def test_the_drop_in_tells_all_ranks():
 
 
 def of_a_shard(world, what: str) -> tuple:
-    """Rank 1 has an error of its own where lengths are asked for, or other lengths."""
+    """Rank 1 has an error of its own where lengths are asked for, other lengths, or an array of
+    them where the others have a function."""
     def length(i: int) -> int:
         if world.rank == BAD and i >= 24:
             raise KeyError("of a length")
@@ -62,11 +63,15 @@ def of_a_shard(world, what: str) -> tuple:
 
     table = np.array([token_count(example) for example in map(Texts().__getitem__, range(48))])
     table[24:] += 5 * (world.rank == BAD)
+    has_table = what == PLAN or what == CONFIG and world.rank == BAD
     return outcome(loader_of(Texts(), 4, collate_fn=collate, shard_size=2, timeout_s=TIMEOUT_S,
-                             lengths=table if what == "ranks disagree on plan" else length))
+                             lengths=table if has_table else length))
 
 
-@pytest.mark.parametrize("what", ["KeyError: 'of a length'", "ranks disagree on plan"])
+PLAN, CONFIG = "ranks disagree on plan", "ranks disagree on spec_digest"
+
+
+@pytest.mark.parametrize("what", ["KeyError: 'of a length'", PLAN, CONFIG])
 def test_an_error_of_one_shard_is_raised_on_the_others(what):
     """Which would else wait for its ranks in COMMIT, or in what follows it."""
     ranks = run_ranks(of_a_shard, 4, what)

@@ -17,6 +17,7 @@ import torch
 from torch.utils.data import DataLoader, DistributedSampler
 
 from orchmllm.comm import value_bytes as wire
+from orchmllm.loader.source import _looked_up
 from tests.lib.dropin import Stream, Texts, collate, example_of, length_of, loader_of, token_count
 from tests.lib.ranks import run_ranks
 
@@ -345,3 +346,18 @@ def test_a_rank_asks_a_function_for_the_lengths_of_its_own_examples():
     assert sorted(asked[0] + asked[1]) == [*range(48)]
     for kind in ("list", "tensor", "array"):
         assert [yielded for _, yielded in run_ranks(ask, 2, kind)] == list(batches)
+
+
+class Doubled(list):
+    def __getitem__(self, i):
+        return 2 * super().__getitem__(i)
+
+
+def test_whole_numbers_alone_are_looked_up_as_an_array():
+    for lengths in ([3, 4], (3, 4), torch.tensor([3, 4]), np.array([3, 4], np.uint8)):
+        found = _looked_up(lengths)
+        assert found.dtype == np.int64 and found.tolist() == [3, 4]
+    for lengths, second in (([3, 4.5], 4.5), (np.array([3, 4.5]), 4.5), ([[3], [4, 5]], [4, 5]),
+                            (torch.tensor([3, 4.5]), 4.5), (Doubled([3, 4]), 8)):
+        assert _looked_up(lengths)(1) == second
+    assert _looked_up(length_of) is length_of

@@ -359,3 +359,15 @@ def test_random_steps(seeds: Iterable[int]) -> None:
                        <= limit.most for limit in room)
         assert time_of(below) <= 1.01 * time_of(plans)
     assert np.median(above) <= 1.05
+
+
+def test_lengths_that_cannot_be_planned_are_refused():
+    for lengths in ([8, 3], np.array([8, 3])):
+        assert batch_layout([4, 5], lengths, [2], 8).tokens_per_example.tolist() == [8, 3]
+        with pytest.raises(ValueError, match="example 4 has 8 tokens, more than max_tokens = 7: "):
+            batch_layout([4, 5], lengths, [2], 7)
+    for lengths in ([3, -1], np.array([3, -1])):
+        with pytest.raises(ValueError, match="example 5 has length -1: must be >= 0"):
+            batch_layout([4, 5], lengths, [2])
+    with pytest.raises(TypeError, match="example 5: its length is 1.5; give a whole number"):
+        batch_layout([4, 5], [3, 1.5], [2])
