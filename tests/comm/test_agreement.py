@@ -172,6 +172,8 @@ def test_with_lengths_a_step_gathers_two_headers():
 
 def test_any_error_can_be_told_to_other_ranks():
     assert describe(OSError("no \udc80.jpg")).encode() == b"OSError: no \\udc80.jpg"
+    said = describe(OSError("a" * 9000 + "b" * 9000))
+    assert said == f"OSError: {'a' * 2000} [...] {'b' * 2000}"
 
 
 def gathers_beside_uneven_groups(world) -> tuple[list, list, list, list]:
