@@ -1,5 +1,5 @@
-"""Answers a question about images and clips with a model that was trained here, or with any model
-of transformers that takes images and text. The answer goes to the standard output.
+"""Answers a question about images, clips and videos with a model that was trained here, or with any
+model of transformers that could be. The answer goes to the standard output.
 
     orchmllm generate runs/mine --image cat.jpg "What is this?"
     orchmllm generate exported --image cat.jpg --audio purr.wav "What is it?"
@@ -7,8 +7,8 @@ of transformers that takes images and text. The answer goes to the standard outp
 
 FOLDER is the run.dir of a run, of which the newest checkpoint is taken, one of its checkpoints, an
 export, or a folder of transformers' save_pretrained, whose code is never run. Media come before the
-question, in their order. Clips and videos are for the models that can be trained here. With a
-generator (docs/generator.md) answers have images, which --out writes.
+question, in their order. A model of text alone is asked without media. With a generator
+(docs/generator.md) answers have images, which --out writes.
 """
 
 from __future__ import annotations
