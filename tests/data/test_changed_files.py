@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import io
 import os
+import tarfile
 from pathlib import Path
 from unittest.mock import Mock
 
+import numpy as np
 import pyarrow as pa
 import pytest
 from pyarrow import parquet as pq
@@ -13,9 +16,11 @@ from pyarrow import parquet as pq
 from orchmllm.config.model import ModelConfig
 from orchmllm.config.recipe import SourceConfig
 from orchmllm.data.dataset import ConversationDataset
+from orchmllm.data.formats import rows, tables, tars
 from orchmllm.data.formats.arrow import ParquetRows
 from orchmllm.data.formats.conversation import media_of
-from orchmllm.data.formats.open import index_path
+from orchmllm.data.formats.open import index_path, open_source
+from orchmllm.data.formats.scanned import Scans
 from orchmllm.data.loading.step_loader import StepLoader
 from orchmllm.data.media.headers import image_header
 from orchmllm.data.processed import ProcessedReader
@@ -80,12 +85,12 @@ def test_a_table_that_changes_is_no_damaged_row(tmp_path):
     path, table = tmp_path / "a.parquet", pa.table({"n": list(range(2000))})
     pq.write_table(table, path, row_group_size=1000)
     os.utime(path, (1, 1))
-    rows = ParquetRows(path, 0, tmp_path / "cache")
-    assert rows.row(0) == {"n": 0}
+    store = ParquetRows(path, 0, Scans(tmp_path / "cache"))
+    assert store.row(0) == {"n": 0}
     pq.write_table(table, tmp_path / "new", row_group_size=1000)
     (tmp_path / "new").replace(path)
     with pytest.raises(StorageError, match="has changed since this run opened it"):
-        rows.row(1500)
+        store.row(1500)
 
 
 def test_nor_is_a_medium_in_a_changed_tar(folder, reader, tmp_path):
@@ -98,6 +103,69 @@ def test_nor_is_a_medium_in_a_changed_tar(folder, reader, tmp_path):
     for read in (lambda: image_header(image), lambda: dataset.conversation(1)):
         with pytest.raises(StorageError, match="a.tar has changed since this run opened it"):
             read()
+
+
+def write_shard(path: Path, k: int, count: int) -> None:
+    """Rows whose text says where they are."""
+    texts = [f"{k} {i} größe" for i in range(count)]
+    match path.suffix:
+        case ".jsonl":
+            write_jsonl(path, [{"text": text} for text in texts])
+        case ".csv":
+            path.write_text("".join(f"{text}\n" for text in ["text", *texts]))
+        case ".parquet":
+            pq.write_table(pa.table({"text": texts}), path, row_group_size=2)
+        case ".tar":
+            with tarfile.open(path, "w") as tar:
+                for i, text in enumerate(texts):
+                    info = tarfile.TarInfo(f"ö{k}{i}.txt")
+                    info.size = len(text.encode())
+                    tar.addfile(info, io.BytesIO(text.encode()))
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "csv", "parquet", "tar"])
+def test_who_opens_many_files_again_scans_none(kind, tmp_path, monkeypatch):
+    """Until one of them is another, also while they are opened."""
+    paths = [tmp_path / f"{k:02}.{kind}" for k in range(20)]
+    for k, path in enumerate(paths):
+        write_shard(path, k, k % 4 if kind == "jsonl" else 1 + k % 4)
+
+    def texts(cache: str = "cache") -> list[str]:
+        config = SourceConfig(path=f"{tmp_path}/*.{kind}", row_format="text")
+        store = open_source(config, tmp_path / cache).store
+        assert [store.place(i)[1] for i in range(len(store))]
+        return [store.row(i)["text"] for i in range(len(store))]
+
+    first = texts()
+    assert first == texts("other") and len(first) in (30, 50)
+    scans = ((rows, "scan_lines"), (tables, "scan_lines"), (tars, "scan_tar"),
+             (ParquetRows, "_groups"))
+    with monkeypatch.context() as patch:
+        for owner, name in scans:
+            patch.setattr(owner, name, Mock(side_effect=AssertionError("scanned")))
+        assert texts() == first
+        write_shard(paths[7], 7, 9)
+        with pytest.raises((AssertionError, ValueError), match="scanned"):
+            texts()
+    begin, end = (9, 12) if kind == "jsonl" else (16, 20)
+    assert texts() == first[:begin] + [f"7 {i} größe" for i in range(9)] + first[end:]
+    found = Scans(tmp_path / "cache", paths)
+    write_shard(paths[0], 0, 8)
+    data, *_ = found("any", paths[0], lambda: [np.zeros(1)] * 2)
+    with pytest.raises(StorageError, match=f"00.{kind} has changed since"):
+        data.open()
+
+
+def test_what_cannot_be_kept_is_found_again(tmp_path):
+    """On a disk without room, or in a folder of another user."""
+    paths = [tmp_path / f"{k}.jsonl" for k in range(20)]
+    for k, path in enumerate(paths):
+        write_shard(path, k, 2)
+    (tmp_path / "full").write_text("no folder")
+    with pytest.warns(UserWarning, match="cannot be kept in .*full, so it is looked for at each"):
+        source = open_source(SourceConfig(path=f"{tmp_path}/*.jsonl", row_format="text"),
+                             tmp_path / "full")
+    assert len(source) == 40
 
 
 def run(world, path: str, reader: ProcessedReader, num_workers: int, model: ModelConfig) -> None:

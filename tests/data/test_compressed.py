@@ -13,6 +13,7 @@ from orchmllm.config.recipe import SourceConfig
 from orchmllm.data.formats import find
 from orchmllm.data.formats.conversation import media_of
 from orchmllm.data.formats.open import DataSource, open_source
+from orchmllm.data.formats.scanned import Scans
 from orchmllm.data.media.medium import RowError, reading
 from orchmllm.data.storage.clients import StorageError
 from orchmllm.data.stream import StreamDataset
@@ -102,9 +103,9 @@ def test_a_file_that_is_damaged_or_changes_ends_the_stream(folder, tmp_path):
         path = tmp_path / name
         path.write_bytes(data)
         with pytest.raises(ValueError, match=f"{name}: .*{text}") as error:
-            [*find.CompressedRows(path, 1 << 20, tmp_path).rows(0)]
+            [*find.CompressedRows(path, 1 << 20, Scans(tmp_path)).rows(0)]
         assert not isinstance(error.value, RowError)  # which would cost one row alone
-    store = find.CompressedRows(path, 1 << 20, tmp_path)
+    store = find.CompressedRows(path, 1 << 20, Scans(tmp_path))
     path.write_bytes(b"other")
     with pytest.raises(StorageError, match="has changed"):
         next(store.rows(0))
@@ -114,7 +115,7 @@ def test_a_line_that_is_too_long_costs_itself(tmp_path):
     path = tmp_path / "a.jsonl.gz"
     path.write_bytes(gzip.compress(
         b'{"text": "a"}\n\n{"text": "%s"}\n{"text": "b"}' % (b"x" * 300)))
-    one, long, last = find.CompressedRows(path, 40, tmp_path).rows(0)
+    one, long, last = find.CompressedRows(path, 40, Scans(tmp_path)).rows(0)
     assert (one.number, long.number, last.number) == (1, 3, 4)
     assert (one.read(), last.read()) == ({"text": "a"}, {"text": "b"})
     with pytest.raises(RowError, match="more than max_row_bytes=40"):

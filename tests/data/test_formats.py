@@ -11,6 +11,7 @@ import pytest
 from orchmllm.config.recipe import SourceConfig
 from orchmllm.data.formats.open import check_source, open_source
 from orchmllm.data.formats.row_formats import FORMATS as ROW_FORMATS
+from orchmllm.data.formats.scanned import Scans
 from orchmllm.data.media.medium import RowError, reading
 from orchmllm.plan.layout import AUDIO, TEXT, VISION
 from tests.lib.formats import FORMATS, QUESTIONS, llava_row, write_jsonl
@@ -103,7 +104,7 @@ def test_json_array_spans_blocks(tmp_path, monkeypatch):
         path = tmp_path / "a.json"
         path.write_text(bom + json.dumps(items, ensure_ascii=False, indent=indent),
                         encoding="utf-8")
-        store = rows.JsonRows(path, 1 << 20, tmp_path)
+        store = rows.JsonRows(path, 1 << 20, Scans(tmp_path))
         assert [store.row(i) for i in range(len(store))] == items
 
 

@@ -18,6 +18,7 @@ from PIL import Image
 
 from orchmllm.config.data import ColumnsConfig
 from orchmllm.data.formats import arrow
+from orchmllm.data.formats.scanned import Scans
 from orchmllm.data.media.headers import image_header
 from orchmllm.data.media.medium import MediaError, Medium, RowError
 from orchmllm.data.storage.clients import StorageError
@@ -135,17 +136,17 @@ def test_rows_of_parquet_are_found_in_any_order(tmp_path, monkeypatch):
     pa.parquet.write_table(pa.Table.from_pylist(rows), path, row_group_size=40, compression="none")
     order = np.random.default_rng(0).permutation(100).tolist()
     cache = tmp_path / "cache"
-    store = arrow.ParquetRows(path, 0, cache)
+    store = arrow.ParquetRows(path, 0, Scans(cache))
     assert [store.row(i) for _ in range(3) for i in range(100)] == wanted * 3
     assert not cache.exists() and store.place(70) == (path, 71) and len(store) == 100
     assert [store.row(i) for i in order] == [wanted[i] for i in order]
     assert len([*cache.glob("*.arrow")]) == 1
     for _ in range(2):  # others find the copy
         monkeypatch.setattr(arrow.ParquetRows, "_write", None)
-        other = arrow.ParquetRows(path, 0, cache)
+        other = arrow.ParquetRows(path, 0, Scans(cache))
         assert [other.row(i) for i in order * 2] == [wanted[i] for i in order * 2]
     monkeypatch.undo()
-    slow = arrow.ParquetRows(path, 0, tmp_path / "full")
+    slow = arrow.ParquetRows(path, 0, Scans(tmp_path / "full"))
     slow._limit = 3000
     with pytest.warns(UserWarning, match="cannot be kept as Arrow in .*more than 3000 b") as told:
         assert [slow.row(i) for i in order * 4] == [wanted[i] for i in order * 4]
@@ -154,7 +155,7 @@ def test_rows_of_parquet_are_found_in_any_order(tmp_path, monkeypatch):
     at = data.index(b"text 50")
     data[at - 118: at - 110] = bytes(8)  # in the header of the page
     (tmp_path / "bad.parquet").write_bytes(data)
-    bad = arrow.ParquetRows(tmp_path / "bad.parquet", 0, tmp_path / "cache")
+    bad = arrow.ParquetRows(tmp_path / "bad.parquet", 0, Scans(tmp_path / "cache"))
     with pytest.raises(RowError, match="the parquet file is damaged"):
         bad.row(60)
     good = [i for i in order if not 40 <= i < 80]
@@ -170,7 +171,7 @@ def test_the_copy_of_another_file_under_the_same_name_is_not_read(tmp_path):
     for text in ("one", "other"):
         pa.parquet.write_table(pa.table({"a": [f"{text} {k}" for k in range(40)]}),
                                tmp_path / "a.parquet")
-        stores.append(arrow.ParquetRows(tmp_path / "a.parquet", 0, tmp_path))
+        stores.append(arrow.ParquetRows(tmp_path / "a.parquet", 0, Scans(tmp_path)))
         stores[-1]._in_vain = 41
     assert stores[1].row(3) == {"a": "other 3"} and len([*tmp_path.glob("*.arrow")]) == 1
     with pytest.warns(UserWarning), pytest.raises(StorageError, match="a.parquet has changed"):
@@ -188,7 +189,7 @@ def test_more_parquet_files_than_may_be_open(tmp_path, monkeypatch, order):
     for k in range(12):
         pa.parquet.write_table(pa.table({"a": list(range(100 * k, 100 * k + 100))}),
                                tmp_path / f"{k}.parquet")
-        stores.append(arrow.ParquetRows(tmp_path / f"{k}.parquet", 0, tmp_path))
+        stores.append(arrow.ParquetRows(tmp_path / f"{k}.parquet", 0, Scans(tmp_path)))
     before = set(os.listdir("/proc/self/fd"))
     places = [(k, i) for k in range(12) for i in (0, 20)]
     for k, i in places if order == "one after the other" else sorted(places, key=lambda p: p[1]):
@@ -210,7 +211,7 @@ def test_a_file_is_read_anew_behind_an_error(tmp_path, monkeypatch):
     import pyarrow.parquet
 
     pa.parquet.write_table(pa.table({"a": list(range(100))}), tmp_path / "a.parquet")
-    store = arrow.ParquetRows(tmp_path / "a.parquet", 0, tmp_path)
+    store = arrow.ParquetRows(tmp_path / "a.parquet", 0, Scans(tmp_path))
     batches = store.batches
 
     def broken(group: int):
@@ -236,7 +237,7 @@ def test_a_stream_of_parquet_decodes_a_row_group_once(tmp_path, monkeypatch):
     batches = arrow.ParquetRows.batches
     monkeypatch.setattr(arrow.ParquetRows, "batches", lambda store, group: (
         begun.append(group), batches(store, group))[1])
-    [unit] = arrow.ParquetRows(path, 0, tmp_path).units(8)
+    [unit] = arrow.ParquetRows(path, 0, Scans(tmp_path)).units(8)
     rows = list(unit.rows(0))
     assert {rows[k].read()["a"] for k in np.random.default_rng(0).permutation(100)} == {*range(100)}
     assert begun == [0, 1, 2]

@@ -23,6 +23,7 @@ from PIL import Image
 from orchmllm.config.recipe import SourceConfig
 from orchmllm.data.formats import scans
 from orchmllm.data.formats.find import find_store
+from orchmllm.data.formats.scanned import Scans
 from orchmllm.data.formats.tables import TranscriptRows
 from orchmllm.data.formats.tars import TarRows
 from orchmllm.data.media.headers import MAX_IMAGE_PIXELS, image_header
@@ -131,7 +132,7 @@ def test_members_of_one_row_may_begin_with_the_folder(tmp_path):
     from tests.data.test_safety import write_tar
 
     path = write_tar(tmp_path / "a.tar", [("./000.txt", b"words"), ("000.json", b'{"id": 1}')])
-    assert TarRows(path, 1 << 20, tmp_path).row(0) == {"text": "words", "id": 1}
+    assert TarRows(path, 1 << 20, Scans(tmp_path)).row(0) == {"text": "words", "id": 1}
 
 
 def decoded(path: str) -> None:

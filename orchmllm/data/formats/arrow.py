@@ -6,6 +6,7 @@ from __future__ import annotations
 import fcntl
 import json
 import math
+import os
 import threading
 import warnings
 from abc import abstractmethod
@@ -21,7 +22,7 @@ import numpy as np
 
 from orchmllm.config.recipe import SourceConfig
 from orchmllm.data.formats.rows import JoinedRows, OrderedUnit, RowStore, StreamRow
-from orchmllm.data.formats.scanned import File, digest, scanned, sizes
+from orchmllm.data.formats.scanned import File, Scans, digest, scanned
 from orchmllm.data.media.medium import OUT_OF, RowError
 from orchmllm.data.storage.cache import written
 from orchmllm.data.storage.clients import StorageError
@@ -62,15 +63,16 @@ class ArrowRows(RowStore):
 
     splits = False
 
-    def __init__(self, path: File, max_row_bytes: int, cache_dir: Path) -> None:
+    def __init__(self, path: File, max_row_bytes: int, scans: Scans) -> None:
         self.kind, self.files, self.root = f"{path.suffix[1:]} file", [path], path.parent
-        self.data = scanned(path.copied(cache_dir) if isinstance(path, RemoteFile) else path)
         self._here = threading.local()  # .place: of each thread
         with _reading(f"{path}: not {path.suffix[1:]} that can be read"):
-            self._start = np.concatenate([[0], np.cumsum(self.open(cache_dir), dtype=np.int64)])
+            counts = self.open(path.copied(scans.folder) if isinstance(path, RemoteFile) else path,
+                               scans)
+            self._start = np.concatenate([[0], np.cumsum(counts, dtype=np.int64)])
 
     @abstractmethod
-    def open(self, cache_dir: Path) -> list[int]:
+    def open(self, path: Path, scans: Scans) -> Sequence[int]:
         """Rows of each group."""
 
     @abstractmethod
@@ -121,9 +123,10 @@ class IpcRows(ArrowRows):
     """Arrow's own files, mapped into memory; batches that are compressed are read when they are
     needed, but for those of a stream."""
 
-    def open(self, cache_dir: Path) -> list[int]:
+    def open(self, path: Path, scans: Scans) -> Sequence[int]:
         import pyarrow as pa
 
+        self.data = scanned(path)
         mapped = pa.memory_map(str(self.data.__fspath__()))
         try:
             reader = pa.ipc.open_file(mapped)
@@ -143,19 +146,27 @@ class ParquetRows(ArrowRows):
     decoded in vain, as rows are asked for in no order, the file is kept as Arrow below cache_dir,
     where each row is found at once."""
 
-    def open(self, cache_dir: Path) -> list[int]:
-        with self._file() as file:
-            meta = file.metadata
-        groups = [meta.row_group(k) for k in range(meta.num_row_groups)]
-        decoded = sum(group.total_byte_size for group in groups)
+    def open(self, path: Path, scans: Scans) -> Sequence[int]:
+        self.data = path
+        self.data, counts, num_bytes = scans("groups", path, self._groups)
+        decoded = int(num_bytes.sum())
         self._limit = max(SMALL_BYTES, MAX_EXPANSION * self.data.stamp[0])
         if decoded > self._limit:
             raise ValueError(f"{self.data.stamp[0]} bytes hold {decoded}: more than the limit of "
                              f"{MAX_EXPANSION} times as many")
         self._copy, self._in_vain = None, 0
         # Of the file as it is now: others may have seen another one under its name.
-        self._path = cache_dir / f"rows-{digest(list(sizes(self.files)))}.arrow"
-        return [group.num_rows for group in groups]
+        key = digest([os.path.realpath(path), self.data.stamp])
+        self._path = scans.folder / f"rows-{key}.arrow"
+        return counts
+
+    def _groups(self) -> tuple[np.ndarray, np.ndarray]:
+        """Rows and bytes of each."""
+        with self._file() as file:
+            meta = file.metadata
+        groups = [meta.row_group(k) for k in range(meta.num_row_groups)]
+        return (np.array([group.num_rows for group in groups], np.int64),
+                np.array([group.total_byte_size for group in groups], np.int64))
 
     def _slice(self, i: int):
         if self._copy is None and self._in_vain > len(self):
@@ -192,7 +203,7 @@ class ParquetRows(ArrowRows):
                 finally:
                     with suppress(OSError):  # also for a process that was forked meanwhile
                         fcntl.flock(lock, fcntl.LOCK_UN)
-            return IpcRows(path, 0, path.parent)
+            return IpcRows(path, 0, Scans(path.parent))
         except Exception as error:  # a full disk, a row group that is damaged
             warnings.warn(f"{self.files[0]} cannot be kept as Arrow in {path.parent}, so each row "
                           f"that is asked for decodes those before it: {error}", stacklevel=2)
@@ -298,7 +309,7 @@ def open_saved(path: Path, config: SourceConfig, cache_dir: Path) -> JoinedRows:
             raise ValueError("its rows are chosen by another file, as older versions of `datasets` "
                              "saved them: save it anew")
         files = [folder / file["filename"] for file in state["_data_files"]]
-        rows = JoinedRows([IpcRows(file, 0, cache_dir) for file in files], path)
+        rows = JoinedRows([IpcRows(file, 0, Scans(cache_dir)) for file in files], path)
     rows.kind = "saved datasets folder"
     return rows
 

@@ -9,11 +9,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cached_property, partial
 from itertools import groupby, islice
-from pathlib import Path
 from typing import BinaryIO
 
 from orchmllm.data.formats.rows import OrderedUnit, RowStore, StreamRow, parse_json, too_long
-from orchmllm.data.formats.scanned import File, scanned
+from orchmllm.data.formats.scanned import File, Scans, scanned
 from orchmllm.data.formats.tars import SEVERAL_TARS, TRUNCATED, key_of, row_of
 from orchmllm.data.media.medium import MAX_MEMBER_BYTES, Medium, RowError
 from orchmllm.data.storage.clients import StorageError
@@ -29,7 +28,7 @@ class CompressedRows(RowStore):
 
     is_counted = splits = False
 
-    def __init__(self, path: File, max_row_bytes: int, cache_dir: Path) -> None:
+    def __init__(self, path: File, max_row_bytes: int, scans: Scans) -> None:
         self.data, self.max_row_bytes = scanned(path), max_row_bytes
         self.files, self.root = [path], path.parent
         self._rows = _tar_rows if ".tar." in path.name else _json_rows

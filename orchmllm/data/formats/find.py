@@ -15,7 +15,7 @@ from orchmllm.data.formats import arrow, energon
 from orchmllm.data.formats.columns import Columns, changed
 from orchmllm.data.formats.compressed import CURES, CompressedRows
 from orchmllm.data.formats.rows import JoinedRows, JsonRows, LaterRows, RowStore
-from orchmllm.data.formats.scanned import File
+from orchmllm.data.formats.scanned import File, Scans
 from orchmllm.data.formats.tables import PickedRows, TableRows, TranscriptRows
 from orchmllm.data.formats.tars import TarRows
 from orchmllm.data.media.root import refuse_kind
@@ -287,8 +287,10 @@ def _open_files(config: SourceConfig, files: Sequence[File], root: Path | str, c
         **dict.fromkeys(COMPRESSED, CompressedRows),
     }[_kind(files[0])]
 
+    scans = Scans(cache_dir, files)
+
     def open_file(path: File) -> RowStore:
-        return picked(opened(path, config.max_row_bytes, cache_dir), config, cache_dir)
+        return picked(opened(path, config.max_row_bytes, scans), config, cache_dir)
 
     later = isinstance(files[0], RemoteFile) and opened is not CompressedRows
     stores = [LaterRows(partial(open_file, path), path) if later else open_file(path)

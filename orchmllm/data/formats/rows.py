@@ -17,7 +17,7 @@ from typing import NamedTuple, NoReturn
 import numpy as np
 
 from orchmllm.data.formats.columns import check_depth
-from orchmllm.data.formats.scanned import File, cached, digest, read_bytes, scanned
+from orchmllm.data.formats.scanned import File, Scans, digest, read_bytes
 from orchmllm.data.formats.scans import scan_array, scan_lines
 from orchmllm.data.media.medium import RowError
 
@@ -146,11 +146,10 @@ class JsonRows(RowStore):
     """JSONL, or a JSON array of objects. rows: the key of the array where the file is an object.
     spans: (n, 2) int64 first and last byte of each row in it."""
 
-    def __init__(self, path: File, max_row_bytes: int, cache_dir: Path, rows: str = "") -> None:
-        self.data, self.max_row_bytes = scanned(path), max_row_bytes
-        self.files, self.root = [path], path.parent
+    def __init__(self, path: File, max_row_bytes: int, scans: Scans, rows: str = "") -> None:
+        self.max_row_bytes, self.files, self.root = max_row_bytes, [path], path.parent
         kind = f"spans-{digest(rows)}" if rows else "spans"
-        self.spans, self.numbers = cached(cache_dir, kind, path, lambda: (
+        self.data, self.spans, self.numbers = scans(kind, path, lambda: (
             scan_array(path, rows) if rows or _is_array(path) else scan_lines(path)))
 
     @property

@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +21,7 @@ from orchmllm.data.storage.remote import RemoteFile
 
 File = Path | RemoteFile
 MAPPED_BYTES = 1 << 20  # of an array that is read from the disk when it is needed
+TOGETHER = 16  # files of a source; what was found in fewer is kept for each alone
 # Of what is read of the files of a source to tell whether they are still the same.
 SAMPLED_FILES, SAMPLED_BLOCKS, BLOCK_BYTES = 64, 16, 1 << 16
 
@@ -118,18 +121,66 @@ def _blocks(length: int) -> list[tuple[int, int]]:
     return [(start, BLOCK_BYTES) for start in (0, *starts, last)]
 
 
-def cached(cache_dir: Path, kind: str, file: File, build: Callable) -> tuple[np.ndarray, ...]:
-    """build()'s two arrays, kept below cache_dir under the file's size and time where building took
+class Scans:
+    """What scanning finds in the files of a source, `num` arrays of each: kept below `folder` where
+    it took long enough to matter. Of TOGETHER local files or more it is kept in one piece, so that
+    who opens the source next opens none of them."""
+
+    def __init__(self, folder: Path, files: Sequence[File] = ()) -> None:
+        many = len(files) >= TOGETHER and not isinstance(files[0], RemoteFile)
+        self.folder, self._stamps = folder, dict(zip(files, sizes(files), strict=True) if many
+                                                 else ())
+        self._digest = digest([*self._stamps.values()])
+        self._found: dict[File, Sequence[np.ndarray]] = {}
+
+    def __call__(self, kind: str, path: File, build: Callable, num: int = 2) -> tuple:
+        """(The file, build()'s arrays.) Raises what build does."""
+        if not self._stamps:
+            return scanned(path), *cached(self.folder, kind, path, build, num)
+        base = self.folder / f"all-{kind}-{self._digest}"
+        if not self._found and base.with_suffix(f".{num}.npy").is_file():  # the last one
+            *arrays, ends = _kept(base, num + 1, build)
+            self._found = {path: of_it for path, *of_it in zip(
+                self._stamps, *map(np.split, arrays, ends), strict=True)}
+        if path not in self._found:
+            self._found[path] = cached(self.folder, kind, path, build, num, math.inf)
+            if len(self._found) == len(self._stamps) and (
+                    [*self._stamps.values()] == [*sizes([*self._stamps])]):
+                _kept(base, num + 1, self._joined)
+        return ScannedFile(str(path), self._stamps[path][1:]), *self._found[path]
+
+    def _joined(self) -> list[np.ndarray]:
+        """The arrays of all files, one after the other, and where those of each but the last end.
+        """
+        of_all = [*zip(*map(self._found.get, self._stamps), strict=True)]
+        ends = np.cumsum([[len(array) for array in arrays[:-1]] for arrays in of_all], axis=1)
+        return [*map(np.concatenate, of_all), ends]
+
+
+def cached(cache_dir: Path, kind: str, file: File, build: Callable, num: int = 2,
+           mapped: float = MAPPED_BYTES) -> tuple[np.ndarray, ...]:
+    """build()'s arrays, kept below cache_dir under the file's size and time where building took
     long enough to matter."""
     # Of a remote file they save fetching it.
     if not isinstance(file, RemoteFile) and file.stat().st_size < 4 << 20:
         return build()
-    base = cache_dir / f"{kind}-{digest(list(sizes([file])))}"
-    paths = [base.with_suffix(f".{k}.npy") for k in range(2)]
+    return _kept(cache_dir / f"{kind}-{digest(list(sizes([file])))}", num, build, mapped)
+
+
+def _kept(base: Path, num: int, build: Callable, mapped: float = MAPPED_BYTES
+          ) -> tuple[np.ndarray, ...]:
+    """build()'s arrays, which are in files. mapped: bytes from which on one is not in memory."""
+    paths = [base.with_suffix(f".{k}.npy") for k in range(num)]
     if not all(p.is_file() for p in paths):
-        for path, array in zip(paths, build(), strict=True):
-            with written(path) as f:
-                np.save(f, array, allow_pickle=False)
+        arrays = build()
+        try:
+            for path, array in zip(paths, arrays, strict=True):
+                with written(path) as f:
+                    np.save(f, array, allow_pickle=False)
+        except OSError as error:
+            warnings.warn(f"what was found in files cannot be kept in {base.parent}, so it is "
+                          f"looked for at each start: {error}", stacklevel=2)
+            return tuple(arrays)
     # A mapped file is an open one, of which a process may not have many thousands.
-    return tuple(np.load(p, mmap_mode="r" if p.stat().st_size > MAPPED_BYTES else None,
-                         allow_pickle=False) for p in paths)
+    return tuple(np.asarray(np.load(p, mmap_mode="r" if p.stat().st_size > mapped else None,
+                                    allow_pickle=False)) for p in paths)

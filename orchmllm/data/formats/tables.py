@@ -15,7 +15,7 @@ import numpy as np
 from orchmllm.config.recipe import SourceConfig
 from orchmllm.data.formats.columns import nothing_in, parse_spec
 from orchmllm.data.formats.rows import JsonRows, RowStore
-from orchmllm.data.formats.scanned import File, cached, digest, scanned
+from orchmllm.data.formats.scanned import File, Scans, cached, digest
 from orchmllm.data.formats.scans import scan_lines
 from orchmllm.data.media.kinds import modality_of
 from orchmllm.data.media.medium import RowError
@@ -26,14 +26,13 @@ class TableRows(JsonRows):
     which have no quotes. The first line names the columns, or they are numbered from 0: has_names
     says which, None that the line itself does. An empty cell is no value. Raises ValueError."""
 
-    def __init__(self, path: File, max_row_bytes: int, cache_dir: Path, *,
+    def __init__(self, path: File, max_row_bytes: int, scans: Scans, *,
                  has_names: bool | None = None) -> None:
-        self.data, self.max_row_bytes = scanned(path), max_row_bytes
-        self.files, self.root = [path], path.parent
+        self.max_row_bytes, self.files, self.root = max_row_bytes, [path], path.parent
         self.separator = _separator(path)
         self.is_csv = self.separator == ","
-        self.spans, self.numbers = cached(
-            cache_dir, "rows", path, lambda: scan_lines(path, self.is_csv))
+        self.data, self.spans, self.numbers = scans(
+            "rows", path, lambda: scan_lines(path, self.is_csv))
         if not len(self.spans):
             raise ValueError(f"{path}: no line names its columns")
         self.names = self._cells(0)

@@ -3,17 +3,15 @@ scanned once, media are slices of the tar, and members that would be unpickled a
 
 from __future__ import annotations
 
-import json
 import re
 import tarfile
 from collections.abc import Sequence
-from pathlib import Path
 from typing import BinaryIO
 
 import numpy as np
 
 from orchmllm.data.formats.rows import RowStore, parse_json
-from orchmllm.data.formats.scanned import File, cached, read_bytes, scanned
+from orchmllm.data.formats.scanned import File, Scans, read_bytes
 from orchmllm.data.media.kinds import MODALITY_OF, VIDEO
 from orchmllm.data.media.medium import MAX_MEMBER_BYTES, Medium, RowError
 from orchmllm.data.media.root import refuse_kind
@@ -30,27 +28,27 @@ SEVERAL_TARS = ("damaged, or several tars in one: its members end at byte {}, an
 
 
 class TarRows(RowStore):
-    """Rows of one tar. members: (n, 3) int64 [row, offset, size]; names: (n,)."""
+    """Rows of one tar. start (n,): the first member of each; members (m, 3): [offset, size, end of
+    its name in names]; names: bytes."""
 
     kind = "webdataset tar"
 
-    def __init__(self, path: File, max_row_bytes: int, cache_dir: Path) -> None:
-        self.data, self.max_row_bytes = scanned(path), max_row_bytes
-        self.files, self.root = [path], path.parent
-        self.members, names = cached(cache_dir, "members", path, lambda: scan_tar(path))
-        self.names: list[str] = json.loads(names.tobytes().decode())
-        rows = self.members[:, 0]
-        self._start = np.searchsorted(rows, np.arange(rows[-1] + 2 if len(rows) else 1))
+    def __init__(self, path: File, max_row_bytes: int, scans: Scans) -> None:
+        self.max_row_bytes, self.files, self.root = max_row_bytes, [path], path.parent
+        self.data, self.start, self.members, self.names = scans(
+            "tar", path, lambda: scan_tar(path), 3)
 
     def __len__(self) -> int:
-        return len(self._start) - 1
+        return len(self.start)
 
     def row(self, i: int) -> dict:
-        members = []
-        for k in range(self._start[i], self._start[i + 1]):
-            offset, size = self.members[k, 1:].tolist()
-            members.append((self.names[k], None if offset < 0 else Medium(
+        end = self.start[i + 1] if i + 1 < len(self) else len(self.members)
+        members, at = [], int(self.members[self.start[i] - 1, 2]) if i else 0
+        for offset, size, name_end in self.members[self.start[i]: end].tolist():
+            name = self.names[at:name_end].tobytes().decode("utf-8", "surrogateescape")
+            members.append((name, None if offset < 0 else Medium(
                 TEXT, "", self.data, offset, size)))
+            at = name_end
         return row_of(members, self.files[0], self.max_row_bytes)
 
 
@@ -130,11 +128,10 @@ def _base(name: str) -> str:
     return name.rpartition("/")[2]
 
 
-def scan_tar(path: File) -> tuple[np.ndarray, np.ndarray]:
-    """(n, 3) int64 [row, offset, size] of the members in their order (offset -1: not a plain file)
-    and their names as JSON bytes. Raises ValueError for a file that is not an uncompressed tar, or
-    not a whole one: tarfile takes damage for the end."""
-    members, names, row, last = [], [], -1, None
+def scan_tar(path: File) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """The arrays of TarRows; offset -1: not a plain file. Raises ValueError for a file that is not
+    an uncompressed tar, or not a whole one: tarfile takes damage for the end."""
+    start, members, names, last = [], [], bytearray(), None
     try:
         with path.open("rb") as file, tarfile.open(fileobj=file, mode="r:") as tar:
             for info in tar:
@@ -142,17 +139,18 @@ def scan_tar(path: File) -> tuple[np.ndarray, np.ndarray]:
                     continue
                 key = key_of(info.name)
                 if key != last:
-                    row, last = row + 1, key
+                    start.append(len(members))
+                    last = key
+                names += info.name.encode("utf-8", "surrogateescape")
                 plain = info.isreg() and not info.issparse()
-                members.append((row, info.offset_data if plain else -1, info.size))
-                names.append(info.name)
+                members.append((info.offset_data if plain else -1, info.size, len(names)))
                 tar.members.clear()  # tarfile keeps every header it has seen
             _check_end(file, tar.offset, path)
     except tarfile.TarError as error:
         raise ValueError(f"{path}: not an uncompressed tar ({error}); decompress it (gunzip): "
                          "media are compressed already") from error
-    return (np.array(members, np.int64).reshape(-1, 3),
-            np.frombuffer(json.dumps(names).encode(), np.uint8))
+    return (np.array(start, np.int64), np.array(members, np.int64).reshape(-1, 3),
+            np.frombuffer(names, np.uint8))
 
 
 def _check_end(file: BinaryIO, end: int, path: File) -> None:
