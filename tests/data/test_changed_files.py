@@ -13,6 +13,7 @@ import pyarrow as pa
 import pytest
 from pyarrow import parquet as pq
 
+from orchmllm.config.data import ColumnsConfig
 from orchmllm.config.model import ModelConfig
 from orchmllm.config.recipe import SourceConfig
 from orchmllm.data.dataset import ConversationDataset
@@ -110,7 +111,7 @@ def write_shard(path: Path, k: int, count: int) -> None:
     texts = [f"{k} {i} größe" for i in range(count)]
     match path.suffix:
         case ".jsonl":
-            write_jsonl(path, [{"text": text} for text in texts])
+            write_jsonl(path, [{"text": text, "part": "b"} for text in texts])
         case ".csv":
             path.write_text("".join(f"{text}\n" for text in ["text", *texts]))
         case ".parquet":
@@ -123,15 +124,17 @@ def write_shard(path: Path, k: int, count: int) -> None:
                     tar.addfile(info, io.BytesIO(text.encode()))
 
 
-@pytest.mark.parametrize("kind", ["jsonl", "csv", "parquet", "tar"])
-def test_who_opens_many_files_again_scans_none(kind, tmp_path, monkeypatch):
+@pytest.mark.parametrize("kind, columns", [("jsonl", {}), ("jsonl", {"split": "part"}), ("csv", {}),
+                                           ("parquet", {}), ("tar", {})])
+def test_who_opens_many_files_again_scans_none(kind, columns, tmp_path, monkeypatch):
     """Until one of them is another, also while they are opened."""
     paths = [tmp_path / f"{k:02}.{kind}" for k in range(20)]
     for k, path in enumerate(paths):
         write_shard(path, k, k % 4 if kind == "jsonl" else 1 + k % 4)
 
     def texts(cache: str = "cache") -> list[str]:
-        config = SourceConfig(path=f"{tmp_path}/*.{kind}", row_format="text")
+        config = SourceConfig(path=f"{tmp_path}/*.{kind}", row_format="text", split=(
+            "b" if columns else ""), columns=ColumnsConfig(**columns))
         store = open_source(config, tmp_path / cache).store
         assert [store.place(i)[1] for i in range(len(store))]
         return [store.row(i)["text"] for i in range(len(store))]
@@ -139,7 +142,7 @@ def test_who_opens_many_files_again_scans_none(kind, tmp_path, monkeypatch):
     first = texts()
     assert first == texts("other") and len(first) in (30, 50)
     scans = ((rows, "scan_lines"), (tables, "scan_lines"), (tars, "scan_tar"),
-             (ParquetRows, "_groups"))
+             (ParquetRows, "_groups"), (tables.PickedRows, "_scan"))
     with monkeypatch.context() as patch:
         for owner, name in scans:
             patch.setattr(owner, name, Mock(side_effect=AssertionError("scanned")))

@@ -256,10 +256,10 @@ def _opener(files: Sequence[File], root: Path | str, config: SourceConfig, cache
     return lambda: (_open_files(config, files, root, cache_dir), layout)
 
 
-def picked(store: RowStore, config: SourceConfig, cache_dir: Path) -> RowStore:
+def picked(store: RowStore, config: SourceConfig, scans: Scans) -> RowStore:
     """The rows of a store that columns.segments and columns.split choose."""
     columns = config.columns
-    return PickedRows(store, config, cache_dir) if columns.segments or columns.split else store
+    return PickedRows(store, config, scans) if columns.segments or columns.split else store
 
 
 def _check_splits(config: SourceConfig, stores: Sequence[RowStore]) -> None:
@@ -290,7 +290,7 @@ def _open_files(config: SourceConfig, files: Sequence[File], root: Path | str, c
     scans = Scans(cache_dir, files)
 
     def open_file(path: File) -> RowStore:
-        return picked(opened(path, config.max_row_bytes, scans), config, cache_dir)
+        return picked(opened(path, config.max_row_bytes, scans), config, scans)
 
     later = isinstance(files[0], RemoteFile) and opened is not CompressedRows
     stores = [LaterRows(partial(open_file, path), path) if later else open_file(path)

@@ -131,30 +131,31 @@ class Scans:
         self.folder, self._stamps = folder, dict(zip(files, sizes(files), strict=True) if many
                                                  else ())
         self._digest = digest([*self._stamps.values()])
-        self._found: dict[File, Sequence[np.ndarray]] = {}
+        self._found: dict[str, dict[File, Sequence[np.ndarray]]] = {}
 
     def __call__(self, kind: str, path: File, build: Callable, num: int = 2) -> tuple:
         """(The file, build()'s arrays.) Raises what build does."""
         if not self._stamps:
             return scanned(path), *cached(self.folder, kind, path, build, num)
         base = self.folder / f"all-{kind}-{self._digest}"
-        if not self._found and base.with_suffix(f".{num}.npy").is_file():  # the last one
+        found = self._found.setdefault(kind, {})
+        if not found and base.with_suffix(f".{num}.npy").is_file():  # the last one
             *arrays, ends = _kept(base, num + 1, build)
-            self._found = {path: of_it for path, *of_it in zip(
+            found |= {path: of_it for path, *of_it in zip(
                 self._stamps, *map(np.split, arrays, ends), strict=True)}
-        if path not in self._found:
-            self._found[path] = cached(self.folder, kind, path, build, num, math.inf)
-            if len(self._found) == len(self._stamps) and (
+        if path not in found:
+            found[path] = cached(self.folder, kind, path, build, num, math.inf)
+            if len(found) == len(self._stamps) and (
                     [*self._stamps.values()] == [*sizes([*self._stamps])]):
-                _kept(base, num + 1, self._joined)
-        return ScannedFile(str(path), self._stamps[path][1:]), *self._found[path]
+                _kept(base, num + 1, lambda: _joined([*map(found.get, self._stamps)]))
+        return ScannedFile(str(path), self._stamps[path][1:]), *found[path]
 
-    def _joined(self) -> list[np.ndarray]:
-        """The arrays of all files, one after the other, and where those of each but the last end.
-        """
-        of_all = [*zip(*map(self._found.get, self._stamps), strict=True)]
-        ends = np.cumsum([[len(array) for array in arrays[:-1]] for arrays in of_all], axis=1)
-        return [*map(np.concatenate, of_all), ends]
+
+def _joined(found: Sequence[Sequence[np.ndarray]]) -> list[np.ndarray]:
+    """The arrays of all files, one after the other, and where those of each but the last end."""
+    of_all = [*zip(*found, strict=True)]
+    ends = np.cumsum([[len(array) for array in arrays[:-1]] for arrays in of_all], axis=1)
+    return [*map(np.concatenate, of_all), ends]
 
 
 def cached(cache_dir: Path, kind: str, file: File, build: Callable, num: int = 2,
@@ -175,11 +176,12 @@ def _kept(base: Path, num: int, build: Callable, mapped: float = MAPPED_BYTES
         arrays = build()
         try:
             for path, array in zip(paths, arrays, strict=True):
-                with written(path) as f:
-                    np.save(f, array, allow_pickle=False)
+                if not path.is_file():  # another process may have mapped it meanwhile
+                    with written(path) as f:
+                        np.save(f, array, allow_pickle=False)
         except OSError as error:
             warnings.warn(f"what was found in files cannot be kept in {base.parent}, so it is "
-                          f"looked for at each start: {error}", stacklevel=2)
+                          f"looked for at each start: {error.strerror}", stacklevel=2)
             return tuple(arrays)
     # A mapped file is an open one, of which a process may not have many thousands.
     return tuple(np.asarray(np.load(p, mmap_mode="r" if p.stat().st_size > mapped else None,

@@ -15,7 +15,7 @@ import numpy as np
 from orchmllm.config.recipe import SourceConfig
 from orchmllm.data.formats.columns import nothing_in, parse_spec
 from orchmllm.data.formats.rows import JsonRows, RowStore
-from orchmllm.data.formats.scanned import File, Scans, cached, digest
+from orchmllm.data.formats.scanned import File, Scans, digest
 from orchmllm.data.formats.scans import scan_lines
 from orchmllm.data.media.kinds import modality_of
 from orchmllm.data.media.medium import RowError
@@ -143,9 +143,9 @@ class TranscriptRows(RowStore):
 class PickedRows(RowStore):
     """Rows in the rows of a store: the elements of the list `segments` of each, with what is around
     them; of these, and of the rows, those of the source's split. Rows that cannot be read stay, so
-    that they are told of. split_names: that the rows have."""
+    that they are told of. store: of one file. split_names: that the rows have."""
 
-    def __init__(self, store: RowStore, config: SourceConfig, cache_dir: Path) -> None:
+    def __init__(self, store: RowStore, config: SourceConfig, scans: Scans) -> None:
         columns = config.columns
         self.store, self.wanted = store, config.split
         self.segments, self.split = parse_spec(columns.segments), parse_spec(columns.split)
@@ -153,8 +153,7 @@ class PickedRows(RowStore):
         self.splits = store.splits
         chosen = digest([columns.rows, columns.segments, columns.split, config.split,
                          config.max_row_bytes])
-        self.places, splits = cached(cache_dir, f"picked-{chosen}", store.files[0], self._scan) if (
-            len(store.files) == 1) else self._scan()
+        _, self.places, splits = scans(f"picked-{chosen}", store.files[0], self._scan)
         self.split_names: list[str] = json.loads(splits.tobytes())
 
     def _scan(self) -> tuple[np.ndarray, np.ndarray]:
