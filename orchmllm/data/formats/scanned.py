@@ -7,6 +7,7 @@ import hashlib
 import json
 import math
 import os
+import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ from orchmllm.data.storage.remote import RemoteFile
 
 File = Path | RemoteFile
 MAPPED_BYTES = 1 << 20  # of an array that is read from the disk when it is needed
+LONG_S = 0.05  # of scanning a file, from which on what was found in it is kept
 TOGETHER = 16  # files of a source; what was found in fewer is kept for each alone
 # Of what is read of the files of a source to tell whether they are still the same.
 SAMPLED_FILES, SAMPLED_BLOCKS, BLOCK_BYTES = 64, 16, 1 << 16
@@ -161,19 +163,21 @@ def _joined(found: Sequence[Sequence[np.ndarray]]) -> list[np.ndarray]:
 def cached(cache_dir: Path, kind: str, file: File, build: Callable, num: int = 2,
            mapped: float = MAPPED_BYTES) -> tuple[np.ndarray, ...]:
     """build()'s arrays, kept below cache_dir under the file's size and time where building took
-    long enough to matter."""
-    # Of a remote file they save fetching it.
-    if not isinstance(file, RemoteFile) and file.stat().st_size < 4 << 20:
-        return build()
-    return _kept(cache_dir / f"{kind}-{digest(list(sizes([file])))}", num, build, mapped)
+    long enough to matter, and of a remote file, which then need not be fetched."""
+    return _kept(cache_dir / f"{kind}-{digest(list(sizes([file])))}", num, build, mapped,
+                 0.0 if isinstance(file, RemoteFile) else LONG_S)
 
 
-def _kept(base: Path, num: int, build: Callable, mapped: float = MAPPED_BYTES
+def _kept(base: Path, num: int, build: Callable, mapped: float = MAPPED_BYTES, long_s: float = 0.0
           ) -> tuple[np.ndarray, ...]:
-    """build()'s arrays, which are in files. mapped: bytes from which on one is not in memory."""
+    """build()'s arrays, which are in files unless that takes less than long_s. mapped: bytes from
+    which on one is not in memory."""
     paths = [base.with_suffix(f".{k}.npy") for k in range(num)]
     if not all(p.is_file() for p in paths):
+        started = time.monotonic()
         arrays = build()
+        if time.monotonic() - started < long_s:
+            return tuple(arrays)
         try:
             for path, array in zip(paths, arrays, strict=True):
                 if not path.is_file():  # another process may have mapped it meanwhile
