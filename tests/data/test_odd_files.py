@@ -217,7 +217,7 @@ def fuzz(folder: Path, count: int, seed: int) -> Counter:
         if modality == AUDIO and k % 2:
             check(medium._replace(part=(0.05, 0.2)))
         assert taken < 1.0, (seed, k, taken, answer)
-        assert ffmpeg.memory_info().rss - held < 400 << 20, (seed, k, answer)
+        assert ffmpeg.memory_info().rss - held < 200 << 20, (seed, k, answer)
         said["read" if answer == "read" else "refused"] += 1
     grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
     assert grown < 200 << 10, f"memory grew by {grown} kB"

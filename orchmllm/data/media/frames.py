@@ -184,9 +184,9 @@ def _picture(frame, displayed: tuple[int, int]) -> np.ndarray:
     if not (alpha or turns) and (frame.width, frame.height) == displayed:
         return pixels
     image = Image.fromarray(pixels)
+    del pixels  # a frame may have 100 MB
     if alpha:
-        white = Image.new("RGBA", image.size, (255, 255, 255, 255))
-        image = Image.alpha_composite(white, image).convert("RGB")
+        image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image).convert("RGB")
     if turns % 90 == 0 and turns:
         image = image.rotate(turns, expand=True)
     if image.size != displayed:
