@@ -144,7 +144,7 @@ class DataConfig:
     max_example_tokens: int = key(0, "The text of an example is cut there, and an image or clip "
                                   "that would cross it is left out; 0: no limit.", at_least=0,
                                   aliases=("max_seq_length", "max_length"))
-    index_dir: str = key("", "Folder of length indexes (`orchmllm data index`); empty: "
+    index_dir: str = key("", "Folder of length indexes (`orchmllm data index`) and scans; empty: "
                          "~/.cache/orchmllm/index.")
     prefetch: int = key(2, "Steps prepared ahead.", at_least=0, aliases=("prefetch_factor",))
     num_workers: int = key(0, "Processes of each rank that read and decode; 0: its prefetch thread "

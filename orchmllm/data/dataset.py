@@ -35,8 +35,8 @@ CACHED_BYTES = 256 << 20  # of media that rows hold themselves
 class ConversationDataset:
     """Examples of `sources` one after the other; example i of a single source is its i-th row.
 
-    sources: a path, or the sources of a recipe. index_dir: where length indexes and scans of large
-    files are kept (None: ~/.cache/orchmllm/index); an index that fits is used. storage: what may be
+    sources: a path, or the sources of a recipe. index_dir: where length indexes and scans of files
+    are kept (None: ~/.cache/orchmllm/index); an index that fits is used. storage: what may be
     read of other machines. reader: what measures and loads a row. Raises ValueError if a source
     cannot be opened; bad rows and media are reported when they are loaded.
     """

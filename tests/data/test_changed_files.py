@@ -152,7 +152,11 @@ def test_who_opens_many_files_again_scans_none(kind, columns, tmp_path, monkeypa
             texts()
     begin, end = (9, 12) if kind == "jsonl" else (16, 20)
     assert texts() == first[:begin] + [f"7 {i} größe" for i in range(9)] + first[end:]
+    for part in (tmp_path / "cache").glob("all-*.0.npy"):  # as who removes old files does
+        part.unlink()
+    assert len(texts()) == len(first) - (end - begin) + 9
     found = Scans(tmp_path / "cache", paths)
+    found("any", paths[1], lambda: [np.zeros(1)] * 2)
     write_shard(paths[0], 0, 8)
     data, *_ = found("any", paths[0], lambda: [np.zeros(1)] * 2)
     with pytest.raises(StorageError, match=f"00.{kind} has changed since"):

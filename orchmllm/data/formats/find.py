@@ -256,12 +256,6 @@ def _opener(files: Sequence[File], root: Path | str, config: SourceConfig, cache
     return lambda: (_open_files(config, files, root, cache_dir), layout)
 
 
-def picked(store: RowStore, config: SourceConfig, scans: Scans) -> RowStore:
-    """The rows of a store that columns.segments and columns.split choose."""
-    columns = config.columns
-    return PickedRows(store, config, scans) if columns.segments or columns.split else store
-
-
 def _check_splits(config: SourceConfig, stores: Sequence[RowStore]) -> None:
     """Raises ValueError for a split that no row of the stores has, and where they have several and
     the source names none."""
@@ -290,7 +284,8 @@ def _open_files(config: SourceConfig, files: Sequence[File], root: Path | str, c
     scans = Scans(cache_dir, files)
 
     def open_file(path: File) -> RowStore:
-        return picked(opened(path, config.max_row_bytes, scans), config, scans)
+        store, columns = opened(path, config.max_row_bytes, scans), config.columns
+        return PickedRows(store, config, scans) if columns.segments or columns.split else store
 
     later = isinstance(files[0], RemoteFile) and opened is not CompressedRows
     stores = [LaterRows(partial(open_file, path), path) if later else open_file(path)

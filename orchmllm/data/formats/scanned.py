@@ -1,5 +1,5 @@
-"""Files in which rows are found by their positions: they have to stay what they were, and scans of
-large ones are kept in the index folder."""
+"""Files in which rows are found by their positions: they have to stay what they were, and what
+scanning found in them is kept in the index folder."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import BinaryIO
 
@@ -124,69 +125,71 @@ def _blocks(length: int) -> list[tuple[int, int]]:
 
 
 class Scans:
-    """What scanning finds in the files of a source, `num` arrays of each: kept below `folder` where
-    it took long enough to matter. Of TOGETHER local files or more it is kept in one piece, so that
-    who opens the source next opens none of them."""
+    """What scanning finds in the files of a source, `num` arrays of each. It is kept below `folder`
+    where it took LONG_S, and of TOGETHER local files or more in one piece, so that who opens the
+    source next opens none of them."""
 
     def __init__(self, folder: Path, files: Sequence[File] = ()) -> None:
-        many = len(files) >= TOGETHER and not isinstance(files[0], RemoteFile)
-        self.folder, self._stamps = folder, dict(zip(files, sizes(files), strict=True) if many
-                                                 else ())
-        self._digest = digest([*self._stamps.values()])
+        self.folder, self._files = folder, files
         self._found: dict[str, dict[File, Sequence[np.ndarray]]] = {}
+
+    @cached_property
+    def _many(self) -> tuple[dict[File, tuple], str]:
+        """(What `sizes` says of each of many local files before the first one is opened, a digest
+        of it.)"""
+        many = len(self._files) >= TOGETHER and not isinstance(self._files[0], RemoteFile)
+        stamps = dict(zip(self._files, sizes(self._files), strict=True)) if many else {}
+        return stamps, digest([*stamps.values()])
 
     def __call__(self, kind: str, path: File, build: Callable, num: int = 2) -> tuple:
         """(The file, build()'s arrays.) Raises what build does."""
-        if not self._stamps:
-            return scanned(path), *cached(self.folder, kind, path, build, num)
-        base = self.folder / f"all-{kind}-{self._digest}"
-        found = self._found.setdefault(kind, {})
-        if not found and base.with_suffix(f".{num}.npy").is_file():  # the last one
-            *arrays, ends = _kept(base, num + 1, build)
-            found |= {path: of_it for path, *of_it in zip(
-                self._stamps, *map(np.split, arrays, ends), strict=True)}
+        stamps, key = self._many
+        if not stamps:
+            return scanned(path), *self._of_one(kind, path, build, num)
+        base, found = self.folder / f"all-{kind}-{key}", self._found.setdefault(kind, {})
+        if not found and (joined := _read(base, num + 1)):
+            pieces = map(np.split, joined[:num], joined[num])
+            found |= {path: of_it for path, *of_it in zip(stamps, *pieces, strict=True)}
         if path not in found:
-            found[path] = cached(self.folder, kind, path, build, num, math.inf)
-            if len(found) == len(self._stamps) and (
-                    [*self._stamps.values()] == [*sizes([*self._stamps])]):
-                _kept(base, num + 1, lambda: _joined([*map(found.get, self._stamps)]))
-        return ScannedFile(str(path), self._stamps[path][1:]), *found[path]
+            found[path] = self._of_one(kind, path, build, num, math.inf)
+            if len(found) == len(stamps) and [*stamps.values()] == [*sizes([*stamps])]:
+                of_all = [*zip(*map(found.get, stamps), strict=True)]
+                ends = np.cumsum([[*map(len, arrays)] for arrays in of_all], axis=1)[:, :-1]
+                _write(base, [*map(np.concatenate, of_all), ends])
+        return ScannedFile(str(path), stamps[path][1:]), *found[path]
+
+    def _of_one(self, kind: str, path: File, build: Callable, num: int,
+                mapped: float = MAPPED_BYTES) -> Sequence[np.ndarray]:
+        """Of a file by itself; a remote one need not be fetched where it is kept. mapped: see
+        _read."""
+        base = self.folder / f"{kind}-{digest(list(sizes([path])))}"
+        found, started = _read(base, num, mapped), time.monotonic()
+        if found is None:
+            found = build()
+            if isinstance(path, RemoteFile) or time.monotonic() - started >= LONG_S:
+                _write(base, found)
+        return found
 
 
-def _joined(found: Sequence[Sequence[np.ndarray]]) -> list[np.ndarray]:
-    """The arrays of all files, one after the other, and where those of each but the last end."""
-    of_all = [*zip(*found, strict=True)]
-    ends = np.cumsum([[len(array) for array in arrays[:-1]] for arrays in of_all], axis=1)
-    return [*map(np.concatenate, of_all), ends]
+def _paths(base: Path, num: int) -> list[Path]:
+    return [base.with_suffix(f".{k}.npy") for k in range(num)]
 
 
-def cached(cache_dir: Path, kind: str, file: File, build: Callable, num: int = 2,
-           mapped: float = MAPPED_BYTES) -> tuple[np.ndarray, ...]:
-    """build()'s arrays, kept below cache_dir under the file's size and time where building took
-    long enough to matter, and of a remote file, which then need not be fetched."""
-    return _kept(cache_dir / f"{kind}-{digest(list(sizes([file])))}", num, build, mapped,
-                 0.0 if isinstance(file, RemoteFile) else LONG_S)
+def _read(base: Path, num: int, mapped: float = MAPPED_BYTES) -> list[np.ndarray] | None:
+    """What _write wrote, None where it is not there. mapped: bytes from which on an array is not in
+    memory; its file stays open, of which a process may not have many thousands."""
+    paths = _paths(base, num)
+    return [np.asarray(np.load(p, mmap_mode="r" if p.stat().st_size > mapped else None,
+                               allow_pickle=False))
+            for p in paths] if all(p.is_file() for p in paths) else None
 
 
-def _kept(base: Path, num: int, build: Callable, mapped: float = MAPPED_BYTES, long_s: float = 0.0
-          ) -> tuple[np.ndarray, ...]:
-    """build()'s arrays, which are in files unless that takes less than long_s. mapped: bytes from
-    which on one is not in memory."""
-    paths = [base.with_suffix(f".{k}.npy") for k in range(num)]
-    if not all(p.is_file() for p in paths):
-        started = time.monotonic()
-        arrays = build()
-        if time.monotonic() - started < long_s:
-            return tuple(arrays)
-        try:
-            for path, array in zip(paths, arrays, strict=True):
-                if not path.is_file():  # another process may have mapped it meanwhile
-                    with written(path) as f:
-                        np.save(f, array, allow_pickle=False)
-        except OSError as error:
-            warnings.warn(f"what was found in files cannot be kept in {base.parent}, so it is "
-                          f"looked for at each start: {error.strerror}", stacklevel=2)
-            return tuple(arrays)
-    # A mapped file is an open one, of which a process may not have many thousands.
-    return tuple(np.asarray(np.load(p, mmap_mode="r" if p.stat().st_size > mapped else None,
-                                    allow_pickle=False)) for p in paths)
+def _write(base: Path, arrays: Sequence[np.ndarray]) -> None:
+    try:
+        for path, array in zip(_paths(base, len(arrays)), arrays, strict=True):
+            if not path.is_file():  # another process may have mapped it meanwhile
+                with written(path) as f:
+                    np.save(f, array, allow_pickle=False)
+    except OSError as error:
+        warnings.warn(f"what was found in files cannot be kept in {base.parent}, so it is looked "
+                      f"for at each start: {error.strerror or error}", stacklevel=2)

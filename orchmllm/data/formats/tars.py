@@ -28,23 +28,23 @@ SEVERAL_TARS = ("damaged, or several tars in one: its members end at byte {}, an
 
 
 class TarRows(RowStore):
-    """Rows of one tar. start (n,): the first member of each; members (m, 3): [offset, size, end of
-    its name in names]; names: bytes."""
+    """Rows of one tar. start (n + 1,): the first member of each, and their number; members (m, 3):
+    [offset, size, end of its name in names]; names: bytes."""
 
     kind = "webdataset tar"
 
     def __init__(self, path: File, max_row_bytes: int, scans: Scans) -> None:
         self.max_row_bytes, self.files, self.root = max_row_bytes, [path], path.parent
         self.data, self.start, self.members, self.names = scans(
-            "tar", path, lambda: scan_tar(path), 3)
+            "tars", path, lambda: scan_tar(path), 3)
 
     def __len__(self) -> int:
-        return len(self.start)
+        return len(self.start) - 1
 
     def row(self, i: int) -> dict:
-        end = self.start[i + 1] if i + 1 < len(self) else len(self.members)
-        members, at = [], int(self.members[self.start[i] - 1, 2]) if i else 0
-        for offset, size, name_end in self.members[self.start[i]: end].tolist():
+        first, end = self.start[i: i + 2]
+        members, at = [], int(self.members[first - 1, 2]) if first else 0
+        for offset, size, name_end in self.members[first:end].tolist():
             name = self.names[at:name_end].tobytes().decode("utf-8", "surrogateescape")
             members.append((name, None if offset < 0 else Medium(
                 TEXT, "", self.data, offset, size)))
@@ -149,7 +149,7 @@ def scan_tar(path: File) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     except tarfile.TarError as error:
         raise ValueError(f"{path}: not an uncompressed tar ({error}); decompress it (gunzip): "
                          "media are compressed already") from error
-    return (np.array(start, np.int64), np.array(members, np.int64).reshape(-1, 3),
+    return (np.array([*start, len(members)]), np.array(members, np.int64).reshape(-1, 3),
             np.frombuffer(names, np.uint8))
 
 
