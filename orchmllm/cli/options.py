@@ -63,7 +63,7 @@ def add_options(to: argparse._ActionsContainer, options: Sequence[tuple]) -> Non
             how = {"choices": default, "default": default[0]}
         else:
             kind = at_least(1 if default else 0) if isinstance(default, int) else type(default)
-            how = {"type": kind, "default": default}
+            how = {"type": kind, "default": default, "metavar": None if kind is str else "N"}
         if "default" in how:
             text += f" ({how['default']})"
         to.add_argument(flag, help=text, **how)

@@ -64,6 +64,9 @@ def test_versions(capsys):
     (["report", "runs/x", "--gpu", "h200"], "--gpu has no effect without --score"),
     (["report", "runs/x", "--mix", "omni"], "--mix has no effect without --score"),
     (["generate", "runs/x", "What?", "--steps", "9"], "--steps has no effect without --out"),
+    (["generate", "x", "?", "--video-audio"], "--video-audio has no effect without --video"),
+    (["generate", "x", "?", "--video", "no.mp4", "--video-fps", "nan"], "--video-fps nan: must be"),
+    (["generate", "x", "?", "--video", "no.mp4"], "argument --video: no.mp4: "),
     *((argv.split(), f"argument {argv.split()[-2]}: {said}") for command in (
         "generate x What? --out", "dry-run r.yaml --json", "plan job r.yaml --ranks 2 --out",
         "papers ablations r.yaml --json") for argv, said in (

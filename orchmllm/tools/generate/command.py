@@ -22,7 +22,7 @@ from pathlib import Path
 
 from PIL import Image
 
-from orchmllm.cli.options import command_parser, in_one_line, new_file
+from orchmllm.cli.options import Parser, command_parser, in_one_line, new_file
 from orchmllm.data.media.headers import audio_header, image_header
 from orchmllm.data.media.medium import MediaError, Medium, RowError, VideoSampling
 from orchmllm.data.media.video import expand
@@ -34,17 +34,21 @@ from orchmllm.plan.layout import AUDIO, VISION
 def main(argv: list[str]) -> int:
     parser = command_parser("generate", __doc__, (
         ("--max-tokens", 256, "tokens of the answer at most"),
-        ("--temperature", 0.0, "tokens are drawn; 0: the most likely one is taken"),
-        ("--top-p", 1.0, "tokens are drawn from those of so much probability"),
+        ("--temperature", 0.0, "tokens are drawn; 0: the most likely is taken"),
+        ("--top-p", 1.0, "tokens come from those of so much probability"),
         ("--seed", 0, "of what is drawn"),
         ("--out", new_file, "the answer's image; several are numbered"),
         ("--steps", 50, "steps in which an image is made"),
-        ("--guidance", 2.0, "of an image by its condition; 1: as learnt")))
+        ("--guidance", 2.0, "of an image by its condition; 1: as learnt"),
+        ("--video-fps", 1.0, "frames that are read of a second of video"),
+        ("--video-frames", 0, "frames that are read of a video; 0: by --video-fps"),
+        ("--video-max-frames", 64, "most frames of a video"),
+        ("--video-audio", False, "read the sound of a video after its frames")))
     parser.usage = "%(prog)s [options] FOLDER QUESTION"
     parser.add_argument("folder", type=Path, metavar="FOLDER")
     parser.add_argument("question", metavar="QUESTION")
     for flag, read in (("--image", partial(_medium, VISION)), ("--audio", partial(_medium, AUDIO)),
-                       ("--video", _frames)):
+                       ("--video", lambda path: [path])):
         parser.add_argument(flag, dest="media", action="extend", default=[], metavar="FILE",
                             type=read, help="any number of them")
     parser.add_argument("--dtype", choices=list(DTYPES), default="", metavar="DTYPE",
@@ -66,6 +70,7 @@ def main(argv: list[str]) -> int:
     if args.out and Image.registered_extensions().get(args.out.suffix.lower()) not in Image.SAVE:
         parser.error(f"--out {args.out}: {args.out.suffix or 'no ending'} is no format of images; "
                      "name a .png")
+    _read_videos(parser, args)
     print(_answer(args, lambda text: print(text, file=sys.stderr, flush=True)))
     return 0
 
@@ -99,9 +104,18 @@ def _size(text: str) -> tuple[int, int]:
     return int(width), int(height)
 
 
-def _frames(path: str) -> list[Medium]:
-    """Those that training would read. Raises ArgumentTypeError for what is no video."""
-    try:
-        return expand(Medium(VISION, path, path), VideoSampling(), {})
-    except RowError as error:
-        raise ArgumentTypeError(f"{path}: {error.reason}") from error
+def _read_videos(parser: Parser, args: Namespace) -> None:
+    """Puts the frames that training would read into args.media, in place of the videos' paths."""
+    names = [f"video_{name}" for name in VideoSampling._fields]  # as the keys of a source
+    args.video = any(isinstance(medium, str) for medium in args.media)
+    parser.refuse_without(args, "--video", *("--" + name.replace("_", "-") for name in names))
+    if not 0 < args.video_fps <= 240:
+        parser.error(f"--video-fps {args.video_fps}: must be above 0 and at most 240")
+    sampling, media = VideoSampling(*(getattr(args, name) for name in names)), []
+    for medium in args.media:
+        try:
+            media += [medium] if isinstance(medium, Medium) else expand(
+                Medium(VISION, medium, medium), sampling, {})
+        except RowError as error:
+            parser.error(f"argument --video: {medium}: {error.reason}")
+    args.media = media

@@ -14,7 +14,7 @@ from PIL import Image
 
 from orchmllm.cli import dispatch
 from orchmllm.config.model import ModelConfig
-from orchmllm.config.recipe import DataConfig, Recipe, RunConfig, TrainConfig
+from orchmllm.config.recipe import DataConfig, Recipe, RunConfig, SourceConfig, TrainConfig
 from orchmllm.data.stream import open_dataset
 from orchmllm.data.text.model_folder import load_processor
 from orchmllm.data.text.tokenizer import ChatTokenizer
@@ -133,11 +133,12 @@ def test_media_are_read_as_in_training(family, flag, tmp_path, capsys):
         {"role": "user", "content": [{"type": kind, kind: path.name},
                                      {"type": "text", "text": "What is it?"}]},
         {"role": "assistant", "content": "b"}]}) + "\n")
+    chosen = ["--video-fps", "4", "--video-max-frames", "5"] if kind == "video" else []
     assert dispatch(["generate", str(tmp_path), flag, str(path), "What is it?",
-                     "--max-tokens", "6"]) == 0
+                     "--max-tokens", "6", *chosen]) == 0
     answer = capsys.readouterr().out.removesuffix("\n")
-    example = open_dataset(DataConfig(path=str(tmp_path / "data.jsonl")), str(tmp_path),
-                           seed=0).load(0)
+    source = SourceConfig(path=str(tmp_path / "data.jsonl"), video_fps=4.0, video_max_frames=5)
+    example = open_dataset(DataConfig(sources=(source,)), str(tmp_path), seed=0).load(0)
     first = int((example.labels != -100).nonzero()[0])
     ids = example.input_ids[None, :first]
     media = {n: v[:, :first] if n.endswith("type_ids") else v for n, v in example.media.items()}
