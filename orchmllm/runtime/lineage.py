@@ -27,7 +27,7 @@ LINEAGE = {"run", "sequence", "ancestors"}  # which every manifest names
 PREFIXES = ("step_", "aside_step_")
 LEFTOVERS = (".staged_*", ".old_*")
 START_CURE = ("give a run folder, or a step_... folder in its checkpoints; exported weights are "
-              "read by model.pretrained")
+              "read by model.pretrained (of LoRA: those of export --merged)")
 
 
 class Saved(NamedTuple):

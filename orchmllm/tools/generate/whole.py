@@ -4,13 +4,15 @@ peft's adapters for one."""
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from orchmllm.data.formats.conversation import Turn
+from orchmllm.data.media.medium import MediaError
 from orchmllm.data.processed import ProcessedReader
 from orchmllm.data.questions import before_answer
 from orchmllm.data.text.model_folder import processor_class
@@ -24,13 +26,14 @@ from orchmllm.models.generate import generated
 from orchmllm.tools.export.checkpoints import check_files, model_of, other_tokenizer
 from orchmllm.tools.export.whole import end_as_trained, trained_model
 from orchmllm.tools.generate.pictures import check, write_pictures
-from orchmllm.tools.generate.sampling import asked, device, length_told, sampling
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 ADAPTERS = "adapter_config.json"  # peft's
 LOCAL = {"local_files_only": True, "trust_remote_code": False}
 
 
-@torch.no_grad()
 def answer_whole(args: argparse.Namespace, log: Callable[[str], None]) -> str:
     """The answer. args: of the command. log: is told how it ended. Raises ValueError or OSError."""
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
@@ -68,19 +71,9 @@ def answer_whole(args: argparse.Namespace, log: Callable[[str], None]) -> str:
 
         model = PeftModel.from_pretrained(model, args.folder)
         end_as_trained(model.generation_config, Path(folder))
-    check(args, model)
-    model.to(device()).eval()
-    given = {name: value.to(device(), model.dtype if value.is_floating_point() else None)
-             for name, value in given.items()}
-    ids = generated(model, given, **sampling(args))
-    write_pictures(model, Path(folder), given, ids, args, log)
-    ends = model.generation_config.eos_token_id
-    ended = ids[-1:] == [ends] if isinstance(ends, int) else ids and ids[-1] in (ends or ())
-    log(length_told(given["input_ids"].shape[1], len(ids), args, ended=bool(ended)))
-    return tokenizer.decode(ids, skip_special_tokens=True)
+    return _answer(model, Path(folder), tokenizer, given, args, log)
 
 
-@torch.no_grad()
 def answer_run(args: argparse.Namespace, checkpoint: Path, log: Callable[[str], None]) -> str:
     """The answer of a checkpoint of a run. The rest as in answer_whole. Raises ValueError for
     adapters, or files that are not what was saved."""
@@ -96,23 +89,50 @@ def answer_run(args: argparse.Namespace, checkpoint: Path, log: Callable[[str], 
     found = trained_model(Path(trained.folder), read_sharded(checkpoint),
                           DTYPES.get(args.dtype, ""))
     model = type(found).from_pretrained(  # with what is computed and in no file
-        None, config=found.config, state_dict=found.state_dict(), dtype=found.config.dtype
-    ).to(device()).eval()
+        None, config=found.config, state_dict=found.state_dict(), dtype=found.config.dtype)
     model.generation_config = found.generation_config
-    check(args, model)
-    tokenizer, given = _read(args, trained.folder)
-    given = {name: value.to(device(), model.dtype if value.is_floating_point() else None)
-             for name, value in given.items()}
-    end = tokenizer.end_id
-    ids = generated(model, given, eos_token_id=end, pad_token_id=end, **sampling(args))
-    write_pictures(model, Path(trained.folder), given, ids, args, log)
-    log(length_told(given["input_ids"].shape[1], len(ids), args, ended=ids[-1:] == [end]))
-    return tokenizer.decode(ids, skip_special_tokens=True)
+    end_as_trained(model.generation_config, Path(trained.folder))
+    return _answer(model, Path(trained.folder), *_read(args, trained.folder), args, log)
 
 
 def _read(args: argparse.Namespace, folder: str | Path) -> tuple[ChatTokenizer, dict[str, Tensor]]:
     """(The tokenizer; the question as training reads a row of data up to its answer). Raises
     ValueError for what cannot be read."""
     reader = ProcessedReader(Processor(folder))
-    example = before_answer(*asked(reader, [Turn("user", (*args.media, args.question), False)]))
+    turns = Turn("user", (*args.media, args.question), False), Turn("assistant", ("a",), True)
+    [row] = reader.plan(lambda _: turns, [0])
+    try:
+        if row.problem is not None:
+            raise row.problem
+        example = before_answer(reader.load(row, lambda: "the question"), row)
+    except MediaError as error:
+        raise ValueError(str(error)) from error
     return reader.tokenizer, {"input_ids": example.input_ids[None], **example.media}
+
+
+def sampling(args: argparse.Namespace) -> dict:
+    """Arguments of transformers' generate, and the seed is set. args: of the command."""
+    torch.manual_seed(args.seed)
+    drawn = {"temperature": args.temperature, "top_p": args.top_p, "top_k": 0}
+    return {"max_new_tokens": args.max_tokens, "do_sample": args.temperature > 0,
+            **(drawn if args.temperature else {})}
+
+
+@torch.no_grad()
+def _answer(model: PreTrainedModel, folder: Path, tokenizer: ChatTokenizer,
+            given: Mapping[str, Tensor], args: argparse.Namespace, log: Callable[[str], None]
+            ) -> str:
+    """What a model answers to what it is given. folder: of its processor. Raises ValueError where
+    --out is given and it makes no images."""
+    check(args, model)
+    where = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    model.to(where).eval()
+    given = {name: value.to(where, model.dtype if value.is_floating_point() else None)
+             for name, value in given.items()}
+    ids = generated(model, given, **sampling(args))
+    write_pictures(model, folder, given, ids, args, log)
+    ends = model.generation_config.eos_token_id
+    ended = ids[-1:] == [ends] if isinstance(ends, int) else ids and ids[-1] in (ends or ())
+    log(f"{given['input_ids'].shape[1]} tokens before the answer, {len(ids)} in it"
+        + ("" if ended else f": cut off at --max-tokens {args.max_tokens}"))
+    return tokenizer.decode(ids, skip_special_tokens=True)

@@ -11,12 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import yaml
 from pydantic_core import from_json
 
 from orchmllm.plan.assign import EVERY_PHASE
 from orchmllm.plan.gain import Gain
-from orchmllm.runtime.attempts import flat, read_attempts
+from orchmllm.runtime.attempts import read_attempts
 from orchmllm.runtime.log_schema import NUMBERS, PHASE_METRICS, SCHEMA_VERSION
 from orchmllm.runtime.metrics import LEDGERS, SAMPLES, read_rows
 from orchmllm.runtime.resumable import describe_changes
@@ -97,7 +96,7 @@ def read_run(folder: Path) -> RunLog:
         np.array(sorted(validations.items()), float).reshape(-1, 2), sorted(restarts),
         read_rows(folder / "quarantine.jsonl"), read_rows(folder / SAMPLES),
         _read_ledgers(folder / LEDGERS),
-        attempts[-1]["settings"] if attempts else _recipe(folder / "recipe.yaml"),
+        attempts[-1]["settings"] if attempts else {},
         _changes(attempts), cut, path.stat().st_mtime, _failed(folder, attempts))
 
 
@@ -207,11 +206,3 @@ def _changes(attempts: list[dict]) -> list[tuple[int, str]]:
             found.append((start["step"], describe_changes(start["changed"])))
         later = min(later, start["step"])
     return found[::-1]
-
-
-def _recipe(path: Path) -> dict[str, Any]:
-    """The settings of a run by its recipe.yaml; nothing where there is none."""
-    try:
-        return flat(yaml.safe_load(path.read_text(encoding="utf-8"))) if path.is_file() else {}
-    except (yaml.YAMLError, ValueError) as e:
-        raise ValueError(f"{path}: no recipe of a run ({type(e).__name__}); delete it") from None

@@ -145,13 +145,14 @@ def compared(run: RunLog, other: RunLog) -> str:
         return f"{run.name} and {other.name} have no step in common."
     a, b = (r.median("step_s") for r in (run, other))
     keys = different_settings(run, other)
-    machine = [key for key in keys if key.startswith(("versions.", "world."))]
-    recorded = all(any(key.startswith("versions.") for key in r.settings) for r in (run, other))
+    machine = sum(key.startswith(("versions.", "world.")) for key in keys)
+    settings = "settings are not recorded: attempts.jsonl is missing"
+    if run.settings and other.settings:
+        settings = (f"settings that differ: {len(keys) - machine}, versions and facts of the "
+                    f"machine: {machine}")
     return (f"A step of {run.name} takes {number(a / b, '%')} of the time of one of {other.name} "
             f"(medians {number(a, 's')} and {number(b, 's')}); in {len(both)} steps that both did "
-            f"their losses differ by at most {worst:.1e} relative{odd}; settings that "
-            f"differ: {len(keys) - len(machine)}, versions and facts of the machine: "
-            f"{len(machine) if recorded else 'not recorded'}.")
+            f"their losses differ by at most {worst:.1e} relative{odd}; {settings}.")
 
 
 def different_settings(run: RunLog, other: RunLog) -> dict[str, list]:

@@ -11,7 +11,7 @@ import pytest
 from orchmllm.cli import dispatch
 from orchmllm.config.recipe import Recipe, load_recipe
 from orchmllm.runtime.metrics import read_rows
-from orchmllm.tools.generate.sampling import sampling
+from orchmllm.tools.generate.whole import sampling
 from tests.lib.commands import TINY
 from tests.lib.ranks import run_ranks
 from tests.lib.training import train

@@ -60,14 +60,18 @@ def compared(folder: Path, other: Path, capsys) -> list[str]:
 def test_two_runs(tmp_path, capsys):
     a = write(tmp_path / "a", [measured_row(s, loss=3.0) for s in range(6)])
     b = write(tmp_path / "b", [measured_row(s, loss=2.0) for s in range(4)])
-    (a / "recipe.yaml").write_text("{run: {dir: a}, train: {lr: 0.1}, balance: {enabled: true}}")
-    (b / "recipe.yaml").write_text(  # of a version that wrote a key more
-        "{run: {dir: b}, train: {lr: 0.2}, balance: {enabled: true, measure_every: 0}}")
+    before = compared(a, b, capsys)[0]
+    assert before.endswith("relative; settings are not recorded: attempts.jsonl is missing.")
+    settings = {"run.dir": "a", "train.lr": 0.1, "balance.enabled": True}
+    of_later = {"balance.measure_every": 0}  # of a version that has a key more
+    for folder, changed in ((a, {}), (b, {"run.dir": "b", "train.lr": 0.2, **of_later})):
+        (folder / "attempts.jsonl").write_text(json.dumps(
+            {"attempt": 1, "settings": settings | changed}) + "\n")
     said = compared(a, b, capsys)
     assert said[0] == (
         "A step of a takes 100.0% of the time of one of b (medians 500 ms and 500 ms); in 4 steps "
         "that both did their losses differ by at most 5.0e-01 relative; settings that "
-        "differ: 1, versions and facts of the machine: not recorded.")
+        "differ: 1, versions and facts of the machine: 0.")
     assert said[2] == "a  b  difference"
     assert "loss, mean of the last 5% of the steps  3  2  50.0%" in said
     assert "data wait  1.0%  1.0%" in said and "restarts  0  0" in said
