@@ -24,10 +24,11 @@ def shuffled(count: int, window: int, key: Sequence[int]) -> np.ndarray:
     """(count,) the numbers below `count`: windows of so many (0: all) in an order drawn by `key`,
     each shuffled."""
     rng = np.random.default_rng(key)
+    numbers = np.arange(count, dtype=np.uint32 if count < 2**32 else np.int64)  # each rank has them
     if not 0 < window < count:
-        return rng.permutation(count)
+        return rng.permutation(numbers)
     starts = rng.permutation(-(-count // window)) * window
-    return np.concatenate([k + rng.permutation(min(window, count - k)) for k in starts.tolist()])
+    return np.concatenate([rng.permutation(numbers[k: k + window]) for k in starts.tolist()])
 
 
 def _orders(count: int, window: int, *key: int) -> Callable[[int], np.ndarray]:
@@ -84,7 +85,7 @@ def _in_epochs(draws: np.ndarray, count: int, order: Callable[[int], np.ndarray]
     each."""
     epochs = draws // count
     cuts = np.flatnonzero(np.diff(epochs)) + 1
-    return np.concatenate([order(int(part[0] // count))[part % count]
+    return np.concatenate([order(int(part[0] // count))[part % count].astype(np.int64)
                            for part in np.split(draws, cuts)])
 
 
@@ -110,7 +111,8 @@ class GlobalSampler(_Sampler):
         super().__init__(batch_size)
         if len(indices) == 0:
             raise ValueError("the dataset is empty: there is nothing to sample")
-        self.indices, self.shuffle = _as_array(indices), shuffle
+        self.indices = indices if isinstance(indices, range) else _as_array(indices)
+        self.shuffle = shuffle
         self._order = _orders(len(indices), window, seed)
 
     def __len__(self) -> int:
@@ -121,8 +123,11 @@ class GlobalSampler(_Sampler):
         """(batch_size,) dataset indices of one step, in source order."""
         draws = self.draws(step)
         if not self.shuffle:
-            return self.indices[draws[0]: draws[-1] + 1]
-        return self.indices[_in_epochs(draws, len(self.indices), self._order)]
+            return _as_array(self.indices[draws[0]: draws[-1] + 1])
+        chosen = _in_epochs(draws, len(self.indices), self._order)
+        if isinstance(self.indices, range):  # of all rows, which takes no memory
+            return self.indices.start + self.indices.step * chosen
+        return self.indices[chosen]
 
 
 class CappedSampler:
@@ -228,8 +233,9 @@ def make_sampler(dataset, rows: Sequence[int], batch_size: int, *, seed: int,
     index."""
     if getattr(dataset, "streaming", False):
         return StreamSampler(batch_size)
-    sources, rows = getattr(dataset, "sources", ()), _as_array(rows)
+    sources = getattr(dataset, "sources", ())
     if len(sources) > 1 or any(s.config.repeats > 1 for s in sources):
+        rows = _as_array(rows)
         ends = np.cumsum([len(s) for s in sources[:-1]])
         groups = np.split(rows, np.searchsorted(rows, ends))
         weights = [s.config.weight for s in sources]
@@ -239,6 +245,7 @@ def make_sampler(dataset, rows: Sequence[int], batch_size: int, *, seed: int,
         rows = np.concatenate([np.tile(g, s.config.repeats)
                                for g, s in zip(groups, sources, strict=True)])
     if data.batching == "capped":
+        rows = _as_array(rows)
         groups = capped_groups(dataset, rows, data, seed)
         return CappedSampler(rows, groups, max(1, batch_size // per_rank), seed=seed)
     return GlobalSampler(rows, batch_size, seed=seed, window=data.shuffle_window)

@@ -19,6 +19,7 @@ import numpy as np
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from orchmllm.batch import Step
+from orchmllm.data.sampler import shuffled
 from orchmllm.loader.collator import Collator, targets_of
 from orchmllm.loader.process_groups import Links
 from orchmllm.plan.layout import TEXT, BatchLayout
@@ -101,8 +102,8 @@ def global_indices(
     examples are in no batch. epoch: with shuffle, each has an order of its own. whole: yields the
     shares of all ranks that are planned together, else this rank's alone."""
     num_examples, batch_size = order["num_examples"], order["global_batch_size"]
-    indices = (np.random.default_rng([order["seed"], epoch]).permutation(num_examples)
-               if order["shuffle"] else np.arange(num_examples))[: num_examples - num_left_out]
+    indices = (shuffled(num_examples, 0, [order["seed"], epoch]) if order["shuffle"]
+               else np.arange(num_examples))[: num_examples - num_left_out]
     ranks = links.shard if whole else range(links.rank, links.rank + 1)
     for first in range(first_step * batch_size, len(indices), batch_size):
         sampled = indices[first: first + batch_size]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import tracemalloc
 from dataclasses import replace
 
 import numpy as np
@@ -10,7 +11,7 @@ import pytest
 
 from orchmllm.data.loading.pipeline import Prefetcher
 from orchmllm.data.loading.step_loader import StepLoader
-from orchmllm.data.sampler import GlobalSampler
+from orchmllm.data.sampler import GlobalSampler, shuffled
 from orchmllm.trainer import Trainer
 from tests.lib.ranks import run_ranks
 from tests.lib.synthetic import SyntheticDataset, recipe
@@ -26,6 +27,20 @@ def test_every_example_once_an_epoch_and_state_is_the_step():
     assert not np.array_equal(drawn[:10], drawn[10:20])
     wide = GlobalSampler(range(3), 8, seed=0).batch(1)  # a batch larger than the dataset
     assert len(wide) == 8 and set(wide) == {0, 1, 2}
+
+
+@pytest.mark.parametrize("window", [0, 1000])
+def test_an_order_takes_four_bytes_of_each_row(window):
+    """Every rank holds one, of hundreds of millions of rows."""
+    rows = range(7, 1_000_007)
+    tracemalloc.start()
+    try:
+        chosen = GlobalSampler(rows, 64, seed=0, window=window).batch(0)
+        now, most = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert now < 4.2e6 and most < 12.2e6
+    assert chosen.tolist() == [rows[i] for i in shuffled(len(rows), window, [0, 0])[:64]]
 
 
 def test_shares_cover_the_batch_on_any_number_of_ranks():
