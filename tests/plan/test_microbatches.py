@@ -332,7 +332,9 @@ def drawn(rng: np.random.Generator) -> tuple[BatchLayout, int]:
 
 
 @pytest.mark.parametrize("seeds", [  # those at the end had no plan below caps, or a longer one
-    (*range(15), 1980, 7572, 7982), pytest.param(range(10_000), marks=pytest.mark.slow)])
+    (*range(15), 1980, 7572, 7982),
+    *(pytest.param(range(first, first + 2000), marks=pytest.mark.slow)
+      for first in range(0, 10_000, 2000))])
 def test_random_steps(seeds: Iterable[int]) -> None:
     """No longer than microbatches that are alike, each balanced alone; at most 5% above the bound
     in the median. Below caps of which a plan is known, with a fiftieth to spare, there is one, and
