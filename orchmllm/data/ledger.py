@@ -54,10 +54,11 @@ class Watched(dict):
 
     def unread(self) -> set[str]:
         """Keys that hold something and are not read, of turns as "content of a turn"."""
-        turns = [turn for key in ("messages", "conversations") for turn in dict.get(self, key) or ()
-                 if isinstance(turn, Watched)]
-        return {key for key, value in self.items() if value and key not in self.seen} | {
-            f"{key} of a turn" for turn in turns for key in turn.unread()}
+        inner = ("messages", "a turn"), ("conversations", "a turn"), ("content", "a part")
+        return {key for key, value in self.items()
+                if value not in (None, "", [], {}) and key not in self.seen} | {
+            f"{key} of {what}" for name, what in inner for one in dict.get(self, name) or ()
+            if isinstance(one, Watched) for key in one.unread()}
 
 
 def _watched(value: object) -> object:

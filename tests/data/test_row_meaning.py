@@ -46,6 +46,9 @@ LISTS = {  # members -> what the row lists -> the members in the order in which 
     "names with their key": (["after.png", "before.png"],
                              ["x/000.before.png", "x/000.after.png"],
                              ["before.png", "after.png"]),
+    "another case": (["after.png", "before.png"], ["before.PNG", "after.PNG"],
+                     ["before.png", "after.png"]),
+    "objects": (["a.png", "b.png"], [{"path": "b.png"}, {"path": "a.png"}], ["b.png", "a.png"]),
     "numbers in an order of the row": (["0.png", "1.png"], ["1.png", "0.png"],
                                        ["1.png", "0.png"]),
 }
@@ -66,6 +69,102 @@ def test_members_of_a_tar_are_in_the_order_of_their_row(reader, tmp_path, name):
     part = dataset.load(0, segments=[s for s, _, _ in dataset.media_of(0)], raw=["pixel_values"])
     shades = [int(part.parts[s]["pixel_values"][0, 0]) for s in sorted(part.parts)]
     assert shades == [10 * members.index(member) for member in expected]
+
+
+def tar_row(reader, path, row: dict | list, *members: str) -> list:
+    """The parts of a tar's row, media by their members."""
+    dataset = opened(write_sample(path, {"json": row, **{m: png(0) for m in members}}), reader,
+                     path.parent)
+    return [part if isinstance(part, str) else part.name.removeprefix("000.").split(" in ")[0]
+            for turn in dataset.conversation(0) for part in turn.parts]
+
+
+def asks(question: object, **more: object) -> dict:
+    return {"messages": [{"role": "user", "content": question},
+                         {"role": "assistant", "content": "a"}], **more}
+
+
+def test_members_stand_where_the_row_names_them(reader, tmp_path):
+    assert tar_row(reader, tmp_path / "between.tar", {
+        "texts": ["Look:", None, "and that."], "images": [None, "000.b.png", None]}, "b.png") == [
+        "Look:", "b.png", "and that."]
+    assert tar_row(reader, tmp_path / "parts.tar", asks([
+        {"type": "text", "text": "Is"}, {"type": "image", "image": "b.png"},
+        {"type": "text", "text": "like x/a.png"}, {"type": "image", "image": "a.png"}]),
+        "a.png", "b.png") == ["Is", "b.png", "like x/a.png", "a.png", "a"]
+    assert tar_row(reader, tmp_path / "mask.tar", {"image": "000.png", **asks("<image>?")},
+                   "png", "mask.png") == ["png", "?", "a"]
+    assert tar_row(reader, tmp_path / "list.tar", [
+        {"from": "human", "value": "<image>?"}, {"from": "gpt", "value": "a"}], "png") == [
+        "png", "?", "a"]
+    with pytest.raises(ValueError, match=r"lists \['b', 'a'\], and its members are 000.a.png, 000"):
+        tar_row(reader, tmp_path / "stems.tar", asks("<image><image>", images=["b", "a"]),
+                "a.png", "b.png")
+
+
+def test_what_macos_adds_to_a_tar_is_no_member(reader, tmp_path):
+    import tarfile
+
+    with tarfile.open(tmp_path / "a.tar", "w") as tar:
+        for name, data in (("._0.png", b"x"), ("0.png", png(0)), ("._0.txt", b"x"),
+                           ("0.txt", b"words")):
+            info = tarfile.TarInfo(name)
+            info.size = len(data)
+            tar.addfile(info, io.BytesIO(data))
+    dataset = opened(tmp_path / "a.tar", reader, tmp_path)
+    assert len(dataset) == 1 and dataset.conversation(0)[1].parts == ("words",)
+
+
+ROWS = {  # of the hub -> what is read of them, by role
+    "roles in capitals": ({"conversations": [{"from": "Human", "value": "q"},
+                                             {"from": "Assistant", "value": "a"}]},
+                          [("user", "q"), ("assistant", "a")]),
+    "a list of objects in columns": ({"conversations": {"from": ["human", "gpt"],
+                                                        "value": ["q", "a"]}},
+                                     [("user", "q"), ("assistant", "a")]),
+    "Dolly": ({"instruction": "q", "context": "c", "response": "a"},
+              [("user", "q\nc"), ("assistant", "a")]),
+    "no image": ({"image": {"bytes": None, "path": None}, **asks("q")},
+                 [("user", "q"), ("assistant", "a")]),
+}
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_rows_as_the_hub_has_them(name, reader, tmp_path):
+    row, read = ROWS[name]
+    write_jsonl(tmp_path / "a.jsonl", [row])
+    turns = opened(tmp_path / "a.jsonl", reader, tmp_path).conversation(0)
+    assert [(turn.role, "".join(turn.parts)) for turn in turns] == read
+
+
+LINES = {  # row -> the columns that are proposed for it, or none
+    "turns with a mark too many": ({"image": "a.png", "conversations": [
+        {"from": "human", "value": "<image> <image> What?"}, {"from": "gpt", "value": "a b"}]}, ""),
+    "choices in a text": ({"question": "q is", "options": "['$6', '$7']", "answer": "B"}, ""),
+    "tools": ({"query": "q is", "answers": "[a b]", "tools": [{"name": "f"}]},
+              'question: "query", answer: "answers", tools: "tools"}'),
+    "an answer that is no text": ({"image": "a.png", "question": "is it?", "answer": True}, ""),
+}
+
+
+@pytest.mark.parametrize("name", LINES)
+def test_no_line_is_proposed_that_learns_something_else(name, reader, tmp_path):
+    row, line = LINES[name]
+    (tmp_path / "a.png").write_bytes(png(0))
+    write_jsonl(tmp_path / "a.jsonl", [row])
+    source = opened(tmp_path / "a.jsonl", reader, tmp_path, row_format="text").sources[0]
+    said = source.proposal([(row, tmp_path / "a.jsonl")])
+    assert line in said and bool(line) == bool(said), said
+
+
+@pytest.mark.parametrize("mark", ["<image_1>", "<|image_2|>", "<ImageHere>", "<Image>"])
+def test_marks_of_other_programs_are_refused_where_no_medium_is_placed(mark):
+    row = {"images": ["a.png"], **asks(f"Compare {mark}.")}
+    with pytest.raises(RowError, match="stands for no medium here: write <image>"):
+        chat(row, MediaRoot("/"))
+    with pytest.raises(RowError, match="stands for no medium here"):
+        chat(row | asks([{"type": "text", "text": mark}]), MediaRoot("/"))
+    assert chat(row | {"images": []}, MediaRoot("/"))[0].parts == (f"Compare {mark}.",)
 
 
 def test_members_in_an_order_of_their_own_keep_it(reader, tmp_path):

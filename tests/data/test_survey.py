@@ -112,6 +112,8 @@ def test_answers_that_end_with_no_special_token_are_warned_of(tmp_path):
     ({"conversations": [{"from": "human", "value": "q", "score": 1},
                         {"from": "gpt", "value": "a"}]}, "score of a turn"),
     ({"instruction": "q", "output": "a", "input": "", "system": "s", "license": "MIT"}, "license"),
+    (said([{"type": "text", "text": "q", "detail": 0}], "a") | {"label": 0},
+     "detail of a part of a turn, label"),
     (said("q", "a") | {"system": "s", "label": True}, "")])
 def test_keys_that_nothing_reads_are_named(tmp_path, row, unread):
     found = lines(tmp_path, None, [row])

@@ -117,6 +117,16 @@ def test_a_table_has_to_name_its_columns(text, said, tmp_path):
         find_store(SourceConfig(path=str(tmp_path / "a.csv")), tmp_path, NOWHERE)()
 
 
+@pytest.mark.parametrize("text, row", [
+    (",image,caption\n7,a.jpg,a car\n", {"0": "7", "image": "a.jpg", "caption": "a car"}),
+    ("\timage\tcaption\n7\ta.jpg\tred\n", {"0": "7", "image": "a.jpg", "caption": "red"}),
+    ('image;caption\na.jpg;"big, ""red"""\n', {"image": "a.jpg", "caption": 'big, "red"'})])
+def test_tables_of_pandas_and_of_spreadsheets_are_read(text, row, tmp_path):
+    path = tmp_path / f"a.{'tsv' if text[0] == chr(9) else 'csv'}"
+    path.write_text(text)
+    assert rows_of(path) == [row]
+
+
 def test_an_image_that_pillow_refuses_names_our_limit(tmp_path):
     file = io.BytesIO()
     Image.new("1", (8, 8)).save(file, "PNG")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import select
 import signal
 import socket
 import subprocess
@@ -47,7 +48,8 @@ def started(folder: Path, data: Path, *, torchrun: bool = False) -> subprocess.P
         preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL))
     shown = b""
     while b"step 3/" not in shown:
-        shown += os.read(reader, 4096)
+        if select.select([reader], [], [], 1)[0]:
+            shown += os.read(reader, 4096)
         assert process.poll() is None, process.communicate()
     os.write(writer, b" " * 2500)
     os.close(writer)

@@ -84,7 +84,7 @@ class Columns:
     def fits(self, row: Mapping, *, media: bool) -> bool:
         """Whether a row has all columns that it may not lack. media: and one of a medium."""
         turns = self.specs.get("messages")
-        if turns and not (row.get(turns.text) and isinstance(row[turns.text], list)):
+        if turns and not (row.get(turns.text) and isinstance(row[turns.text], list | Mapping)):
             return False
         return all(spec.optional or spec.is_in(row) for spec in self.specs.values()) and (
             not media or any(self.specs[field].is_in(row) for field in MEDIA
@@ -119,6 +119,8 @@ def _media(name: str, value: object) -> list:
 
 
 def is_empty(value: object) -> bool:
+    if isinstance(value, Mapping):  # as a column of images has for a row without one
+        return bool(value) and all(inner is None for inner in value.values())
     return value is None or isinstance(value, str | list | tuple) and not value
 
 

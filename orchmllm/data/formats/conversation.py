@@ -23,6 +23,8 @@ ROLES = {"system": "system", "developer": "system", "human": "user", "user": "us
          "function": "tool", "observation": "tool", "ipython": "tool"}
 DOCUMENT = "document"  # a role: its text is no turn, and not written by a chat template
 PLACEHOLDER = re.compile("(<image>|<audio>|<video>)")
+_OTHER = re.compile(r"<\|?(?:image|audio|video|(?:image|img|audio|video|sound|speech)[ _-]?"
+                    r"(?:here|\d+))\|?>", re.IGNORECASE)  # what other programs write for a medium
 _PATH = re.compile(r"<img>([^<>\n]+)</img>")  # as Qwen-VL writes an image into a question
 
 
@@ -147,6 +149,9 @@ def chat(row: Mapping, root: MediaRoot, prompt: str = "") -> Conversation:
     without any, before the first turn of a user. row: its fields. Raises RowError for a row that
     cannot be used."""
     turns = row.get("messages")
+    if isinstance(turns, Mapping):  # as `datasets` keeps a list of objects
+        turns = [dict(zip(turns, values, strict=True))
+                 for values in zip(*turns.values(), strict=True)]
     if not isinstance(turns, list) or not turns:
         raise RowError('needs a non-empty list "conversations" or "messages"')
     media = _RowMedia(row, root)
@@ -159,6 +164,10 @@ def chat(row: Mapping, root: MediaRoot, prompt: str = "") -> Conversation:
         out.append(_turn(turn, media))
     first = next((k for k, turn in enumerate(out) if turn.role == "user"), None)
     if first is not None and (before := media.unplaced()):
+        for text in (p for turn in out if turn.role == "user" for p in turn.parts):
+            if isinstance(text, str) and (mark := _OTHER.search(text)):
+                raise RowError(f"{mark[0]!r} stands for no medium here: write <image>, <audio> or "
+                               "<video> in the text (in no content part) where each one stands")
         begin, *rest = out[first].parts or ("",)
         begin = [f"\n{begin}"] if isinstance(begin, str) else ["\n", begin]
         out[first] = out[first]._replace(parts=(*before, *begin, *rest))
@@ -168,7 +177,7 @@ def chat(row: Mapping, root: MediaRoot, prompt: str = "") -> Conversation:
 
 def _turn(turn: Mapping, media: _RowMedia) -> Turn:
     name = turn.get("role", turn.get("from"))
-    role = ROLES.get(name) if isinstance(name, str) else None
+    role = ROLES.get(name.lower()) if isinstance(name, str) else None
     if role is None:
         raise RowError(f'a turn needs "from" or "role" (one of {", ".join(ROLES)}), got {name!r}')
     content = next((turn[key] for key in ("content", "value", "text")

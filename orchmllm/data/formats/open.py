@@ -292,6 +292,8 @@ def _detected(store: RowStore, config: SourceConfig, root: MediaRoot) -> str:
         f"no row that can be read{''.join(f' ({error.reason})' for error in unread[:1])}")
     source = DataSource(config, path, store, "text", FORMATS["text"], root)
     columns = source.proposal([(row, store.files[0]) for row in rows] if store.files else [])
+    if not keys and store.kind == "JSONL":  # a row is on one line
+        columns = "; where the file is one object, name its list of rows (columns: {rows: NAME})"
     raise ValueError(f"{path}: {store.kind} of unknown layout: its first {NUM_PEEKED} rows have "
                      f"{seen}{columns or '; name the columns (columns: in the source)'}, or the "
                      "format (row_format), as docs/formats.md lists them")

@@ -8,6 +8,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain, permutations, product, takewhile
 
+from orchmllm.data.formats.columns import Columns, is_empty
 from orchmllm.data.formats.conversation import ROLES, Conversation, media_of
 from orchmllm.data.formats.row_formats import FORMATS, RowFormat, choose
 from orchmllm.data.media.headers import audio_header, image_header
@@ -42,6 +43,8 @@ def proposal(rows: Sequence[Mapping], root: MediaRoot, read: Read, now: RowForma
             row_format = FORMATS[columns] if isinstance(columns, str) else RowFormat(columns)
         except ValueError:
             continue
+        if _misreads(row_format.columns, rows):
+            continue
         *found, _ = _used(rows, read, row_format)
         if found > best and found[1] >= named:
             said = ", ".join(f"{field}: {json.dumps(spec, ensure_ascii=False)}" for field, spec in (
@@ -49,6 +52,20 @@ def proposal(rows: Sequence[Mapping], root: MediaRoot, read: Read, now: RowForma
             best, line = found, f"columns: {{{said}}}" if said else f'row_format: "{columns}"'
     return (f"; write {line} in the source: it reads {best[0]} of {len(rows)} rows, with "
             f"{best[1]} images, clips and frames" if line else "")
+
+
+def _misreads(columns: Columns, rows: Sequence[Mapping]) -> bool:
+    """Whether columns take turns apart, or leave out what belongs to a question and its answer."""
+    if "messages" in columns.specs:
+        return False
+    names = {name: value for row in rows for name, value in row.items() if not is_empty(value)}
+    turns = {name for name, value in names.items()
+             for one in (value if isinstance(value, list) else [value])[:1]
+             if isinstance(one, Mapping) and not {"from", "role"}.isdisjoint(one)}
+    belong = [names.keys() & group for group in (
+        {"question"}, {"answer", "answers"}, {"context"}, {"tools"})]
+    return bool(turns & columns.names) or any(
+        group and group.isdisjoint(columns.names) for group in belong)
 
 
 def _used(rows: Sequence[Mapping], read: Read, row_format: RowFormat) -> tuple[int, int, int]:
@@ -90,6 +107,9 @@ def _guesses(rows: Sequence[Mapping], root: MediaRoot) -> Iterator[dict[str, str
             yield {"messages": name} | media
     pairs = [(q, a) for q, a in chain(
         product(asked, answered), product(asked, words), product(words, answered)) if q != a]
+    others = (("tools", values), ("context", texts))
+    beside = media | {field: name for field, names in others
+                      for name in names if name.split(".")[0] == field}
     for name, answer in _chosen(values, texts):
         for question in (one for one in [*asked, *words] if one not in (name, answer)):
             yield {"question": question, "choices": name, "answer": answer} | media
@@ -99,11 +119,11 @@ def _guesses(rows: Sequence[Mapping], root: MediaRoot) -> Iterator[dict[str, str
             yield {"question": "{" + question + "}" + lettered, "answer": answer} | media
     for question, answer in product(asked, answered):
         if question != answer:
-            yield {"question": question, "answer": answer} | media
+            yield {"question": question, "answer": answer} | beside
     for name in [*shown, *by_length * ("audios" in media)] if media else ():
         yield {"text": name} | media
     for question, answer in [*pairs, *permutations(words, 2)]:
-        yield {"question": question, "answer": answer} | media
+        yield {"question": question, "answer": answer} | beside
     for name in [*shown, *by_length, *sorted(texts, key=lambda name: _are_numbers(values[name]))]:
         yield {"text": name} | media
 
@@ -151,7 +171,8 @@ def _are_texts(value: object) -> bool:
 
 def _are_turns(value: object) -> bool:
     return isinstance(value, list) and bool(value) and all(
-        isinstance(one, Mapping) and ROLES.keys() & {str(v) for v in one.values()} for one in value)
+        isinstance(one, Mapping) and ROLES.keys() & {str(v).lower() for v in one.values()}
+        for one in value)
 
 
 def _are_numbers(found: Sequence) -> bool:

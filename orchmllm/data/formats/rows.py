@@ -12,7 +12,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import NamedTuple, NoReturn
+from types import UnionType
+from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 
@@ -120,8 +121,8 @@ def _unique(pairs: list[tuple[str, object]]) -> dict:
 _DECODER = json.JSONDecoder(object_pairs_hook=_unique)
 
 
-def parse_json(data: bytes) -> dict:
-    """One row. Raises RowError."""
+def parse_json(data: bytes, kind: type | UnionType = dict) -> Any:
+    """One row, a JSON value of such a type. Raises RowError."""
     try:
         row = _DECODER.decode(data.decode("utf-8-sig").strip())
         check_depth(row, data.count(b"[") + data.count(b"{"))
@@ -131,7 +132,7 @@ def parse_json(data: bytes) -> dict:
         raise RowError("not usable: JSON nested too deeply") from error
     except ValueError as error:  # UnicodeDecodeError is one
         raise RowError(f"not JSON: {error}") from error
-    if not isinstance(row, dict):
+    if not isinstance(row, kind):
         raise RowError(f"a row must be a JSON object, got {type(row).__name__}")
     return row
 

@@ -22,7 +22,7 @@ from orchmllm.data.media.medium import RowError
 
 
 class TableRows(JsonRows):
-    """CSV, in which a text in quotes may hold line breaks; TSV, and tables with | between cells,
+    """CSV, with , or ;, in which a text in quotes may hold line breaks; TSV, and tables with |,
     which have no quotes. The first line names the columns, or they are numbered from 0: has_names
     says which, None that the line itself does. An empty cell is no value. Raises ValueError."""
 
@@ -30,7 +30,7 @@ class TableRows(JsonRows):
                  has_names: bool | None = None) -> None:
         self.max_row_bytes, self.files, self.root = max_row_bytes, [path], path.parent
         self.separator = _separator(path)
-        self.is_csv = self.separator == ","
+        self.is_csv = self.separator in ",;"
         self.data, self.spans, self.numbers = scans(
             "rows", path, lambda: scan_lines(path, self.is_csv))
         if not len(self.spans):
@@ -39,6 +39,7 @@ class TableRows(JsonRows):
         self.first = int(not any(map(_is_value, self.names)) if has_names is None else has_names)
         if not self.first:
             self.names = list(map(str, range(len(self.names))))
+        self.names[0] = self.names[0] or "0"  # of pandas, the number of the row
         if len(set(self.names)) < len(self.names) or "" in self.names:
             raise ValueError(f"{path}: its first line must name its columns, each once, and has "
                              f"{', '.join(self.names):.300}; where it is a row, name columns by "
@@ -72,7 +73,7 @@ class TableRows(JsonRows):
             if not self.is_csv:
                 return _unquoted(text.split(self.separator))
             csv.field_size_limit(max(csv.field_size_limit(), self.max_row_bytes))
-            [cells] = csv.reader([text], strict=True)
+            [cells] = csv.reader([text], delimiter=self.separator, strict=True)
         except (UnicodeDecodeError, csv.Error) as error:
             raise RowError(f"not {self.kind}: {error}; a cell that holds a quote or a line break "
                            'must stand in quotes, with each of its quotes written twice ("")'
@@ -87,13 +88,14 @@ def _is_value(cell: str) -> bool:
 
 
 def _separator(path: File) -> str:
-    """What stands between cells: a tab in a .tsv, else | where all of the first lines have as many
-    of them."""
+    """What stands between cells: a tab in a .tsv, else | or ; where all of the first lines have as
+    many of them."""
     if path.suffix == ".tsv":
         return "\t"
     with path.open("rb") as file:
-        counts = {line.count(b"|") for line in islice(file, 10)}
-    return "|" if len(counts) == 1 and counts != {0} else ","
+        lines = list(islice(file, 10))
+    return next((mark for mark in "|;" if len(counts := {
+        line.count(mark.encode()) for line in lines}) == 1 and counts != {0}), ",")
 
 
 def _unquoted(cells: list[str]) -> list[str]:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import re
 import tarfile
 from collections.abc import Sequence
+from itertools import chain
 from typing import BinaryIO
 
 import numpy as np
@@ -78,7 +79,10 @@ def row_of(members: Sequence[tuple[str, Medium | None]], archive: File, max_row_
             texts[key] = name
             data = read_bytes(*member[2:5]) if member.data is None else member.data
             if kind == "json":
-                row.update(parse_json(data))
+                found = parse_json(data, dict | list)
+                if isinstance(found, list):  # of turns, as LLaVA's in Megatron Energon
+                    found = {"conversations": found} | {str(k): v for k, v in enumerate(found)}
+                row.update(found)
             else:
                 row[key] = _text(data, name, where)
         elif kind in MODALITY_OF:
@@ -97,9 +101,29 @@ def _text(data: bytes, name: str, where: str) -> str:
 
 
 def _with_members(row: dict, media: dict[int, list[tuple[str, Medium]]]) -> dict:
-    """Members take the place of the names that the row lists."""
+    """Members take the place of their names wherever the row has them. Of a modality of which it
+    has none, they take the place of all that it lists."""
+    known: dict[str, Medium | None] = {}
+    for name, medium in chain.from_iterable(media.values()):
+        base = _base(name).lower()
+        for called in {base, base.partition(".")[2]}:  # with and without the key
+            known[called] = None if called in known or "." not in called else medium
+    named = set()
+
+    def placed(value: object) -> object:
+        if isinstance(value, dict):
+            return {key: placed(inner) for key, inner in value.items()}
+        if isinstance(value, list):
+            return [placed(inner) for inner in value]
+        medium = known.get(_base(value).lower()) if isinstance(value, str) else None
+        if medium is None or re.search(r"\s.*/", value):  # a text that ends in a name
+            return value
+        named.add(medium.modality)
+        return medium
+
+    row = placed(row) if known else row
     for modality, keys in KEYS.items():
-        if media[modality]:
+        if media[modality] and modality not in named:
             kept = next((k for k in keys if k in row), keys[0] if "conversations" in row
                         or "messages" in row else keys[1])
             found = _in_order(media[modality], row.get(kept))
@@ -110,14 +134,14 @@ def _with_members(row: dict, media: dict[int, list[tuple[str, Medium]]]) -> dict
 
 
 def _in_order(found: list[tuple[str, Medium]], listed: object) -> list[Medium]:
-    """As the row lists their names; else by the numbers in their names, where the tar has them
-    sorted as text ("10.png" before "2.png"); else as the tar has them."""
-    asked = [_base(n) for n in listed if isinstance(n, str)] if isinstance(listed, list) else []
+    """By the numbers in their names, where the tar has them sorted as text ("10.png" before
+    "2.png"); else as the tar has them. Raises RowError where the row lists several by names that
+    are not theirs and no numbers: their order is not known."""
     full = [_base(name) for name, _ in found]
-    for names in (full, [name.partition(".")[2] for name in full]):  # with and without the key
-        by_name = dict(zip(names, (medium for _, medium in found), strict=True))
-        if len(by_name) == len(found) and sorted(asked) == sorted(names):
-            return [by_name[name] for name in asked]
+    if isinstance(listed, list) and len(listed) > 1 and not all(
+            re.search(r"\d", name.partition(".")[2]) for name in full):
+        raise RowError(f"it lists {str(listed):.200}, and its members are {', '.join(full):.200}: "
+                       "list the members by their names")
     if full == sorted(full):
         found = sorted(found, key=lambda pair: re.sub(
             "[0-9]+", lambda digits: digits[0].zfill(20), pair[0]))
@@ -135,7 +159,7 @@ def scan_tar(path: File) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     try:
         with path.open("rb") as file, tarfile.open(fileobj=file, mode="r:") as tar:
             for info in tar:
-                if info.isdir():
+                if info.isdir() or _base(info.name).startswith("._"):  # as macOS adds to each file
                     continue
                 key = key_of(info.name)
                 if key != last:

@@ -137,14 +137,16 @@ class Medium(NamedTuple):
 
 def given_by(value: object) -> tuple[object, object]:
     """(Content, name) of what a row gives for a medium; None for one that it does not give."""
+    content = value if isinstance(value, bytes) else None
     if isinstance(value, Mapping):
-        return value.get("bytes"), value.get("path", value.get("url"))
-    return (value, None) if isinstance(value, bytes | Medium) else (None, value)
+        content, value = value.get("bytes"), value.get("path", value.get("url"))
+    return (value, None) if isinstance(value, bytes | Medium) else (content, value)
 
 
 def is_image(value: object) -> bool:
     """Whether a video's entry is an image, a frame, by its name. A GIF is a video."""
-    name = value.name if isinstance(value, Medium) else given_by(value)[1]
+    content, name = given_by(value)
+    name = content.name if isinstance(content, Medium) else name
     return modality_of(name) == VISION and not name.lower().endswith(".gif")
 
 

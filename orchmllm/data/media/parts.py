@@ -40,11 +40,14 @@ def refuse_unread(keys: Mapping, text: str = "",
                   skips: Collection[str] = KEYS["question"].keys) -> None:
     """Raises RowError if `keys` has one that is refused. text: all that a row says. skips: keys
     that are read, or do not matter."""
+    held = dict(keys)
     for meaning in KEYS.values():
         for key in [key for key in meaning.keys if meaning.refused and key not in skips]:
-            value = keys.get(key)
+            value = held.get(key)
             if value is not None and meaning.refuses(value, text):
                 raise RowError(f'"{key}" is {value!r:.80}, and is not read: {meaning.done}')
+            if type(value) is not int:  # a number may mean anything: it stays one that is not read
+                keys.get(key)
 
 
 def part_of(keys: Mapping) -> Part | None:

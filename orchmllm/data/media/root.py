@@ -156,9 +156,9 @@ class MediaRoot:
 
     def _medium(self, modality: int, value: object) -> Medium:
         kind = "image" if modality == VISION else "audio"
-        if isinstance(value, Medium):
-            return value._replace(modality=modality)
         data, value = given_by(value)
+        if isinstance(data, Medium):
+            return data._replace(modality=modality)
         if data is not None:
             name = value if isinstance(value, str) and value else f"embedded {kind}"
             return Medium(modality, printable(name), data=_as_bytes(data, kind))
