@@ -91,6 +91,7 @@ class Checkpointer:
         self.rank = gather.rank
         self._log = log if self.rank == 0 else lambda text: None
         self._writers = writers or list(range(gather.world_size))
+        self._number = 1 + self.rank % len(self._writers)  # of the file that has this rank's parts
         self._copies = HostCopies()
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
@@ -170,7 +171,7 @@ class Checkpointer:
         if not parts:
             return {}
         staged.mkdir(exist_ok=True)  # the file system of another node may not show it yet
-        path = write_shard(staged, self._writers.index(self.rank) + 1, tensors, parts)
+        path = write_shard(staged, self._number, tensors, parts)
         fsync(path)
         return {path.name: identify(path)}
 
@@ -265,7 +266,7 @@ class Checkpointer:
         it was saved on. Raises CheckpointError if it lacks one or has another shape."""
 
         def read() -> None:
-            fill(path, tensors)
+            fill(path, tensors, self._number)
             if self.rank == 0:
                 start = read_saved(path)
                 self._line = line_after(start, list_saved(self.root),

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed.checkpoint as dcp
+from safetensors import safe_open
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
@@ -39,12 +40,16 @@ def write_shard(folder: Path, number: int, tensors: Mapping[str, Tensor],
                 parts: Mapping[str, Tensor]) -> Path:
     """Writes `parts`, as `local_parts` gives them, of `tensors` of any shapes, which are looked at
     for their places alone, and returns the file's path. number: of this file, from 1."""
-    path = folder / f"shard-{number:05d}-model-00001-of-00001.safetensors"
+    path = _path(folder, number)
     write_safetensors(path, parts, {
         "DCP_SHARDING_INFO": json.dumps(
             {name: {"saved_offsets": _offsets(tensors[name])} for name in parts}),
         "DCP_VERSION": "1.0", "format": "pt"})
     return path
+
+
+def _path(folder: Path, number: int) -> Path:
+    return folder / f"shard-{number:05d}-model-00001-of-00001.safetensors"
 
 
 def _offsets(tensor: Tensor) -> list[int]:
@@ -72,14 +77,25 @@ def write_safetensors(path: Path, tensors: Mapping[str, Tensor], metadata: dict[
             f.write(x.cpu().contiguous().flatten().view(torch.uint8).numpy())
 
 
-def fill(folder: Path, tensors: Mapping[str, Tensor]) -> None:
+def fill(folder: Path, tensors: Mapping[str, Tensor], number: int) -> None:
     """Fills tensors (of any shapes, by their names there) in place from the files of a folder,
-    whatever the number of ranks that saved them. Raises RuntimeError where one is missing, and
-    ValueError where it has another shape."""
+    whatever the number of ranks that saved them. number: of the file that this rank would write;
+    where that and the first one have its parts no other is opened, as torch reads the headers of
+    all. Raises RuntimeError where one is missing, and ValueError where it has another shape."""
+    parts = local_parts(tensors, first=True)
+    for path in filter(Path.is_file, {_path(folder, number), _path(folder, 1)}):
+        with safe_open(path, "pt") as file:
+            there = json.loads((file.metadata() or {}).get("DCP_SHARDING_INFO", "{}"))
+            for name in parts.keys() & there.keys():
+                if there[name]["saved_offsets"] == _offsets(tensors[name]) and (
+                        file.get_slice(name).get_shape() == list(parts[name].shape)):
+                    parts.pop(name).copy_(file.get_tensor(name))
+    if not parts:
+        return
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
         try:
-            dcp.load(dict(tensors), storage_reader=HuggingFaceStorageReader(str(folder)),
-                     no_dist=True)
+            dcp.load({name: tensors[name] for name in parts}, no_dist=True,
+                     storage_reader=HuggingFaceStorageReader(str(folder)))
         except CheckpointException as e:  # a BaseException around what was raised
             raise next(iter(e.failures.values()))[0] from e

@@ -49,7 +49,8 @@ def saved_and_read(world, folder: Path, shard_size: int) -> None:
     with patch.multiple(dist, **dict.fromkeys(OF_OBJECTS, None)), patch.multiple(
             dist.distributed_c10d, **dict.fromkeys(OF_OBJECTS, None)):
         keeper.save(1, wanted, {})
-        keeper.load(keeper.saved, found)
+        with patch("orchmllm.runtime.shards.HuggingFaceStorageReader", None):  # reads all headers
+            keeper.load(keeper.saved, found)
     for name, x in wanted.items():
         assert torch.equal(local(x), local(found[name])), name
 
