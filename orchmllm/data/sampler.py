@@ -20,11 +20,16 @@ from orchmllm.plan.layout import VISION
 DEFAULTS = DataConfig()
 
 
+def _numbers(first: int, end: int) -> np.ndarray:
+    """From first to below end, in few bytes, as each rank holds those of all rows."""
+    return np.arange(first, end, dtype=np.uint32 if end < 2**32 else np.int64)
+
+
 def shuffled(count: int, window: int, key: Sequence[int]) -> np.ndarray:
     """(count,) the numbers below `count`: windows of so many (0: all) in an order drawn by `key`,
     each shuffled."""
     rng = np.random.default_rng(key)
-    numbers = np.arange(count, dtype=np.uint32 if count < 2**32 else np.int64)  # each rank has them
+    numbers = _numbers(0, count)
     if not 0 < window < count:
         return rng.permutation(numbers)
     starts = rng.permutation(-(-count // window)) * window
@@ -56,7 +61,7 @@ def split_rows(sources: Sequence, num_validation: int) -> tuple[Sequence[int], S
                 f"data.sources[{k}].weight = {weight:g}: of the {len(sources[k])} rows of "
                 f"{sources[k].config.path} data.num_validation = {num_validation} holds out "
                 f"{held[k]}, so there is none to draw: lower it, or leave the source out")
-    train = np.concatenate(list(map(np.arange, bounds[:-1], stops)))
+    train = np.concatenate(list(map(_numbers, bounds[:-1], stops)))
     return train, np.concatenate(list(map(np.arange, stops, bounds[1:]))).tolist()
 
 
@@ -90,10 +95,10 @@ def _in_epochs(draws: np.ndarray, count: int, order: Callable[[int], np.ndarray]
 
 
 def _as_array(rows: Sequence[int]) -> np.ndarray:
-    """(n,) int64. numpy would ask a range for each of its numbers."""
+    """(n,) integers. numpy would ask a range for each of its numbers."""
     if isinstance(rows, range):
-        return np.arange(rows.start, rows.stop, rows.step, dtype=np.int64)
-    return np.asarray(rows, np.int64)
+        return np.arange(rows.start, rows.stop, rows.step)
+    return np.asarray(rows)
 
 
 class GlobalSampler(_Sampler):
@@ -122,12 +127,11 @@ class GlobalSampler(_Sampler):
     def batch(self, step: int) -> np.ndarray:
         """(batch_size,) dataset indices of one step, in source order."""
         draws = self.draws(step)
-        if not self.shuffle:
-            return _as_array(self.indices[draws[0]: draws[-1] + 1])
-        chosen = _in_epochs(draws, len(self.indices), self._order)
+        chosen = _in_epochs(draws, len(self.indices), self._order) if self.shuffle else (
+            draws[draws < len(self.indices)])
         if isinstance(self.indices, range):  # of all rows, which takes no memory
             return self.indices.start + self.indices.step * chosen
-        return self.indices[chosen]
+        return self.indices[chosen].astype(np.int64)
 
 
 class CappedSampler:
@@ -144,7 +148,7 @@ class CappedSampler:
 
     def batch(self, step: int) -> np.ndarray:
         """(n,) dataset indices of one step, mini-batch after mini-batch."""
-        return self.indices[np.concatenate(self._chosen(step))]
+        return self.indices[np.concatenate(self._chosen(step))].astype(np.int64)
 
     def shares(self, step: int, num_ranks: int) -> list[slice]:
         """The slices of `batch(step)`, rank by rank: whole mini-batches."""
@@ -200,7 +204,7 @@ class MixtureSampler(_Sampler):
     def __init__(self, groups: Sequence[Sequence[int]], weights: Sequence[float], batch_size: int,
                  *, seed: int = 0, window: int = 0) -> None:
         super().__init__(batch_size)
-        self.groups = [np.asarray(g, np.int64) for g in groups]
+        self.groups = list(map(np.asarray, groups))
         self._mixture = Mixture(weights, seed)
         self._orders = [_orders(len(g), window, seed, 2, k) for k, g in enumerate(groups)]
 
@@ -242,8 +246,9 @@ def make_sampler(dataset, rows: Sequence[int], batch_size: int, *, seed: int,
         if any(weights):
             return MixtureSampler(groups, weights, batch_size, seed=seed,
                                   window=data.shuffle_window)
-        rows = np.concatenate([np.tile(g, s.config.repeats)
-                               for g, s in zip(groups, sources, strict=True)])
+        if any(s.config.repeats > 1 for s in sources):
+            rows = np.concatenate([np.tile(g, s.config.repeats)
+                                   for g, s in zip(groups, sources, strict=True)])
     if data.batching == "capped":
         rows = _as_array(rows)
         groups = capped_groups(dataset, rows, data, seed)
