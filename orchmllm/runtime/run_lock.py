@@ -27,6 +27,8 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
+from orchmllm.launch import machine
+
 NAME = "run.lock"
 RENEW_S, STALE_S = 20.0, 300.0
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
@@ -142,7 +144,7 @@ def is_locked(folder: Path) -> bool:
 
 
 def _sign(descriptor: int) -> None:
-    holder = {"host": socket.gethostname(), "pid": os.getpid()}
+    holder = {"host": socket.gethostname(), "pid": os.getpid(), "machine": machine()}
     os.ftruncate(descriptor, 0)
     os.pwrite(descriptor, json.dumps(holder).encode(), 0)
 
@@ -160,25 +162,26 @@ def _lock(descriptor: int, path: Path) -> bool:
 
 
 def _holder(descriptor: int) -> dict[str, str]:
-    """host and pid that the file names; nothing where it cannot be read."""
+    """host, pid and machine that the file names; nothing where it cannot be read."""
     try:
         holder = json.loads(os.pread(descriptor, 4096, 0))
-        return {"host": str(holder["host"]), "pid": str(holder["pid"])}
+        return {key: str(holder[key]) for key in ("host", "pid", "machine")}
     except (OSError, ValueError, KeyError, TypeError):
         return {}
 
 
 def _stale(descriptor: int, path: Path, stale_s: float) -> str:
-    """What is said of the lock of another host that was not renewed for stale_s; '' if it was. A
-    lock of this host's is its process's for certain."""
-    host = _holder(descriptor).get("host", socket.gethostname())
-    if host == socket.gethostname():
+    """What is said of the lock of another machine that was not renewed for stale_s; '' if it was. A
+    lock of this machine's is its process's for certain; a pod may have the name of the one before
+    it."""
+    holder = _holder(descriptor)
+    if holder.get("machine", machine()) == machine():
         return ""
     still_s = _now(path.parent) - os.fstat(descriptor).st_mtime
     if still_s < stale_s:
         return ""
-    return (f"run.dir: {path.parent} is locked by host {host}, which has not renewed the lock for "
-            f"{still_s:.0f} s: it is taken to be dead")
+    return (f"run.dir: {path.parent} is locked by host {holder['host']}, which has not renewed the "
+            f"lock for {still_s:.0f} s: it is taken to be dead")
 
 
 def _now(folder: Path) -> float:

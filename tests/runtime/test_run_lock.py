@@ -21,6 +21,7 @@ from unittest.mock import Mock
 
 import pytest
 
+from orchmllm import launch
 from orchmllm.runtime import run_lock
 from orchmllm.runtime.run_lock import FolderInUse, check_folder
 from orchmllm.train import main
@@ -78,7 +79,7 @@ def test_a_dead_holder_does_not_block(tmp_path, holder):
     check_folder(run)
     unlock = lock_folder(run)
     assert json.loads((run / "run.lock").read_text()) == {
-        "host": socket.gethostname(), "pid": os.getpid()}
+        "host": socket.gethostname(), "pid": os.getpid(), "machine": launch.machine()}
     unlock()
     assert not list(run.iterdir())
     lock_folder(run)()  # and once more
@@ -111,7 +112,7 @@ def test_a_file_that_its_last_holder_removes_meanwhile_is_no_lock(tmp_path, monk
 
 def test_a_clock_that_is_wrong_takes_nothing_over(tmp_path, monkeypatch):
     """Times of files are those of the file system's clock."""
-    (tmp_path / "run.lock").write_text(json.dumps({"host": "other", "pid": 7}))
+    (tmp_path / "run.lock").write_text(json.dumps({"host": "other", "pid": 7, "machine": ""}))
     monkeypatch.setattr(run_lock, "_lock", lambda *_: False)
     monkeypatch.setattr(run_lock, "time", SimpleNamespace(
         time=lambda: 1e12, monotonic=time.monotonic, sleep=time.sleep))
@@ -120,24 +121,25 @@ def test_a_clock_that_is_wrong_takes_nothing_over(tmp_path, monkeypatch):
     assert [p.name for p in tmp_path.iterdir()] == ["run.lock"]
 
 
-def test_the_lock_of_a_dead_host_is_taken_over(tmp_path, holder, capfd):
+@pytest.mark.parametrize("name", ["gone", socket.gethostname()])
+def test_the_lock_of_a_dead_host_is_taken_over(name, tmp_path, holder, capfd):
     """A file server that keeps it looks like a holder that renews nothing. A holder that was only
     away notices."""
     run, path = tmp_path / "run", tmp_path / "run" / "run.lock"
-    path.write_text(json.dumps({"host": "gone", "pid": 7}))
+    path.write_text(json.dumps({"host": name, "pid": 7, "machine": "b"}))
     for lock in (check_folder, lock_folder):
-        with pytest.raises(FolderInUse, match="process 7 on host gone"):
+        with pytest.raises(FolderInUse, match=f"process 7 on host {name}"):
             lock(run)
     os.utime(path, (0, 0))
     check_folder(run)
     lost = threading.Event()
     unlock = lock_folder(run, renew_s=0.05, taken=lost.set)
-    assert "locked by host gone, which has not renewed" in capfd.readouterr().err
+    assert f"locked by host {name}, which has not renewed" in capfd.readouterr().err
     assert json.loads(path.read_text())["pid"] == os.getpid()
     os.utime(path, (0, 0))
     while not path.stat().st_mtime:  # until it is renewed
         time.sleep(0.01)
-    another = json.dumps({"host": "gone", "pid": 7})
+    another = json.dumps({"host": name, "pid": 7, "machine": "b"})
     path.unlink()
     path.write_text(another)
     assert lost.wait(60)
