@@ -237,7 +237,8 @@ class Reader:
                 return IndexFeed(
                     drawn, self._lengths, Batches(self.loader), self._indices, self._collator,
                     config, lookahead=math.ceil(fetched / k), knows_all=knows_all,
-                    num_dropped=num_dropped, max_tokens=self._max_tokens)
+                    num_dropped=num_dropped, max_tokens=self._max_tokens,
+                    spare=None if links.everyone is None else 0)
             examples = IndexedStream(self.loader, self._indices, drawn, num_dropped)
         return ExampleFeed(examples, self._collator, links.gather.rank, links.cpu, config,
                            self._max_tokens)
