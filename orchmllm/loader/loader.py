@@ -33,7 +33,7 @@ from orchmllm.loader.setup import (
     plan_batch,
     warn_of_copies,
 )
-from orchmllm.loader.source import Reader, drawn_batches, open_source, tail_is_filled
+from orchmllm.loader.source import Reader, drawn_batches, open_source
 from orchmllm.loader.versions import require
 from orchmllm.orchestrator import Orchestrator
 from orchmllm.plan.cost import CostModel
@@ -126,8 +126,7 @@ class BalancedDataLoader(DataLoader):
         self._orchestrator = Orchestrator(
             self._planning.spec, links.gather, group=links.cpu, commit_gather=links.everyone)
         self._orchestrator.planner = plan_batch
-        collator = Collator(source.collate, self.rank, num_targets, source.pin_memory,
-                            tail_is_filled(source, batches))
+        collator = Collator(source.collate, self.rank, num_targets, source.pin_memory)
         self._reader = Reader(source, lengths, length_fn, collator, links, max_tokens)
         self.num_targets = num_targets
         self._log_every = log_every if self.rank == 0 else 0

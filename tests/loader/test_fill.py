@@ -99,6 +99,28 @@ def test_a_shard_that_has_no_example_in_a_short_step_gets_fillers():
         assert sorted(len(rank[-1][0]) for rank in ranks[2:]) == [0, 1]
 
 
+def on_fewer_ranks(world) -> list[tuple[int, bool]]:
+    """Batches without labels, until an error if there is one, of two ranks that go on with a state
+    of three: of 9 examples steps of 3 are whole and those of 2 are not, of 10 the other way."""
+    out = []
+    for size in (9, 10):
+        loader, seen = loader_of(Texts(size), 1, lengths=length_of, check_loss=False,
+                                 collate_fn=lambda e: [x["id"] for x in e]), 0
+        loader.load_state_dict({**loader.state_dict(), "step": 1, "global_batch_size": 3})
+        try:
+            for _ in loader:
+                seen += 1
+            out.append((seen, True))
+        except RemoteError:
+            out.append((seen, False))
+    return out
+
+
+@pytest.mark.dist
+def test_whether_the_last_step_has_fillers_is_told_of_the_batches_of_a_loaded_state():
+    assert run_ranks(on_fewer_ranks, 2) == [[(2, True), (0, False)]] * 2
+
+
 class Batch:
     """A class of batch whose copies share what holds its tensors."""
 
