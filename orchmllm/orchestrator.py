@@ -12,7 +12,6 @@ Flow: layout (of this rank) -> gather_layout -> plan -> load_inputs -> commit ->
 from __future__ import annotations
 
 import json
-import threading
 from collections.abc import Callable, Sequence
 from dataclasses import astuple, replace
 from functools import partial
@@ -71,23 +70,22 @@ class Orchestrator:
         self.refuses: Callable[[StepPlan], str] = lambda plan: ""  # why one as sampled cannot run
         self.group, self._device_group = group, device_group
         self.rank, self.world_size = gather.rank, gather.world_size
-        self._gather = gather
+        self.gather = gather
         self._commit_gather = commit_gather or gather
         self._first = self._commit_gather.rank - self.rank  # rank of this shard among all
         self._gather_layouts = RaggedGather(gather, len(_LAYOUT_FIELDS))
         self.programs = SharedPrograms(gather) if spec.balance.num_programs else None
-        self.closed_thread: threading.Thread | None = None  # of the last loader that was closed
 
     @property
     def is_shard(self) -> bool:
         """Whether other ranks share the step, which learn of an error in COMMIT alone."""
-        return self._commit_gather is not self._gather
+        return self._commit_gather is not self.gather
 
     def settle(self) -> None:
         """Waits for the thread of a loader that was closed while it loaded: until it has ended, no
         other may use the groups."""
-        if self.closed_thread is not None:
-            self.closed_thread.join()
+        if self.gather.closed_thread is not None:
+            self.gather.closed_thread.join()
 
     def gather_layout(
         self, step: int, layout: BatchLayout | None, *, error: Exception | None = None,
@@ -109,7 +107,7 @@ class Orchestrator:
         rows, lengths = self._gather_layouts(
             np.concatenate([np.array(header, np.int64), part.to_payload()]))
         head = dict(zip(_LAYOUT_FIELDS, rows.T, strict=False))  # the payload comes after them
-        raise_first(step, gather_texts(self._gather, text, head["error_bytes"]), error, self._first)
+        raise_first(step, gather_texts(self.gather, text, head["error_bytes"]), error, self._first)
         for name in ("version", "spec_digest", "step"):
             require_agreement(step, name, head[name], self._first)
         if head["exhausted"].all():

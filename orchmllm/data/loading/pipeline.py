@@ -96,7 +96,7 @@ class Pipeline:
                 self._loop_us[step.index] = int(1e6 * (clock() - taken))
         finally:
             if self.prefetch:
-                self.orchestrator.closed_thread = ready.thread
+                self.orchestrator.gather.closed_thread = ready.thread
             ready.close()
 
     def _steps(self) -> Generator[Step, None, None]:
