@@ -306,8 +306,11 @@ def _all_to_some(
 ) -> None:
     """Sends and receives what is not empty, so that a lazily connected group stays no mesh."""
     works, me = [], group.rank()
-    parts = zip(out.split(output_splits), rows.split(input_splits), strict=True)
-    for rank, (there, here) in enumerate(parts):
+    sizes = np.array([output_splits, input_splits])
+    ends = sizes.cumsum(axis=1)
+    for rank in np.flatnonzero(sizes.any(axis=0)).tolist():
+        there, here = (x[end - size: end] for x, end, size in zip(
+            (out, rows), ends[:, rank], sizes[:, rank], strict=True))
         if rank == me:
             there.copy_(here)
             continue
