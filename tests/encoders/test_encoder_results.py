@@ -177,6 +177,7 @@ BROKEN = {
     "bad counts": "rank 1 failed: ValueError: photos is a list",
     "other dtype": "ranks disagree on argument 0 of encoder 'photo'",
     "complex": "rank 1 failed: ValueError: encoder 'photo': cannot move a tensor of torch.com",
+    "int16": "cannot move a tensor of torch.int16 and shape (2, 3, 16, 16) (photos)",
     "other shape": "rows of shape (3, 24, 24)",
 }
 LOCAL = {  # what only a rank with media can see
@@ -200,6 +201,7 @@ def broken(world, how: str) -> tuple[str, str]:
         inputs["photos"] = {"bad counts": [inputs["photos"]],
                             "other dtype": inputs["photos"].float(),
                             "complex": inputs["photos"].to(torch.complex64),
+                            "int16": inputs["photos"].to(torch.int16),
                             "other shape": torch.zeros(2, 3, 24, 24, dtype=torch.float64),
                             }.get(how, inputs["photos"])
     try:
