@@ -12,7 +12,6 @@ Flow: layout (of this rank) -> gather_layout -> plan -> load_inputs -> commit ->
 from __future__ import annotations
 
 import json
-import threading
 from collections.abc import Callable, Sequence
 from dataclasses import astuple, replace
 from functools import partial
@@ -28,7 +27,8 @@ from orchmllm.batch import (
     Microbatch,
     PackedExamples,
 )
-from orchmllm.comm.agree import describe, raise_first, require_agreement
+from orchmllm.comm.agree import RemoteError, describe, raise_first, require_agreement
+from orchmllm.comm.errors import AgreedError
 from orchmllm.comm.exchange import RaggedGather, RowGather, gather_texts
 from orchmllm.comm.ilp import SharedPrograms
 from orchmllm.plan.assign import NodeSolver, PlanSpec, digest_of_arrays
@@ -70,22 +70,22 @@ class Orchestrator:
         self.refuses: Callable[[StepPlan], str] = lambda plan: ""  # why one as sampled cannot run
         self.group, self._device_group = group, device_group
         self.rank, self.world_size = gather.rank, gather.world_size
-        self._gather = gather
+        self.gather = gather
         self._commit_gather = commit_gather or gather
+        self._first = self._commit_gather.rank - self.rank  # rank of this shard among all
         self._gather_layouts = RaggedGather(gather, len(_LAYOUT_FIELDS))
         self.programs = SharedPrograms(gather) if spec.balance.num_programs else None
-        self.closed_thread: threading.Thread | None = None  # of the last loader that was closed
 
     @property
     def is_shard(self) -> bool:
         """Whether other ranks share the step, which learn of an error in COMMIT alone."""
-        return self._commit_gather is not self._gather
+        return self._commit_gather is not self.gather
 
     def settle(self) -> None:
         """Waits for the thread of a loader that was closed while it loaded: until it has ended, no
         other may use the groups."""
-        if self.closed_thread is not None:
-            self.closed_thread.join()
+        if self.gather.closed_thread is not None:
+            self.gather.closed_thread.join()
 
     def gather_layout(
         self, step: int, layout: BatchLayout | None, *, error: Exception | None = None,
@@ -107,9 +107,9 @@ class Orchestrator:
         rows, lengths = self._gather_layouts(
             np.concatenate([np.array(header, np.int64), part.to_payload()]))
         head = dict(zip(_LAYOUT_FIELDS, rows.T, strict=False))  # the payload comes after them
-        raise_first(step, gather_texts(self._gather, text, head["error_bytes"]), error)
+        raise_first(step, gather_texts(self.gather, text, head["error_bytes"]), error, self._first)
         for name in ("version", "spec_digest", "step"):
-            require_agreement(step, name, head[name])
+            require_agreement(step, name, head[name], self._first)
         if head["exhausted"].all():
             return None, int(head["exhausted"].sum()) - self.world_size
         return BatchLayout.from_payloads(
@@ -137,8 +137,12 @@ class Orchestrator:
         except CapError as error:
             why = str(error)
         finally:  # also where this rank alone has an error, which COMMIT shares
-            refused = self._commit_gather(np.array([int(why != "")])).any()
-        return micro, why or "another rank refuses it" * bool(refused)
+            refused = self.any_refuses(why != "")
+        return micro, why or "another rank refuses it" * refused
+
+    def any_refuses(self, own: bool) -> bool:
+        """Whether a step as sampled is refused by any rank that shares it, all of which ask."""
+        return bool(self._commit_gather(np.array([int(own)])).any())
 
     def _misfit(self, plan: StepPlan) -> str:
         """Why a plan as sampled must not run, "" if it may."""
@@ -172,23 +176,25 @@ class Orchestrator:
         Raises RemoteError if any rank passed an `error`, its cause on that rank, and
         PlanMismatchError if plans differ."""
         digest = digest_of_arrays([np.array([p.digest for p in plans], np.int64)])
-        detail = ""
+        detail, is_told = "", isinstance(error, AgreedError)  # by all ranks of a shard, in LAYOUT
         if error or failed:
-            detail = json.dumps([describe(error), [astuple(f) for f in failed]])
+            detail = json.dumps([str(error) if is_told else describe(error),
+                                 [astuple(f) for f in failed], is_told])
         everyone = self._commit_gather
         rows = everyone(np.array(
             [step, digest, len(detail.encode()), geometry, *num_targets, loop_us,
              seen[0] << 32 | seen[1] if max(seen) < 2**31 else 0], np.int64))
         head = dict(zip(_COMMIT_FIELDS, rows.T, strict=True))
-        details = [json.loads(t) if t else [None, []]
+        details = [json.loads(t) if t else [None, [], False]
                    for t in gather_texts(everyone, detail, head["detail_bytes"])]
+        if told := [text for text, _, was_told in details if was_told]:
+            raise RemoteError(told[0]) from error.__cause__ if is_told else error
         raise_first(step, [d[0] for d in details], error)
         for first in range(0, everyone.world_size, self.world_size):  # of each shard
             require_agreement(step, "plan", head["digest"][first: first + self.world_size], first)
-        first = everyone.rank - self.rank  # of this one
-        loops = head["loop_us"][first: first + self.world_size]
+        loops = head["loop_us"][self._first: self._first + self.world_size]  # of this one
         # Two ranks may have read the same.
-        return (list(dict.fromkeys(FailedSegment(*f) for _, items in details for f in items)),
+        return (list(dict.fromkeys(FailedSegment(*f) for _, items, _ in details for f in items)),
                 [None if (head[name] == UNKNOWN).any() else int(head[name].sum())
                  for name in ("num_targets", "num_shifted")],
                 int(head["geometry"].max()),

@@ -20,16 +20,17 @@ class PlanMismatchError(AgreedError):
     """Ranks disagree on lengths, plan or configuration; raised on all of them."""
 
 
-def raise_first(step: int, errors: Sequence[str | None], own: Exception | None = None) -> None:
+def raise_first(step: int, errors: Sequence[str | None], own: Exception | None = None,
+                first: int = 0) -> None:
     """Raises RemoteError for the first rank with an error. own: this rank's exception, its cause,
-    so that its traceback is shown."""
-    failing = [r for r, e in enumerate(errors) if e]
+    so that its traceback is shown. first: rank that errors[0] belongs to."""
+    failing = [r for r, e in enumerate(errors, first) if e]
     if failing:
         others = f" (also ranks {failing[1:]})" if len(failing) > 1 else ""
         if len(failing) > 9:
             others = f" (also {len(failing) - 1} other ranks)"
         raise RemoteError(
-            f"step {step}: rank {failing[0]}{others} failed: {errors[failing[0]]}") from own
+            f"step {step}: rank {failing[0]}{others} failed: {errors[failing[0] - first]}") from own
 
 
 def describe(error: BaseException | None) -> str:

@@ -9,6 +9,7 @@ all-to-all of rows that is differentiable.
 from __future__ import annotations
 
 import atexit
+import threading
 import time
 import weakref
 from collections import Counter
@@ -42,6 +43,8 @@ class RowGather:
     ranks that share a node; the last node may hold fewer. ranks: global ranks that take part, in
     the order that counts as their rank here (default: all); every rank of the job constructs it,
     with the `ranks` that it is part of. Raises ValueError for ranks_per_node < 1."""
+
+    closed_thread: threading.Thread | None = None  # of the last loader over it that was closed
 
     def __init__(
         self, ranks_per_node: int, timeout_s: float = 600.0, ranks: Sequence[int] | None = None
@@ -303,8 +306,11 @@ def _all_to_some(
 ) -> None:
     """Sends and receives what is not empty, so that a lazily connected group stays no mesh."""
     works, me = [], group.rank()
-    parts = zip(out.split(output_splits), rows.split(input_splits), strict=True)
-    for rank, (there, here) in enumerate(parts):
+    sizes = np.array([output_splits, input_splits])
+    ends = sizes.cumsum(axis=1)
+    for rank in np.flatnonzero(sizes.any(axis=0)).tolist():
+        there, here = (x[end - size: end] for x, end, size in zip(
+            (out, rows), ends[:, rank], sizes[:, rank], strict=True))
         if rank == me:
             there.copy_(here)
             continue

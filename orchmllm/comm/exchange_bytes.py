@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from orchmllm.comm import exchange as comm
-from orchmllm.plan.rearrange import Rearrangement
+from orchmllm.plan.rearrange import Rearrangement, sums_of
 
 T = TypeVar("T")
 
@@ -42,9 +42,9 @@ def exchange_bytes(
         return out
     leaving = [items[i]() for i in local_of[sent_to != rank]]
     sizes = torch.tensor([-1 if b is None else len(b) for b in leaving], dtype=torch.int64)
-    to, came = (_without(splits, rank) for splits in
-                (exchange.input_splits, exchange.output_splits))
-    incoming = comm.all_to_all(sizes, came, to, group)
+    to, came = (np.where(np.arange(d) == rank, 0, splits)  # what stays is not sent
+                for splits in (exchange.input_splits, exchange.output_splits))
+    incoming = comm.all_to_all(sizes, came.tolist(), to.tolist(), group)
     there = [b for b in leaving if b is not None]
     blob = torch.from_numpy(np.concatenate([np.empty(0, np.uint8), *there]))
     received = comm.all_to_all(blob, _sums(incoming, came), _sums(sizes, to), group).numpy()
@@ -54,14 +54,9 @@ def exchange_bytes(
     return out
 
 
-def _without(splits: np.ndarray, rank: int) -> list[int]:
-    """`splits` with nothing for `rank`: what stays is not copied through the collective."""
-    return [0 if r == rank else int(n) for r, n in enumerate(splits)]
-
-
-def _sums(sizes: Tensor, splits: list[int]) -> list[int]:
+def _sums(sizes: Tensor, splits: np.ndarray) -> list[int]:
     """Bytes per rank of consecutive items."""
-    return [int(part.clamp(min=0).sum()) for part in sizes.split(splits)]
+    return sums_of(sizes.clamp(min=0).numpy(), splits).tolist()
 
 
 class Postponed:

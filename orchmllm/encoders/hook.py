@@ -13,10 +13,11 @@ from __future__ import annotations
 import inspect
 import logging
 import sys
+import weakref
 from collections import ChainMap
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -50,6 +51,7 @@ class EncoderHandle:
     last balanced; remove(): the model is as before."""
 
     without_gradients = False  # whether a trainer looks at its loss, on all ranks
+    inside: ClassVar[weakref.WeakSet] = weakref.WeakSet()  # handles of which a forward runs
 
     def __init__(
         self, owner: nn.Module, encoders: Sequence[Encoder], inferred: bool, *,
@@ -65,7 +67,7 @@ class EncoderHandle:
         self.gather = RowGather(node_size(ranks, 0), timeout_s, ranks)
         self.rank = self.gather.rank
         table.same_on_all_ranks(self.gather, self.encoders)
-        self._owner_name = type(owner).__name__
+        self._owner, self._owner_name = weakref.ref(owner), type(owner).__name__
         self._parameters = list(inspect.signature(owner.forward).parameters)
         self._known = known_arguments(self.encoders)
         self._tables = table.Tables(self.encoders, self.gather)
@@ -79,7 +81,7 @@ class EncoderHandle:
         self._unchecked, self._looked = {e.name for e in encoders}, False
         self._error: Exception | None = None  # of the forward before
         self._answers: dict[int, Answers] = {}  # of forwards that run, by module
-        self._balanced = self._inside = False  # whether a forward was, or one runs
+        self._balanced = False  # whether a forward was
         self._sees_all = False  # see Answers
         self._hooks = [
             owner.register_forward_pre_hook(self._before, with_kwargs=True),
@@ -105,9 +107,10 @@ class EncoderHandle:
     @torch.compiler.disable
     def _outside(self, tower: nn.Module, args: tuple) -> None:
         """A tower that runs although no forward was balanced: the model does not give its media to
-        the forward that is hooked. Other ranks may have no media, so the next forward tells."""
-        if self._hooks and not (self._inside or self._balanced or self._error or self.shadow) and (
-                self._trains(tower)):
+        the forward that is hooked. Other ranks may have no media, so the next forward tells. A
+        model that shares the tower may run it."""
+        if self._hooks and not (self.inside or self._balanced or self._error or self.shadow) and (
+                self._trains(tower) and not _runs_in_another(tower, self._owner())):
             self._error = RuntimeError(
                 f"a {type(tower).__name__} ran outside of the forward of {self._owner_name}, which "
                 "was not given the media: balance_encoders has no effect on this model. Describe "
@@ -121,10 +124,11 @@ class EncoderHandle:
         answer."""
         if interrupted := self._answers.pop(id(module), None):  # by Ctrl-C: no hook ran after it
             interrupted.close()
-            self._inside = False
+            self.inside.discard(self)
         if not self._hooks or not (self._trains(module) or self._when == "always"):
             return None
-        self._count, self._inside = self._count + 1, True
+        self._count += 1
+        self.inside.add(self)
         given = dict(zip(self._parameters, args, strict=False)) | kwargs
         # What a dict among the arguments holds is an argument, too.
         inputs = ChainMap(given, *(v for v in given.values() if isinstance(v, Mapping)))
@@ -229,7 +233,7 @@ class EncoderHandle:
         """Errors of a forward are raised on all ranks: at the end of the first one of an encoder,
         later in the next one's gather, which costs nothing."""
         answers = self._answers.pop(id(module), None)
-        self._inside = False
+        self.inside.discard(self)
         if answers is None:
             return
         raised = sys.exc_info()[1] if result is None else None
@@ -250,6 +254,18 @@ class EncoderHandle:
                      "; ".join(f"{name}: {s.num_items} items, imbalance {s.imbalance[0]:.2f}->"
                                f"{s.imbalance[1]:.2f}, {s.gain:.0%} of the slowest rank's time, "
                                f"{s.moved} moved" for name, s in self.last.items()))
+
+
+def _runs_in_another(tower: nn.Module, owner: nn.Module | None) -> bool:
+    """Whether a model that holds the tower, and neither is within `owner` nor holds it, calls the
+    tower."""
+    frame, own = sys._getframe(), set() if owner is None else set(owner.modules())
+    while frame is not None:
+        module = frame.f_locals.get("self")
+        if isinstance(module, nn.Module) and module not in own:
+            return tower in (parts := set(module.modules())) and owner not in parts
+        frame = frame.f_back
+    return False
 
 
 def _check_owner(owner: nn.Module, join: str) -> None:

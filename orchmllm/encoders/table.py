@@ -25,7 +25,7 @@ _HEAD = 2  # number of the forward, bytes of an error text
 _FIXED = 3  # per encoder: items of this rank, integers of each, digest of the encoder's options
 _TENSOR = 8  # dtype, dimensions, sizes of up to 6
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.int32,
-           torch.uint8, torch.bool, torch.int16, torch.int8)
+           torch.uint8, torch.bool, torch.int8)  # gloo and NCCL have no int16
 PAD = "; pad to the same size and use the same dtype on all ranks"
 
 
@@ -95,7 +95,7 @@ def _joined(
     value = known[0] if len(known) == 1 else torch.cat(known)
     if value.dtype not in _DTYPES or value.dim() > _TENSOR - 1:
         raise ValueError(f"encoder {encoder.name!r}: cannot move a tensor of {value.dtype} and "
-                         f"shape {tuple(value.shape)}")
+                         f"shape {tuple(value.shape)} ({', '.join(encoder.layout.arguments)})")
     if not encoder.cast or not value.is_floating_point():
         return value
     _, tower = encoder.tower_modules(owner)[0]

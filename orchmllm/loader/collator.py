@@ -26,11 +26,10 @@ class Collator:
 
     def __init__(
         self, collate: Callable, rank: int, num_targets: Callable[[Any], int] | None, pins: bool,
-        tail_is_filled: bool,
     ) -> None:
         self.collate, self.rank, self.num_targets = collate, rank, num_targets
         self._pins = pins and torch.cuda.is_available()
-        self._tail_is_filled = tail_is_filled
+        self.tail_is_filled = False  # set for each pass
         self._ignored, self._looks = IGNORE_INDEX, _LOOKS if num_targets else 0
 
     def finish(self, micro: Microbatch, batch: Any) -> None:
@@ -44,7 +43,7 @@ class Collator:
             micro.geometry, micro.seen = geometry_of(micro, batch)
         labels = labels_of(batch)
         micro.labels_shape = None if labels is None else tuple(labels.shape)
-        if is_filler or self._tail_is_filled:  # not at the last batch, where it is known before
+        if is_filler or self.tail_is_filled:  # not at the last batch, where it is known before
             self._check_filler(batch, labels)
         if is_filler:
             batch = ignore_labels(copy.copy(batch), labels, self._ignored)

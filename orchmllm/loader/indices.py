@@ -177,6 +177,7 @@ class IndexFeed:
 
     source: of index lists. lengths: whole numbers, or index -> length. batches: of torch's loader,
     with `indices` as its batch_sampler. lookahead: see Feed; enough for what its workers prefetch.
+    spare: an example for a step that has none, of one shard of the ranks; None: it is an error.
     """
 
     source: Draws
@@ -189,6 +190,7 @@ class IndexFeed:
     knows_all: bool
     num_dropped: int
     max_tokens: int
+    spare: int | None = None
 
     def draw(self, index: int) -> BatchLayout | None:
         drawn = next(self.source, None)
@@ -201,8 +203,9 @@ class IndexFeed:
 
     def announce(self, step: Step) -> None:
         for micro in step.micro:
-            self.indices.lists.append(micro.rank_plan.example_ids.tolist()
-                                      or [filler_of(micro.plan, step.layout)])
+            filler = filler_of(micro.plan, step.layout, self.spare)
+            self.spare = None if self.spare is None else filler
+            self.indices.lists.append(micro.rank_plan.example_ids.tolist() or [filler])
 
     def load(self, step: Step) -> tuple[int, int]:
         for micro in step.micro:
@@ -217,9 +220,12 @@ class IndexFeed:
         self.indices.lists.clear()
 
 
-def filler_of(plan: StepPlan, layout: BatchLayout) -> int:
-    """The shortest example of the microbatch (of the step, if that is empty). Raises ValueError."""
+def filler_of(plan: StepPlan, layout: BatchLayout, spare: int | None) -> int:
+    """The shortest example of the microbatch (of the step, if that is empty, else `spare`). Raises
+    ValueError."""
     layout = plan.layout if plan.layout.num_examples else layout
+    if not layout.num_examples and spare is not None:
+        return spare
     if not layout.num_examples:
         raise ValueError("a step has no example on any rank: leave empty batches out")
     return int(layout.example_id[layout.tokens_per_example.argmin()])

@@ -28,11 +28,12 @@ from orchmllm.loader.setup import (
     Planning,
     check_arguments,
     check_state,
+    log,
     log_step,
     plan_batch,
     warn_of_copies,
 )
-from orchmllm.loader.source import Reader, drawn_batches, open_source, tail_is_filled
+from orchmllm.loader.source import Reader, drawn_batches, open_source
 from orchmllm.loader.versions import require
 from orchmllm.orchestrator import Orchestrator
 from orchmllm.plan.cost import CostModel
@@ -125,8 +126,7 @@ class BalancedDataLoader(DataLoader):
         self._orchestrator = Orchestrator(
             self._planning.spec, links.gather, group=links.cpu, commit_gather=links.everyone)
         self._orchestrator.planner = plan_batch
-        collator = Collator(source.collate, self.rank, num_targets, source.pin_memory,
-                            tail_is_filled(source, batches))
+        collator = Collator(source.collate, self.rank, num_targets, source.pin_memory)
         self._reader = Reader(source, lengths, length_fn, collator, links, max_tokens)
         self.num_targets = num_targets
         self._log_every = log_every if self.rank == 0 else 0
@@ -198,13 +198,18 @@ class BalancedDataLoader(DataLoader):
 
     def set_epoch(self, epoch: int) -> None:
         """Chooses the order of the next iteration; without it every iteration is the next epoch.
-        Raises ValueError if a loaded state stands within another epoch."""
+        Raises ValueError if a loaded state stands within another epoch, which is not known of the
+        one before where the data has no length: the log says what is left out."""
         next_epoch, step, state = self._next
-        if step and epoch != next_epoch and self._source.kind != "stream":
-            if epoch != next_epoch + 1 or step < (self._num_steps() or math.inf):
+        if step and epoch != next_epoch:
+            if epoch != next_epoch + 1 or step < (num_steps := self._num_steps() or 0):
                 raise ValueError(
                     f"set_epoch({epoch}): the state that was loaded is at step {step} of epoch "
                     f"{next_epoch}; go on in that epoch, or load no state")
+            if not num_steps and self.rank == 0:
+                log.warning("set_epoch(%d) begins that epoch: the state that was loaded is at step "
+                            "%d of epoch %d, and what was left of it, if anything, is not drawn",
+                            epoch, step, next_epoch)
             step, state = 0, None  # the end of that epoch
         self._next = epoch, step, state
         self._epoch_of_source = epoch

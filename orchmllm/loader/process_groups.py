@@ -38,11 +38,14 @@ class _Made:
         self.control: RowGather | None = None
 
     def common_idle(self, ranks: list[int], per_node: int, timeout_s: float) -> int | None:
-        """The first that is idle on all ranks, which may drop a loader at different times."""
+        """The first that is idle on all ranks, which may drop a loader at different times, and its
+        thread may end later still."""
         if not self.links:
             return None
         self.control = self.control or RowGather(per_node, timeout_s, ranks)
-        mine = np.array([k in self.idle for k in range(len(self.links))], np.int64)
+        threads = [links.gather.closed_thread for links in self.links]
+        mine = np.array([k in self.idle and not (thread and thread.is_alive())
+                         for k, thread in enumerate(threads)], np.int64)
         free = np.flatnonzero(self.control(mine).all(axis=0))
         return int(free[0]) if len(free) else None
 

@@ -145,14 +145,6 @@ def drawn_batches(accumulation_steps: int | str) -> int:
     return 1 if accumulation_steps == "auto" else accumulation_steps
 
 
-def tail_is_filled(source: Source, batches: int) -> bool:
-    """Whether the last step of an epoch is known to have fewer examples than its `batches` on all
-    ranks."""
-    if source.kind != "indices" or source.drop_last:
-        return False
-    return 0 < len(source.dataset) % (source.batch_size * batches) < batches
-
-
 def _looked_up(lengths: Any) -> Any:
     """What IndexFeed takes: an array of what is whole numbers, which costs nothing to look up, else
     a function. lengths: of the loader, None without them."""
@@ -226,8 +218,9 @@ class Reader:
         else:
             loads, num_left_out = self._lengths is not None, 0
             if source.kind == "indices":
-                if source.drop_last:
-                    num_left_out = order["num_examples"] % order["global_batch_size"]
+                tail = order["num_examples"] % order["global_batch_size"]
+                num_left_out = tail * source.drop_last
+                self._collator.tail_is_filled = num_left_out < tail < links.num_ranks * k
                 drawn = global_indices(order, epoch, first, links, num_left_out, whole=knows_all)
             else:
                 drawn = sampled_indices(source.batch_sampler, k, first)
@@ -237,7 +230,8 @@ class Reader:
                 return IndexFeed(
                     drawn, self._lengths, Batches(self.loader), self._indices, self._collator,
                     config, lookahead=math.ceil(fetched / k), knows_all=knows_all,
-                    num_dropped=num_dropped, max_tokens=self._max_tokens)
+                    num_dropped=num_dropped, max_tokens=self._max_tokens,
+                    spare=None if links.everyone is None else 0)
             examples = IndexedStream(self.loader, self._indices, drawn, num_dropped)
         return ExampleFeed(examples, self._collator, links.gather.rank, links.cpu, config,
                            self._max_tokens)

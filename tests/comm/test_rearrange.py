@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import sys
+from datetime import timedelta
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
@@ -145,6 +149,35 @@ def test_an_item_that_its_sender_lacks_shifts_no_other():
         want[2] = None
         want[2 * rank: 2 * rank + 2] = [2 * rank, 2 * rank + 1]  # stay: their places
         assert came == want
+
+
+class Group(dist.ProcessGroupGloo):
+    """That of rank 7 in a world that is not there: it gets threes."""
+
+    def __init__(self) -> None:
+        super().__init__(dist.HashStore(), 0, 1, timedelta(seconds=60))
+        self.sent: list = []
+
+    def rank(self) -> int:
+        return 7
+
+    def send(self, parts, rank, tag):
+        self.sent.append((rank, parts[0].tolist()))
+        return SimpleNamespace(wait=lambda: None)
+
+    def recv(self, parts, rank, tag):
+        parts[0][:] = 3
+        return SimpleNamespace(wait=lambda: None)
+
+
+def test_bytes_between_few_of_many_ranks_take_no_call_for_each_rank():
+    d, group, calls = 2560, Group(), []
+    move = Rearrangement(np.roll(np.arange(d), 1), *[np.ones(d, np.int64)] * 2)
+    sys.setprofile(lambda frame, event, arg: calls.append(event))
+    came = exchange_bytes([lambda: np.arange(5, dtype=np.uint8)], move, 7, group)
+    sys.setprofile(None)
+    assert [x.tolist() for x in came] == [[3] * 3]
+    assert group.sent == [(8, [5]), (8, [0, 1, 2, 3, 4])] and len(calls) < d
 
 
 def wrong_number_of_rows(world) -> str:

@@ -461,7 +461,7 @@ def left_while_it_loads(world) -> tuple[bool, list, list]:
     next(steps)  # the thread goes on with the second step
     with patch.object(pipeline.Prefetcher.close, "__defaults__", (0.05,)):
         steps.close()
-    busy = trainer.orchestrator.closed_thread.is_alive()
+    busy = trainer.orchestrator.gather.closed_thread.is_alive()
     threading.Timer(0.3, data.there.set).start()
     return busy, plan, [step.example_ids_of_rank for step in trainer.loader()]
 

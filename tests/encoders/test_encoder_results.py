@@ -177,6 +177,7 @@ BROKEN = {
     "bad counts": "rank 1 failed: ValueError: photos is a list",
     "other dtype": "ranks disagree on argument 0 of encoder 'photo'",
     "complex": "rank 1 failed: ValueError: encoder 'photo': cannot move a tensor of torch.com",
+    "int16": "cannot move a tensor of torch.int16 and shape (2, 3, 16, 16) (photos)",
     "other shape": "rows of shape (3, 24, 24)",
 }
 LOCAL = {  # what only a rank with media can see
@@ -200,6 +201,7 @@ def broken(world, how: str) -> tuple[str, str]:
         inputs["photos"] = {"bad counts": [inputs["photos"]],
                             "other dtype": inputs["photos"].float(),
                             "complex": inputs["photos"].to(torch.complex64),
+                            "int16": inputs["photos"].to(torch.int16),
                             "other shape": torch.zeros(2, 3, 24, 24, dtype=torch.float64),
                             }.get(how, inputs["photos"])
     try:
@@ -298,6 +300,26 @@ def test_a_tower_that_runs_outside_of_the_forward_is_told_on_all_ranks(ranks):
     assert all("a PhotoTower ran outside of the forward of Broken" in text for text in zero)
 
 
+def sharing(world) -> list[set]:
+    """The encoders that were balanced in the forwards of two models that share a tower: both are
+    balanced, then one, of which the other runs first; rank 0 alone has media."""
+    out = []
+    for num_balanced in (2, 1):
+        models = [Broken("", world.rank).double() for _ in range(2)]
+        models[1].tower = models[0].tower
+        handles = [balance_encoders(
+            model, [Encoder("photo", {"encode": Rows("photos")}, towers=("tower",))], join="embed")
+            for model in models[:num_balanced]]
+        for model in reversed(models):
+            model(**photo_inputs(world.rank))
+        out += [set(handle.last) for handle in handles]
+    return out
+
+
+def test_models_may_share_a_tower(ranks):
+    assert ranks["sharing"] == [[{"photo"}] * 3] * 2
+
+
 def adapted(world) -> tuple[list[str], bool]:
     """What a forward before and one after an adapter with dropout raise; and whether the random
     numbers go on as without the proof."""
@@ -343,7 +365,7 @@ def test_a_join_that_is_not_called_is_named(ranks):
 @pytest.fixture(scope="module")
 def ranks() -> dict[str, list]:
     return each_in_one_world(
-        2, (each_kind, every_way, misused, without_effect, adapted, unjoined))
+        2, (each_kind, every_way, misused, without_effect, sharing, adapted, unjoined))
 
 
 def sharded_and_raising(world) -> None:

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch.utils.data import IterableDataset
 
+from orchmllm.comm.agree import RemoteError
 from orchmllm.config.balance import BalanceConfig
 from orchmllm.config.recipe import TrainConfig
 from orchmllm.trainer import Trainer
@@ -76,6 +77,34 @@ def test_an_error_of_one_shard_is_raised_on_the_others(what):
     """Which would else wait for its ranks in COMMIT, or in what follows it."""
     ranks = run_ranks(of_a_shard, 4, what)
     assert len(set(ranks)) == 1 and ranks[0][0] and what in ranks[0][1], ranks
+
+
+def of_a_measured_step(world, with_table: bool) -> tuple:
+    """Rank 3 of two shards of two has an error, where lengths are asked for or in the data set."""
+    class Data(Texts):
+        def __getitem__(self, i: int) -> dict:
+            if world.rank == 3 and i >= 16:
+                raise KeyError("of an example")
+            return super().__getitem__(i)
+
+    def length(i: int) -> int:
+        return token_count(Data()[i])
+
+    table = [token_count(example) for example in map(Texts().__getitem__, range(48))]
+    try:
+        for _ in loader_of(Data(), 4, collate_fn=collate, shard_size=2, timeout_s=TIMEOUT_S,
+                           measure_every=2, lengths=table if with_table else length):
+            pass
+    except RemoteError as error:
+        return str(error), repr(error.__cause__)
+
+
+@pytest.mark.parametrize("with_table", [False, True])
+def test_an_error_of_one_shard_is_raised_on_the_others_in_a_measured_step(with_table):
+    """As itself, of the rank that failed among all; the others plan the step as sampled."""
+    ranks = run_ranks(of_a_measured_step, 4, with_table)
+    assert ranks == [("step 1: rank 3 failed: KeyError: 'of an example'", cause)
+                     for cause in ["None"] * 3 + ["KeyError('of an example')"]]
 
 
 class Broken(SyntheticDataset):

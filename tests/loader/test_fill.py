@@ -11,7 +11,7 @@ import torch
 
 from orchmllm.comm.agree import RemoteError
 from orchmllm.plan.assign import at_least
-from tests.lib.dropin import Texts, collate, length_of, loader_of
+from tests.lib.dropin import Texts, collate, example_of, length_of, loader_of
 from tests.lib.ranks import run_ranks
 
 LENGTHS = np.random.default_rng(0).lognormal(4, 0.8, 96).astype(int).clip(2).tolist()
@@ -67,6 +67,58 @@ def test_no_rank_goes_without_an_example_beside_a_long_one():
     for k, how in enumerate(cases):
         assert [len(rank[k]) for rank in ranks] == [48 // how["batch_size"]] * 2
         assert sorted(i for rank in ranks for batch in rank[k] for i in batch) == list(range(96))
+
+
+def of_shards(world, *hows: dict) -> list[list[tuple]]:
+    """(examples, targets of the step, ids in the batch) of each batch, of 9 examples in steps of 8;
+    resumed: begins with the second one."""
+    out = []
+    for how in hows:
+        resumed = how.pop("resumed", False)
+        loader = loader_of(Texts(9), collate_fn=collate, shard_size=2, **how)
+        if resumed:
+            loader.load_state_dict({**loader.state_dict(), "step": 1})
+        out.append([(loader.step.example_ids, loader.step.num_global_targets, batch["ids"].tolist())
+                    for batch in loader])
+    return out
+
+
+@pytest.mark.dist
+def test_a_shard_that_has_no_example_in_a_short_step_gets_fillers():
+    table = [length_of(i) for i in range(9)]
+    whole, function, resumed = zip(*run_ranks(
+        of_shards, 4, dict(batch_size=2, lengths=table),
+        dict(batch_size=1, accumulation_steps=2, lengths=length_of, shuffle=True),
+        dict(batch_size=2, lengths=table, resumed=True)), strict=True)
+    for ranks in (whole, function):
+        assert sorted(i for rank in ranks for ids, *_ in rank for i in ids) == list(range(9))
+    shortest = min(range(4), key=table.__getitem__)  # of those that this shard had
+    for ranks, filler in ((whole, shortest), (resumed, 0)):
+        targets = int((collate([example_of(8)])["labels"] != -100).sum())
+        assert [rank[-1] for rank in ranks[:2]] == [([], targets, [filler])] * 2
+        assert sorted(len(rank[-1][0]) for rank in ranks[2:]) == [0, 1]
+
+
+def on_fewer_ranks(world) -> list[tuple[int, bool]]:
+    """Batches without labels, until an error if there is one, of two ranks that go on with a state
+    of three: of 9 examples steps of 3 are whole and those of 2 are not, of 10 the other way."""
+    out = []
+    for size in (9, 10):
+        loader, seen = loader_of(Texts(size), 1, lengths=length_of, check_loss=False,
+                                 collate_fn=lambda e: [x["id"] for x in e]), 0
+        loader.load_state_dict({**loader.state_dict(), "step": 1, "global_batch_size": 3})
+        try:
+            for _ in loader:
+                seen += 1
+            out.append((seen, True))
+        except RemoteError:
+            out.append((seen, False))
+    return out
+
+
+@pytest.mark.dist
+def test_whether_the_last_step_has_fillers_is_told_of_the_batches_of_a_loaded_state():
+    assert run_ranks(on_fewer_ranks, 2) == [[(2, True), (0, False)]] * 2
 
 
 class Batch:

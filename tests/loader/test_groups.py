@@ -3,7 +3,9 @@ examples, and those of all replicas are every example once."""
 
 from __future__ import annotations
 
+import gc
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -17,6 +19,8 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from orchmllm import BalancedDataLoader
 from orchmllm.comm.agree import PlanMismatchError
+from orchmllm.comm.exchange import RowGather
+from orchmllm.data.loading.pipeline import Prefetcher
 from orchmllm.loader.groups import check_group, data_ranks, refuse_parts, trainer_group
 from orchmllm.loader.process_groups import _Made
 from tests.lib.dropin import Texts, collate, length_of, loader_of, token_count
@@ -132,11 +136,40 @@ def after_a_part(world) -> tuple:
 
 def test_groups_are_taken_again_when_all_ranks_have_dropped_their_loader():
     made = _Made()
-    made.links, made.idle = [None] * 3, {0, 1}
+    made.links, made.idle = [SimpleNamespace(gather=RowGather)] * 3, {0, 1}
     made.control = lambda mine: np.array([mine, [0, 1, 1]])  # what another rank has dropped
     assert made.common_idle([0, 1], 1, 1.0) == 1
     made.idle = {0}
     assert made.common_idle([0, 1], 1, 1.0) is None
+
+
+def dropped_at_work(world) -> list[bool]:
+    """Of a loader that is dropped while its thread loads: whether that outlives it, and whether the
+    loaders that are made before it ends and then take the groups."""
+    there = threading.Event()
+
+    class Slow(Texts):
+        def __getitem__(self, i: int) -> dict:
+            assert i < 2 or there.wait(60.0)  # the thread goes on with the second step
+            return super().__getitem__(i)
+
+    def make() -> BalancedDataLoader:
+        return loader_of(Slow(), 2, collate_fn=collate, lengths=length_of)
+
+    loader = make()
+    gather, batches = loader._orchestrator.gather, iter(loader)
+    next(batches)
+    with mock.patch.object(Prefetcher.close, "__defaults__", (0.05,)):
+        del loader, batches
+        gc.collect()
+    outlives, second = gather.closed_thread.is_alive(), make()
+    there.set()
+    gather.closed_thread.join()
+    return [outlives, *(x._orchestrator.gather is gather for x in (second, make()))]
+
+
+def test_groups_are_not_taken_while_the_thread_of_a_dropped_loader_is_at_work():
+    assert run_ranks(dropped_at_work, 1) == [[True, False, True]]
 
 
 def test_ranks_that_made_other_loaders_before_and_that_give_other_arguments():

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import copy
+from unittest import mock
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 from torch.utils.data import BatchSampler, DistributedSampler, SequentialSampler
+from torchdata.stateful_dataloader import StatefulDataLoader
 
 from orchmllm import BalancedDataLoader
 from orchmllm.comm.agree import RemoteError
+from orchmllm.loader import setup
 from orchmllm.loader.setup import check_state
 from tests.lib.dropin import (
     VOCAB,
@@ -178,6 +181,42 @@ def told_its_epoch(world) -> list[int]:
 def test_a_sampler_goes_on_in_the_epoch_of_the_state():
     ranks = run_ranks(told_its_epoch, 2)
     assert sorted(sum(ranks, [])) == list(range(24))
+
+
+def begun(world) -> list[tuple]:
+    """The examples of epoch 1, which a loop begins with the state of a step of epoch 0, the last
+    one or one before; what the log says; and which other epochs are refused then."""
+    def make(kind: str) -> BalancedDataLoader:
+        if kind == "batch sampler":
+            sampler = type("Lists", (), {"__iter__": lambda _: iter([[k] for k in range(4)])})()
+            return loader_of(Texts(), batch_sampler=sampler, collate_fn=collate, lengths=length_of)
+        stream = Stream(0, 4)
+        return loader_of(StatefulDataLoader(stream, 1) if kind == "its own state" else stream,
+                         collate_fn=collate, length_fn=token_count)
+
+    out = []
+    for kind in ("batch sampler", "stream", "its own state"):
+        for stop in (2, 4):
+            loader = make(kind)
+            for _ in loader:
+                if loader.step.step + 1 == stop:
+                    break
+            state, loader = loader.state_dict(), make(kind)
+            loader.load_state_dict(state)
+            for other in (2, 7):
+                with pytest.raises(ValueError, match=f"step {stop} of epoch 0; go on in that"):
+                    loader.set_epoch(other)
+            with mock.patch.object(setup.log, "warning") as warned:
+                loader.set_epoch(1)
+            said, = [call.args[0] % call.args[1:] for call in warned.call_args_list]
+            out.append((said, [i for batch in loader for i in batch["ids"].tolist()], loader.epoch))
+    return out
+
+
+def test_an_epoch_begins_behind_a_state_that_may_be_the_end_of_the_one_before():
+    for k, (said, ids, epoch) in enumerate(run_ranks(begun, 1)[0]):
+        assert said.startswith("set_epoch(1) begins that epoch")
+        assert f"step {(2, 4)[k % 2]} of epoch 0" in said and (ids, epoch) == ([0, 1, 2, 3], 2)
 
 
 def of_another_size(world, kind: str) -> None:

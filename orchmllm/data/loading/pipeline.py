@@ -96,7 +96,7 @@ class Pipeline:
                 self._loop_us[step.index] = int(1e6 * (clock() - taken))
         finally:
             if self.prefetch:
-                self.orchestrator.closed_thread = ready.thread
+                self.orchestrator.gather.closed_thread = ready.thread
             ready.close()
 
     def _steps(self) -> Generator[Step, None, None]:
@@ -113,6 +113,8 @@ class Pipeline:
                         step, failure = None, e
                         if self.orchestrator.is_shard:
                             step = Step(index, NO_EXAMPLES, error=e)
+                            if self.orchestrator.spec.balance.measures(index):
+                                self.orchestrator.any_refuses(True)  # where other shards plan it
                     if step is not None:
                         waiting.append(step)
                     ended = step is None  # an error may be this rank's alone: go on to COMMIT
