@@ -38,7 +38,7 @@ def run_with_guard(folder: Path, module: str, function: str, *args: Any) -> Any:
     """What a function of a test module returns in a process with a device guard, built into the
     folder, where it can use `fake_cuda`. Arguments and result are JSON."""
     ran = subprocess.run([sys.executable, "-c", START, str(_library(folder)), module, function,
-                          json.dumps(args)], capture_output=True, text=True, timeout=280)
+                          json.dumps(args)], capture_output=True, text=True, timeout=560)
     assert ran.returncode == 0, ran.stderr[-4000:]
     return json.loads(ran.stdout.splitlines()[-1])
 
