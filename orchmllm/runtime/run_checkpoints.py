@@ -66,7 +66,7 @@ class RunCheckpoints(Checkpointer):
             "changed": differences(last[0]["settings"], settings) if last else {},
             "settings": settings}
         self._start, self._state = (None, {}) if recipe.run.resume == "never" else (
-            self.find(recipe.run.resume))
+            self.find(self._from_first("of run.resume", lambda: recipe.run.start)))
         self.kept_batch = self._state.get("global_batch_size", 0)
         self.memory = {**self._state.get("memory", {}), "ran_out": self._from_first(
             "of its memory", lambda: exhausted_before(recipe.run.folder))}

@@ -81,6 +81,7 @@ def test_training_is_bit_equal_with_and_without_samples(demo_corpus, tmp_path):
     assert len(shown) == 2 and max(map(len, shown)) <= 100
 
 
+@pytest.mark.whole
 def test_each_token_of_an_answer_is_progress():
     """Which the watchdog sees by the clock; the answer is that of stock transformers."""
     stock = models.build("qwen3_vl").eval()
