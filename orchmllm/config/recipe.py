@@ -6,6 +6,7 @@ file becomes these classes; docs/recipe.md is made from them.
 from __future__ import annotations
 
 import importlib.util
+import json
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -55,9 +56,28 @@ class RunConfig:
         """`dir` as a path."""
         return Path(self.dir)
 
+    @property
+    def start(self) -> str:
+        """`resume`; `auto` where that checkpoint is gone, and the newest one of this run goes back
+        to it, by what its attempt and those before record (orchmllm.runtime.attempts)."""
+        if self.resume in ("auto", "never") or Path(self.resume).exists():
+            return self.resume
+        root, log = self.folder / "checkpoints", self.folder / "attempts.jsonl"
+        try:
+            newest = root / (root / "latest").read_text(encoding="utf-8")
+            attempt = json.loads((newest / "state.json").read_text(encoding="utf-8"))["attempt"]
+            lines = log.read_text(encoding="utf-8").split("\n")[:-1] if log.exists() else ()
+            earlier = {a["attempt"]: a for a in map(json.loads, lines) if "settings" in a}
+            while (at := Path(attempt["resumed_from"]["checkpoint"])) != Path(self.resume):
+                here = at.resolve().parent == root.resolve()  # else it branched off elsewhere
+                attempt = earlier[attempt["resumed_from"]["attempt"]] if here else {}
+        except (OSError, ValueError, LookupError, TypeError):
+            return self.resume
+        return "auto"
+
     def conflicts(self) -> Iterator[Conflict]:
-        """run.resume: a path has to exist; run.dir cannot be empty; run.trackers: known ones, once,
-        whose packages are installed."""
+        """run.resume: a path has to exist, or to have led to what is there; run.dir cannot be
+        empty; run.trackers: known ones, once, whose packages are installed."""
         for name in dict.fromkeys(self.trackers):
             if name not in TRACKERS:
                 yield Conflict(("trackers",), did_you_mean(name, TRACKERS)
@@ -69,7 +89,7 @@ class RunConfig:
                 yield Conflict(("trackers",), f"{name} is there twice: name it once")
         if not self.dir.strip():
             yield Conflict(("dir",), "give a folder")
-        if self.resume not in ("auto", "never") and not Path(self.resume).exists():
+        if self.start not in ("auto", "never") and not Path(self.resume).exists():
             yield Conflict(("resume",), "no such folder: choose auto, never or the path of a "
                            "checkpoint")
 

@@ -223,11 +223,13 @@ class WholeModel(nn.Module):
 
     def _generated(self, inputs: dict[str, Any], asked: Mapping[str, Any]) -> list[int]:
         """With the attention and the positions of transformers: one example is not packed. Blocks
-        that are compiled would be compiled again for it."""
+        that are compiled would be compiled again for it. The clock sees each pass for a token, also
+        those that other ranks need, as progress."""
         del inputs["position_ids"]
         self._text._attn_implementation = self._stock_attention
         try:
-            with torch.compiler.set_stance("force_eager"):
+            with (self.hf.register_forward_pre_hook(lambda *_: self.clock.switch("llm")),
+                  torch.compiler.set_stance("force_eager")):
                 return generated(self.hf, inputs, **asked)
         finally:
             self._text._attn_implementation = packing.NAME

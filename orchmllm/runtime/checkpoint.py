@@ -100,21 +100,27 @@ class Checkpointer:
              optional: bool = False) -> None:
         """Saves `tensors` (DTensors or equal on all ranks) and the JSON-able `state`; returns when
         copies are made if the configuration says so. The tensors may have any shapes. optional: is
-        told, not raised, where it fails. Raises CheckpointError for a failed earlier save, or where
-        this one fails before it returns."""
+        told, not raised, where it fails. After a save that failed this one has to succeed: it is
+        not optional, and is waited for. Raises CheckpointError where it fails before it returns."""
         started = time.perf_counter()
-        self.wait()
+        before = self.settle()
+        optional = optional and not before
         parts, copied = local_parts(tensors, self.rank == self._writers[0]) if (
             self.rank in self._writers) else {}, None
-        if self.config.asynchronous:
-            parts, copied = self._together(step, lambda: self._copies.make(parts))
-        self._thread = threading.Thread(
-            target=on_this_device(self._run), name=THREAD, daemon=True,
-            args=(step, tensors, parts, copied, json.dumps(state, sort_keys=True), optional))
-        self._held_s, self._started = time.perf_counter() - started, started
-        self._thread.start()
-        if not self.config.asynchronous:
-            self.wait()
+        try:
+            if self.config.asynchronous:
+                parts, copied = self._together(step, lambda: self._copies.make(parts))
+            self._thread = threading.Thread(
+                target=on_this_device(self._run), name=THREAD, daemon=True,
+                args=(step, tensors, parts, copied, json.dumps(state, sort_keys=True), optional))
+            self._held_s, self._started = time.perf_counter() - started, started
+            self._thread.start()
+            if before or not self.config.asynchronous:
+                self.wait()
+        except CheckpointError as e:
+            if not optional:
+                raise CheckpointError(f"{e}{before}") from None
+            self._log(f"warning: {e}; the run goes on")
 
     def wait(self) -> None:
         """Until the save in progress is complete. Raises its CheckpointError."""
@@ -124,6 +130,16 @@ class Checkpointer:
         if self._error is not None:
             error, self._error = self._error, None
             raise error
+
+    def settle(self) -> str:
+        """Until the save in progress is complete. Where it failed, that is told, not raised, and
+        returned as the end of the next one's error, else ''."""
+        try:
+            self.wait()
+        except CheckpointError as e:  # on all ranks
+            self._log(f"warning: {e}")
+            return f"; the save before failed as well: {e}"
+        return ""
 
     def _run(self, step: int, tensors: Mapping[str, Tensor], parts: dict[str, Tensor],
              copied: torch.cuda.Event | None, state: str, optional: bool) -> None:

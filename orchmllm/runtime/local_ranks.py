@@ -96,9 +96,10 @@ def run_local(module: str, args: list[str], num_ranks: int, *, cpu_only: bool = 
         _kill_ranks()  # one that was being started is not known to the elastic launcher
         number = requests.signal or e.sigval
         name = "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
+        told = _told_in(Path(config.logs_specs.root_log_dir))  # also of a save
         with suppress(OSError):
-            print(f"interrupted ({name}): all ranks have ended", file=sys.stderr, flush=True)
-        return 128 + number
+            print(f"interrupted ({name}): all ranks have ended{told}", file=sys.stderr, flush=True)
+        return 1 if told else 128 + number
     finally:  # the elastic launcher leaves its own behind
         for number, handler in handlers.items():
             signal.signal(number, handler)
@@ -123,6 +124,16 @@ def _silence_elastic() -> None:
     for name in list(logging.root.manager.loggerDict):
         if name.startswith(("torch.distributed.elastic", "torch.distributed.launcher")):
             logging.getLogger(name).setLevel(logging.CRITICAL)
+
+
+def _told_in(folder: Path) -> str:
+    """What ranks have left in the elastic launcher's folder of an error, on lines of its own; ''
+    without one."""
+    from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+
+    paths = {int(path.parent.name): path for path in folder.rglob("error.json")}
+    found = {rank: ProcessFailure(rank, 0, 1, str(path)) for rank, path in paths.items()}
+    return f"\n{_explain(found)}" if found else ""
 
 
 def _explain(failures: Mapping[int, ProcessFailure]) -> str:

@@ -68,7 +68,10 @@ class JsonLines:
                 fsync(self.path.parent)
         except OSError as e:
             if start is not None:
-                self._file.truncate(start)
+                try:
+                    self._file.truncate(start)
+                except OSError:
+                    self._file = None  # opened again, which drops the torn line
             if not self.lost:
                 print(f"warning: {self.path}: {e.strerror}: rows are lost, the run goes on",
                       file=sys.stderr, flush=True)

@@ -66,7 +66,7 @@ class RunCheckpoints(Checkpointer):
             "changed": differences(last[0]["settings"], settings) if last else {},
             "settings": settings}
         self._start, self._state = (None, {}) if recipe.run.resume == "never" else (
-            self.find(recipe.run.resume))
+            self.find(self._from_first("of run.resume", lambda: recipe.run.start)))
         self.kept_batch = self._state.get("global_batch_size", 0)
         self.memory = {**self._state.get("memory", {}), "ran_out": self._from_first(
             "of its memory", lambda: exhausted_before(recipe.run.folder))}
@@ -80,18 +80,12 @@ class RunCheckpoints(Checkpointer):
         one that cannot be written is told, not raised."""
         if self.config.every_steps < 0:
             return
-        self.wait()  # raises where the save before failed, whatever this one may
         self._saved_at = time.monotonic()
         state = {
             **progress.to_json(), "model": asdict(self._recipe.model), "memory": self.memory,
             "attempt": self._attempt, "world_size": self._gather.world_size,
             "rng": torch.get_rng_state().tolist()}  # of the CPU: nothing draws per rank
-        try:
-            self.save(progress.step, self._tensors(), state, optional)
-        except CheckpointError as e:
-            if not optional:
-                raise
-            self._log(f"warning: {e}; the run goes on")
+        self.save(progress.step, self._tensors(), state, optional)
 
     def is_due(self) -> bool:
         """On rank 0: whether checkpoint.every_minutes have gone by without a save, and the disk has
@@ -116,11 +110,10 @@ class RunCheckpoints(Checkpointer):
         """Before an error of all ranks ends the run: saves the steps that were done since it
         started, and tells in the error's text where the run can go on. What fails here is told,
         the error is raised nevertheless."""
-        for act in (self.wait, lambda: self.save_run(progress), self.wait):
-            if not error.saves or progress.step == self._first:
-                break
+        if error.saves and progress.step != self._first:
             try:
-                act()
+                self.save_run(progress)
+                self.wait()
             except CheckpointError as e:
                 self._log(f"warning: {e}")
         if self.saved is not None:
@@ -130,10 +123,7 @@ class RunCheckpoints(Checkpointer):
     def rescue(self, progress: Progress) -> NoReturn:
         """Saves the steps done so far in a new folder beside run.dir, which another run has taken;
         raises AgreedError, which tells how to go on from there."""
-        try:
-            self.wait()
-        except CheckpointError as e:  # the other run may delete what was being saved
-            self._log(f"warning: {e}")
+        self.settle()  # the other run may delete what was being saved
         folder = Path(self._from_first("rescue", lambda: (  # of rank 0: only its run's name counts
             f"{self._recipe.run.folder.absolute()}.rescued_step_{progress.step}_{self._line.run}")))
         self.root = folder / "checkpoints"
@@ -227,7 +217,7 @@ class RunCheckpoints(Checkpointer):
     def roll_back(self, progress: Progress, bad_step: int) -> Progress:
         """Back to the last checkpoint; `bad_step` will be skipped when it comes again. Raises
         NonFiniteError where there is none."""
-        self.wait()
+        self.settle()
         with waited_for():
             path, state = self.find("auto", own=True)
             if path is None:

@@ -52,3 +52,6 @@ class StopSignal:
             os._exit(128 + number)
         if not self.signal:
             self.signal, self._at = number, time.monotonic()
+            # From now on torchrun shows no error of a rank, so that rank 0 tells it.
+            if os.environ.get("RANK") == "0" and "ORCHMLLM_CHECKED" not in os.environ:
+                os.environ.pop("TORCHELASTIC_ERROR_FILE", None)

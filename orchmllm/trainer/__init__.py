@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from typing import NoReturn
 
 import torch
 import torch.distributed as dist
@@ -169,9 +170,14 @@ class Trainer(StepTrainer):
         return step, row
 
     def _validate(self) -> None:
-        """Logs the loss of the weights as they are; nothing without data.num_validation."""
-        if self.validation_rows:
-            self.display.validation(self._emit({"step": self.progress.step, **self.validate()}))
+        """Logs the loss of the weights as they are; nothing without data.num_validation. Leaves if
+        any rank is told to stop meanwhile; the next start makes up for it."""
+        if not self.validation_rows:
+            return
+        if losses := self.validate():
+            self.display.validation(self._emit({"step": self.progress.step, **losses}))
+        else:
+            self._leave(int(self._gather([self._asked]).max()))
 
     def _sample(self) -> None:
         """Logs what the weights as they are answer; nothing without train.sample_every."""
@@ -180,24 +186,28 @@ class Trainer(StepTrainer):
                 self.samples.write(self.model, self.progress.step)
 
     def _after_step(self, stop: int, save: bool) -> None:
-        """Validates, saves and samples where it is due; leaves if any rank was told to stop."""
+        """Leaves if any rank was told to stop; saves, validates and samples where it is due."""
+        if stop:
+            self._leave(stop)
         due = partial(self.progress.is_due, num_steps=self.recipe.train.num_steps)
-        if stop:
-            self.optimizer.zero_grad(set_to_none=True)  # of the next step
-        elif due(self.recipe.train.validate_every_steps):
+        saves = due(self.recipe.checkpoint.every_steps)
+        if save or saves:
+            self.checkpointer.save_run(self.progress, optional=not saves)
+        if due(self.recipe.train.validate_every_steps):
             self._validate()
-        if stop == FOLDER_TAKEN:
-            self.checkpointer.rescue(self.progress)
-        if save or stop or due(self.recipe.checkpoint.every_steps):
-            self.checkpointer.save_run(self.progress, optional=save and not stop and not due(
-                self.recipe.checkpoint.every_steps))
-        if stop:
-            self.checkpointer.wait()
-            stopped = Stopped(stop, self.progress.step)
-            self._finish(stopped)
-            raise stopped
         if due(self.recipe.train.sample_every):
             self._sample()
+
+    def _leave(self, stop: int) -> NoReturn:
+        """Saves and ends the run. stop: why, as StopSignal.asked; the same on all ranks."""
+        self.optimizer.zero_grad(set_to_none=True)  # of the next step
+        if stop == FOLDER_TAKEN:
+            self.checkpointer.rescue(self.progress)
+        self.checkpointer.save_run(self.progress)
+        self.checkpointer.wait()
+        stopped = Stopped(stop, self.progress.step)
+        self._finish(stopped)
+        raise stopped
 
     def _finish(self, stopped: Stopped | None = None) -> None:
         self.display.finish(str(stopped or "finished"), describe_end(
@@ -205,17 +215,20 @@ class Trainer(StepTrainer):
 
     def validate(self) -> dict[str, float]:
         """Over the held-out rows the mean validation_loss per target, and of a model that makes
-        images validation_generator_loss; nan without any."""
+        images validation_generator_loss; nan without any. {} where a rank is told to stop."""
         data, count = self.recipe.data, self.recipe.train.batch_size * self.world.world_size
         sampler = GlobalSampler(self.validation_rows, count, shuffle=False)
         loader = StepLoader(self.dataset, sampler, self._validation, num_steps=len(sampler),
                             accumulation_steps=min(self.recipe.train.accumulation_steps, 1),
                             prefetch=data.prefetch, num_workers=data.num_workers,
                             pool=self._pool, feed=self._feed)
-        media = MediaCount()  # of this pass alone
+        media, asked = MediaCount(), None  # of this pass alone
         total = torch.zeros(2, self.model.num_losses, dtype=torch.float64, device=self.device)
         with evaluating(self.model), memory_errors(lambda _: IN_VALIDATION):
             for step in loader:
+                if asked is not None and asked.read().any():  # sent a step ago
+                    return {}
+                asked = self._send([self._asked])
                 self.incidents.media(step, media, self.dataset.describe)
                 for micro in step.micro:
                     batch = self._validation.dispatch(micro)

@@ -170,6 +170,11 @@ class StepTrainer:
         self._unread = self._update(step, since, loss_sum)
         return self._read()
 
+    @property
+    def _asked(self) -> int:
+        """Why this rank is to stop, or 0."""
+        return self.stop.asked or self.display.stop_signal
+
     def _enter(self, step: Step) -> None:
         """Says which step this rank works on, or waits for."""
         if self.watch is not None:
@@ -196,8 +201,7 @@ class StepTrainer:
         clock.switch("update")
         norms = clip_gradients(self.parts, train.max_grad_norm, self.device)
         clock.switch("gather")
-        reported = self.timer.send(self._send, step, loss_sum, norms,
-                                   signal=self.stop.asked or self.display.stop_signal,
+        reported = self.timer.send(self._send, step, loss_sum, norms, signal=self._asked,
                                    save=self.checkpointer.is_due())
         clock.switch("update")
         if step.num_global_targets and step.index not in self.progress.skip:

@@ -217,6 +217,42 @@ def test_ctrl_c_while_it_starts_is_one_line(tmp_path, demo_corpus, until):
     assert not psutil.wait_procs(children, timeout=60)[1]
 
 
+UNSAVED = """
+import os, sys, time
+from orchmllm import launch
+from orchmllm.runtime.local_ranks import run_local
+from orchmllm.runtime.stop import StopSignal
+
+if "RANK" not in os.environ:
+    sys.exit(run_local("unsaved", [], 2, cpu_only=True))
+with StopSignal(None) as stop:
+    open(f"ready{os.environ['RANK']}", "w").close()
+    while not stop.asked:
+        time.sleep(0.01)
+    launch.exit_now(1, "error: no room for the checkpoint")
+"""
+
+
+@pytest.mark.parametrize("launcher, ends", [
+    ((), ["interrupted (SIGTERM): all ranks have ended", "error: no room for the checkpoint",
+          "all ranks were stopped)"]),
+    (("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"),
+     ["error: no room for the checkpoint"])], ids=["alone", "torchrun"])
+def test_an_error_of_the_save_on_stopping_is_told(tmp_path, launcher, ends):
+    (tmp_path / "unsaved.py").write_text(UNSAVED)
+    process = subprocess.Popen(
+        [sys.executable, *launcher, "unsaved.py"], cwd=tmp_path, stderr=subprocess.PIPE, text=True,
+        env=os.environ | {"PYTHONPATH": f"{tmp_path}:{ROOT}"})
+    while len([*tmp_path.glob("ready*")]) < 2:
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.01)
+    process.send_signal(signal.SIGTERM)
+    stderr = process.communicate()[1]
+    assert process.returncode == 1 and stderr.count("error: no room") == 1, stderr
+    lines = iter(stderr.splitlines())
+    assert all(any(line.endswith(end) for line in lines) for end in ends), stderr
+
+
 def test_ctrl_c_of_a_command_is_one_line(capsys, monkeypatch):
     monkeypatch.setattr(launch, "_exit_code", None)  # afterwards, too: pytest is no such command
 

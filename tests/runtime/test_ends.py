@@ -191,29 +191,47 @@ def test_a_save_by_time_never_ends_the_run(tmp_path, trouble, due, left, says):
         assert any(says in line for line in said) == (rank == 0)
 
 
-def failed_before_one_by_time(world, run: Recipe) -> str:
-    """How a run ends whose save after step 2, in a thread, fails before one that is due by time."""
-    trainer = Trainer(run, world, dataset=SyntheticDataset())
+def failed_before_another(world, run: Recipe, bad: tuple[int, ...], stop_after: int = 0
+                          ) -> tuple[str, list[str], list[str]]:
+    """(How a run ends whose saves after the steps `bad` fail, what is said, its checkpoints).
+    stop_after: the step after which it is asked to stop; 0: none."""
+    said = listened()
+    trainer = Trainer(run, world, dataset=SyntheticDataset(), on_step=lambda step, row: (
+        os.kill(os.getpid(), signal.SIGTERM) if step.index + 2 == stop_after else None))
     publish = trainer.checkpointer._publish
 
     def fails(step: int, *arguments) -> None:
-        if step == 2 and world.rank == 0:
+        if step in bad and world.rank == 0:
             raise OSError("the disk is gone")
         publish(step, *arguments)
 
     trainer.checkpointer._publish = fails
+    end = "finished"
     try:
         trainer.run()
-    except AgreedError as e:
-        return str(e)
+    except (AgreedError, Stopped) as e:
+        end = str(e)
     finally:
         trainer.close()
-    return "finished"
+    return end, said, sorted(p.name for p in run.run.folder.glob("checkpoints/step_*"))
 
 
 def test_a_save_by_time_hides_no_failure_of_another(tmp_path):
+    """It is made in its place: it is waited for, and ends the run where it fails as well."""
     run = replace(of_run(tmp_path), checkpoint=CheckpointConfig(every_steps=2, every_minutes=1e-9))
-    assert "the disk is gone" in run_ranks(failed_before_one_by_time, 1, run)[0]
+    end, said, _ = run_ranks(failed_before_another, 1, run, (2, 3))[0]
+    assert "checkpoint 3: rank 0 failed: OSError: the disk is gone" in end
+    assert any(line.startswith("warning: checkpoint 2: ") for line in said)
+
+
+@pytest.mark.parametrize("bad, end, saved", [
+    ((2,), "stopped on request after step 3", ["step_00000003"]),
+    ((2, 3), "checkpoint 3: rank 0 failed: OSError: the disk is gone", [])])
+def test_a_save_is_tried_although_the_one_before_failed(tmp_path, bad, end, saved):
+    run = replace(of_run(tmp_path), checkpoint=CheckpointConfig(every_steps=2))
+    for rank, found in enumerate(run_ranks(failed_before_another, 2, run, bad, 3)):
+        assert end in found[0] and found[2] == saved
+        assert any("warning: checkpoint 2: " in line for line in found[1]) == (rank == 0)
 
 
 def test_a_save_that_the_recipe_asks_for_ends_the_run_where_it_fails(tmp_path):

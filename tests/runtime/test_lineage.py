@@ -195,6 +195,25 @@ def test_a_run_in_another_runs_folder_and_a_finished_run(tmp_path):
     run_ranks(runs_in_one_folder, 1, tmp_path)
 
 
+def branched(world, folder: Path) -> None:
+    whole = run_recipe(folder / "whole", train={"num_steps": 2})
+    train_recorded(world, whole)
+    start = str(whole.run.folder / "checkpoints" / "step_00000001")
+    run = replace(whole, run=replace(whole.run, dir=str(folder / "branch"), resume=start))
+    runs = [replace(run, train=replace(run.train, num_steps=n)) for n in (2, 3, 4)]
+    assert [steps_of(world, run) for run in runs[:2]] == [[1], [2]]
+    shutil.rmtree(whole.run.folder)
+    assert runs[2].run.start == "auto" and not [*runs[2].run.conflicts()]
+    assert steps_of(world, runs[2]) == [3]
+    other = replace(run.run, resume=str(folder / "branch" / "step_00000009"))
+    for refused in (other, replace(run.run, dir=str(folder / "new"))):
+        assert refused.start == refused.resume and "no such folder" in str([*refused.conflicts()])
+
+
+def test_a_branch_goes_on_where_what_it_left_is_gone(tmp_path):
+    run_ranks(branched, 1, tmp_path)
+
+
 def validated(world, runs: dict) -> tuple[dict[str, list], str]:
     """(what each run trained, stopped after two steps and resumed; the error of a save while
     parameters are gathered, which gives the optimizer no state)."""

@@ -36,12 +36,13 @@ def run_recipe(folder, policy: str):
 
 def poisoned(
     world, run, calls: Collection[int] = (), steps: Collection[int] = (), empty: int = -1,
-    damaged: str = "",
+    damaged: str = "", unsaved: int = -1,
 ) -> tuple[list[tuple], list[str], str]:
     """([(step, nonfinite, size of the weights after it)], what is said of checkpoints, how the run
     ends). calls: steps, counted as they are trained, whose loss is not finite on the last rank;
     steps: those whose loss is finite on no rank, whenever they come; empty: one without targets;
-    damaged: a file of the checkpoints that is half-written once a step was not finite."""
+    damaged: a file of the checkpoints that is half-written once a step was not finite; unsaved: a
+    step whose checkpoint cannot be written."""
     def tell(step, row: dict) -> None:
         seen.append((step.index, row["nonfinite"], size_of_weights(trainer.model)))
         if damaged and row["nonfinite"]:
@@ -51,6 +52,11 @@ def poisoned(
         if step.index == empty:
             step.num_global_targets = 0
         return computed(step)
+
+    def publish(step: int, *arguments) -> None:
+        if step == unsaved:
+            raise OSError("the disk is gone")
+        published(step, *arguments)
 
     def poison(batch) -> torch.Tensor:
         bad = len(seen) in calls and world.rank == world.world_size - 1
@@ -62,6 +68,7 @@ def poisoned(
     trainer = Trainer(run, world, dataset=SyntheticDataset(), on_step=tell)
     forward, computed = trainer.model.forward, trainer._compute
     trainer.model.forward, trainer._compute = poison, compute
+    published, trainer.checkpointer._publish = trainer.checkpointer._publish, publish
     trainer.checkpointer._log = said.append
     trainer.checkpointer.load = partial(load, trainer.checkpointer.load)
     try:
@@ -127,3 +134,12 @@ def test_a_rollback_says_why_newer_checkpoints_were_rejected(tmp_path):
     at = said.index("rolled back to step 2; step 3 will be skipped")
     assert "step_00000003: JSONDecodeError: " in said[at - 1]
     assert said[at - 1].endswith("; using the one before")
+
+
+def test_a_rollback_goes_back_further_where_the_last_save_failed(tmp_path):
+    run = run_recipe(tmp_path, "rollback")
+    run = replace(run, checkpoint=CheckpointConfig(every_steps=1))
+    ((seen, said, end),) = run_ranks(poisoned, 1, run, steps={BAD}, unsaved=3)
+    assert end == "finished" and [step for step, *_ in seen] == [0, 1, 2, 3, 2, 3, 4]
+    at = said.index("rolled back to step 2; step 3 will be skipped")
+    assert said[at - 1].startswith("warning: checkpoint 3: ") and "disk is gone" in said[at - 1]

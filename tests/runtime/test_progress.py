@@ -21,6 +21,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from jsonschema import Draft202012Validator
@@ -320,9 +321,12 @@ def test_logs_of_earlier_runs_are_never_replaced(tmp_path):
     assert sorted(p.read_text() for p in tmp_path.iterdir()) == ["b", "c"]
 
 
-def test_a_full_disk_costs_rows_and_not_the_run(tmp_path, capsys):
+@pytest.mark.parametrize("truncates", [True, False])
+def test_a_full_disk_costs_rows_and_not_the_run(tmp_path, capsys, truncates):
     log = metrics_log(tmp_path)
     log.write(a_row(0))
+    if not truncates:
+        log._file = Mock(wraps=log._file, truncate=Mock(side_effect=OSError(5, "no disk")))
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     size = (tmp_path / "metrics.jsonl").stat().st_size
     try:

@@ -304,6 +304,41 @@ def test_what_a_stop_or_a_kill_kept_from_coming_comes_at_the_next_start(tmp_path
             if "ended" in row] == ["Stopped", "KeyboardInterrupt", "KeyboardInterrupt", "finished"]
 
 
+def stopped_in_validation(world, run) -> tuple[list[str], str]:
+    """(what is done after step 2, where SIGTERM comes to a rank in the first step of a validation,
+    how the run ends); then it is started again."""
+    done = []
+    trainer = Trainer(run, world, dataset=SyntheticDataset())
+    dispatch, save = trainer._validation.dispatch, trainer.checkpointer.save_run
+
+    def signalled(micro):
+        if trainer.progress.step == 2:
+            done.append("validates")
+            if world.rank == 1 and done == ["saves", "validates"]:
+                os.kill(os.getpid(), signal.SIGTERM)
+        return dispatch(micro)
+
+    trainer._validation.dispatch = signalled
+    trainer.checkpointer.save_run = lambda progress, **how: (
+        done.append("saves"), save(progress, **how))
+    with pytest.raises(Stopped) as end:
+        trainer.run()
+    trainer.close()
+    train(world, run, SyntheticDataset())
+    return done, str(end.value)
+
+
+def test_a_stop_waits_for_no_validation_and_a_save_neither(tmp_path):
+    run = run_recipe(tmp_path, every_steps=2, train={"num_steps": 3, "validate_every_steps": 2})
+    run = replace(run, data=replace(run.data, num_validation=16))
+    done = ["saves", "validates", "validates", "saves"]
+    assert run_ranks(stopped_in_validation, 2, run) == [
+        (done, "stopped on request after step 2")] * 2
+    assert [(row["step"], "validation_loss" in row) for row in read_rows(
+        tmp_path / "metrics.jsonl")] == [
+        (0, True), (0, False), (1, False), (2, True), (2, False), (3, True)]
+
+
 def test_sigterm_to_one_rank_stops_all_with_a_checkpoint(tmp_path, whole):
     """Whose state is small, and of which nothing is pickled."""
     run = run_recipe(tmp_path, every_steps=0)

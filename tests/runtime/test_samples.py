@@ -13,10 +13,13 @@ import torch
 from orchmllm.batch import IGNORE_INDEX
 from orchmllm.config.recipe import load_recipe
 from orchmllm.data.questions import Questions
+from orchmllm.models.generate import generated
+from orchmllm.models.whole_model import WholeModel
 from orchmllm.plan.layout import TEXT
 from orchmllm.runtime.build import build_dataset
 from orchmllm.runtime.metrics import read_rows
 from orchmllm.trainer import Trainer
+from tests.lib import whole_models as models
 from tests.lib.commands import TINY, demo_of
 from tests.lib.ranks import run_ranks
 from tests.lib.training import listened
@@ -76,6 +79,19 @@ def test_training_is_bit_equal_with_and_without_samples(demo_corpus, tmp_path):
         f"example {broken}: it cannot be asked about: " in line and name in line for line in said)
     shown = [part for line in said for part in line.splitlines() if "says " in part]
     assert len(shown) == 2 and max(map(len, shown)) <= 100
+
+
+@pytest.mark.whole
+def test_each_token_of_an_answer_is_progress():
+    """Which the watchdog sees by the clock; the answer is that of stock transformers."""
+    stock = models.build("qwen3_vl").eval()
+    example = models.sample("qwen3_vl", stock, [], 7)
+    how = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    wanted = generated(stock, {"input_ids": example["input_ids"]}, **how)
+    whole = WholeModel(stock, torch.float64)
+    batch, before = whole.join([models.as_example(0, example)]), whole.clock.switches
+    assert whole(batch, how) == wanted and len(wanted) == 6
+    assert whole.clock.switches - before >= 6
 
 
 def test_a_prompt_is_what_training_sees_before_the_first_answer(demo_corpus):
