@@ -100,8 +100,13 @@ from scripts.count_code import count_parts, count_rooms, read_all
 # errors of a shard that reach the others, and the ranks of a node by srun: +45. Adapters beside
 # connectors that are drawn, or of another scale, are refused: +18. Exports that end answers
 # as they were trained, and that AutoPeftModel reads, took +19 of the tools.
-# An order of rows that each rank holds in 4 bytes a row, not in 16, took +8 of the base.
-MOST = {"base": 25_358, "tools": 5_226, "papers": 1_598, "cpp": 2_100}
+# An order of rows that each rank holds in 4 bytes a row, not in 16, took +10 of the base, and
+# a resume that opens the files of a rank's own parts alone +14. Rows that were read as something
+# else took +60: members of tars where a row names them, lines that are not proposed, marks and
+# tables of other programs. Saves after one that failed, stops in a validation and branches of runs
+# that are gone took +38, shards that fail or have nothing, shared towers and epochs behind a
+# state of a stream +28.
+MOST = {"base": 25_508, "tools": 5_226, "papers": 1_598, "cpp": 2_100}
 
 
 @pytest.fixture(scope="module")
