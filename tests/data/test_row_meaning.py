@@ -94,6 +94,9 @@ def test_members_stand_where_the_row_names_them(reader, tmp_path):
         "a.png", "b.png") == ["Is", "b.png", "like x/a.png", "a.png", "a"]
     assert tar_row(reader, tmp_path / "mask.tar", {"image": "000.png", **asks("<image>?")},
                    "png", "mask.png") == ["png", "?", "a"]
+    assert tar_row(reader, tmp_path / "url.tar", {
+        "coco_url": "http://images/000.png", "caption": "c"}, "png")[-2:] == [
+        "\nDescribe the image.", "c"]
     assert tar_row(reader, tmp_path / "list.tar", [
         {"from": "human", "value": "<image>?"}, {"from": "gpt", "value": "a"}], "png") == [
         "png", "?", "a"]

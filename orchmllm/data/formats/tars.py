@@ -20,6 +20,7 @@ from orchmllm.plan.layout import AUDIO, TEXT, VISION
 
 KEYS = {VISION: ("images", "image"), AUDIO: ("audios", "audio", "sound"),
         VIDEO: ("videos", "video")}
+PLACES = {*chain.from_iterable(KEYS.values()), "messages", "conversations", "conversation"}
 TEXTS = ("txt", "text", "caption", "transcript")
 PICKLED = ("pyd", "pkl", "pickle", "pth", "pt", "npy", "npz", "ten", "joblib")
 TRUNCATED = ("truncated: the mark at the end of a tar is missing; write it again (whoever wrote it "
@@ -101,8 +102,8 @@ def _text(data: bytes, name: str, where: str) -> str:
 
 
 def _with_members(row: dict, media: dict[int, list[tuple[str, Medium]]]) -> dict:
-    """Members take the place of their names wherever the row has them. Of a modality of which it
-    has none, they take the place of all that it lists."""
+    """Members take the place of their names wherever the row has them. Where it has none of a
+    modality in PLACES, they take the place of all that it lists."""
     known: dict[str, Medium | None] = {}
     for name, medium in chain.from_iterable(media.values()):
         base = _base(name).lower()
@@ -110,18 +111,18 @@ def _with_members(row: dict, media: dict[int, list[tuple[str, Medium]]]) -> dict
             known[called] = None if called in known or "." not in called else medium
     named = set()
 
-    def placed(value: object) -> object:
+    def placed(value: object, counts: bool) -> object:
         if isinstance(value, dict):
-            return {key: placed(inner) for key, inner in value.items()}
+            return {key: placed(inner, counts) for key, inner in value.items()}
         if isinstance(value, list):
-            return [placed(inner) for inner in value]
+            return [placed(inner, counts) for inner in value]
         medium = known.get(_base(value).lower()) if isinstance(value, str) else None
         if medium is None or re.search(r"\s.*/", value):  # a text that ends in a name
             return value
-        named.add(medium.modality)
+        named.update([medium.modality] * counts)
         return medium
 
-    row = placed(row) if known else row
+    row = {key: placed(value, key in PLACES) for key, value in row.items()} if known else row
     for modality, keys in KEYS.items():
         if media[modality] and modality not in named:
             kept = next((k for k in keys if k in row), keys[0] if "conversations" in row
