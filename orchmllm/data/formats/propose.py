@@ -107,8 +107,7 @@ def _guesses(rows: Sequence[Mapping], root: MediaRoot) -> Iterator[dict[str, str
             yield {"messages": name} | media
     pairs = [(q, a) for q, a in chain(
         product(asked, answered), product(asked, words), product(words, answered)) if q != a]
-    others = (("tools", values), ("context", texts))
-    beside = media | {field: name for field, names in others
+    beside = media | {field: name for field, names in (("tools", values), ("context", texts))
                       for name in names if name.split(".")[0] == field}
     for name, answer in _chosen(values, texts):
         for question in (one for one in [*asked, *words] if one not in (name, answer)):
