@@ -165,7 +165,8 @@ def _holder(descriptor: int) -> dict[str, str]:
     """host, pid and machine that the file names; nothing where it cannot be read."""
     try:
         holder = json.loads(os.pread(descriptor, 4096, 0))
-        return {key: str(holder[key]) for key in ("host", "pid", "machine")}
+        return {"host": str(holder["host"]), "pid": str(holder["pid"]),
+                "machine": str(holder.get("machine", ""))}
     except (OSError, ValueError, KeyError, TypeError):
         return {}
 
@@ -175,7 +176,8 @@ def _stale(descriptor: int, path: Path, stale_s: float) -> str:
     lock of this machine's is its process's for certain; a pod may have the name of the one before
     it."""
     holder = _holder(descriptor)
-    if holder.get("machine", machine()) == machine():
+    key, here = ("machine", machine()) if holder.get("machine") else ("host", socket.gethostname())
+    if holder.get(key, here) == here:
         return ""
     still_s = _now(path.parent) - os.fstat(descriptor).st_mtime
     if still_s < stale_s:

@@ -112,7 +112,7 @@ def test_a_file_that_its_last_holder_removes_meanwhile_is_no_lock(tmp_path, monk
 
 def test_a_clock_that_is_wrong_takes_nothing_over(tmp_path, monkeypatch):
     """Times of files are those of the file system's clock."""
-    (tmp_path / "run.lock").write_text(json.dumps({"host": "other", "pid": 7, "machine": ""}))
+    (tmp_path / "run.lock").write_text(json.dumps({"host": "other", "pid": 7}))
     monkeypatch.setattr(run_lock, "_lock", lambda *_: False)
     monkeypatch.setattr(run_lock, "time", SimpleNamespace(
         time=lambda: 1e12, monotonic=time.monotonic, sleep=time.sleep))

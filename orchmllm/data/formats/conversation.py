@@ -150,8 +150,7 @@ def chat(row: Mapping, root: MediaRoot, prompt: str = "") -> Conversation:
     cannot be used."""
     turns = row.get("messages")
     if isinstance(turns, Mapping):  # as `datasets` keeps a list of objects
-        turns = [dict(zip(turns, values, strict=True))
-                 for values in zip(*turns.values(), strict=True)]
+        turns = [dict(zip(turns, v, strict=True)) for v in zip(*turns.values(), strict=True)]
     if not isinstance(turns, list) or not turns:
         raise RowError('needs a non-empty list "conversations" or "messages"')
     media = _RowMedia(row, root)

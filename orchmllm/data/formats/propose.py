@@ -169,9 +169,8 @@ def _are_texts(value: object) -> bool:
 
 
 def _are_turns(value: object) -> bool:
-    return isinstance(value, list) and bool(value) and all(
-        isinstance(one, Mapping) and ROLES.keys() & {str(v).lower() for v in one.values()}
-        for one in value)
+    return isinstance(value, list) and bool(value) and all(isinstance(one, Mapping) and any(
+        str(v).lower() in ROLES for v in one.values()) for one in value)
 
 
 def _are_numbers(found: Sequence) -> bool:
