@@ -77,7 +77,7 @@ MUTATIONS = [Mutation(*row) for row in (
      "tests/runtime/test_crash_points.py",
      "After a loss of power a checkpoint that was renamed may have half a manifest."),
     ("saves overlap", RUNTIME + "checkpoint.py",
-     "        self.wait()\n        parts, copied =", "        parts, copied =",
+     "before = self.settle()\n        optional", "before = ''\n        optional",
      "tests/runtime/test_host_copies.py",
      "A save begins while the one before is written, and the error of that one is lost."),
     ("a save on the first GPU", RUNTIME + "checkpoint.py", "on_this_device(self._run)", "self._run",
@@ -281,8 +281,8 @@ MUTATIONS = [Mutation(*row) for row in (
     ("a rank without images leaves the exchange of gradients", "orchmllm/models/made.py",
      "states.new_zeros(1, states.shape[1]) + states.sum()", "states.new_zeros(1, states.shape[1])",
      "tests/sharding/test_generator.py", "The ranks that make images wait forever."),
-    ("a save that fails passes", RUNTIME + "run_checkpoints.py",
-     "            if not optional:\n                raise\n", "",
+    ("a save that fails passes", RUNTIME + "checkpoint.py", "            if not optional:\n"
+     "                raise CheckpointError(f\"{e}{before}\") from None\n", "",
      "tests/runtime/test_ends.py::"
      "test_a_save_that_the_recipe_asks_for_ends_the_run_where_it_fails",
      "A run without a checkpoint ends as if it had one."),

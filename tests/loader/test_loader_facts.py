@@ -367,7 +367,7 @@ def drop_in_block() -> tuple[str, set[str]]:
     """(the code of the README's drop-in block, the names that it says the user has)."""
     section = (ROOT / "README.md").read_text().split("## In your own training loop")[1]
     code, after = re.match(r".*?```python\n(.*?)```\n(.*?)\n\n##", section, re.S).groups()
-    named = re.match(r"\s*You have (.*?) already\.\sNo", after, re.S)[1]
+    named = re.match(r"\s*You already have (.*?)\.\sNo", after, re.S)[1]
     return code, set(re.findall(r"`(\w+)`", named.replace(
         "(the number of tokens of each example)", "")))
 
