@@ -13,6 +13,7 @@ from orchmllm.data.formats.conversation import chat
 from orchmllm.data.formats.row_formats import choose
 from orchmllm.data.media.medium import RowError
 from orchmllm.data.media.root import MediaRoot
+from orchmllm.plan.layout import VISION
 from orchmllm.tools.data.command import main
 from tests.lib.drawn import write_recipe
 from tests.lib.formats import write_jsonl
@@ -158,6 +159,13 @@ def test_no_line_is_proposed_that_learns_something_else(name, reader, tmp_path):
     source = opened(tmp_path / "a.jsonl", reader, tmp_path, row_format="text").sources[0]
     said = source.proposal([(row, tmp_path / "a.jsonl")])
     assert line in said and bool(line) == bool(said), said
+
+
+def test_bytes_in_place_of_a_name_are_no_content():
+    root = MediaRoot("/")
+    assert root.medium(VISION, {"bytes": png(0), "path": png(9)}).data == png(0)
+    with pytest.raises(RowError, match="a medium is b'"):
+        root.medium(VISION, {"path": png(9)})
 
 
 @pytest.mark.parametrize("mark", ["<image_1>", "<|image_2|>", "<ImageHere>", "<Image>"])

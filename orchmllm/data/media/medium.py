@@ -137,10 +137,10 @@ class Medium(NamedTuple):
 
 def given_by(value: object) -> tuple[object, object]:
     """(Content, name) of what a row gives for a medium; None for one that it does not give."""
-    content = value if isinstance(value, bytes) else None
+    content, name = (value, None) if isinstance(value, bytes) else (None, value)
     if isinstance(value, Mapping):
-        content, value = value.get("bytes"), value.get("path", value.get("url"))
-    return (value, None) if isinstance(value, bytes | Medium) else (content, value)
+        content, name = value.get("bytes"), value.get("path", value.get("url"))
+    return (name, None) if isinstance(name, Medium) else (content, name)
 
 
 def is_image(value: object) -> bool:
