@@ -38,7 +38,7 @@ class TarRows(RowStore):
     def __init__(self, path: File, max_row_bytes: int, scans: Scans) -> None:
         self.max_row_bytes, self.files, self.root = max_row_bytes, [path], path.parent
         self.data, self.start, self.members, self.names = scans(
-            "tars", path, lambda: scan_tar(path), 3)
+            "members", path, lambda: scan_tar(path), 3)
 
     def __len__(self) -> int:
         return len(self.start) - 1
