@@ -129,10 +129,10 @@ def _answer(model: PreTrainedModel, folder: Path, tokenizer: ChatTokenizer,
     model.to(where).eval()
     given = {name: value.to(where, model.dtype if value.is_floating_point() else None)
              for name, value in given.items()}
-    ids = generated(model, given, **sampling(args))
-    write_pictures(model, folder, given, ids, args, log)
     ends = model.generation_config.eos_token_id
-    ended = ids[-1:] == [ends] if isinstance(ends, int) else ids and ids[-1] in (ends or ())
-    log(f"{given['input_ids'].shape[1]} tokens before the answer, {len(ids)} in it"
-        + ("" if ended else f": cut off at --max-tokens {args.max_tokens}"))
+    ends = [ends] if isinstance(ends, int) else ends or [None]
+    ids = generated(model, given, pad_token_id=ends[0], **sampling(args))  # pads nothing
+    write_pictures(model, folder, given, ids, args, log)
+    cut = "" if ids and ids[-1] in ends else f": cut off at --max-tokens {args.max_tokens}"
+    log(f"{given['input_ids'].shape[1]} tokens before the answer, {len(ids)} in it{cut}")
     return tokenizer.decode(ids, skip_special_tokens=True)
