@@ -119,7 +119,7 @@ class Checkpointer:
                 self.wait()
         except CheckpointError as e:
             if not optional:
-                raise CheckpointError(f"{e}{before}") from None
+                raise CheckpointError(f"{e}{before}") from e
             self._log(f"warning: {e}; the run goes on")
 
     def wait(self) -> None:

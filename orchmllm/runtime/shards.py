@@ -81,7 +81,8 @@ def fill(folder: Path, tensors: Mapping[str, Tensor], number: int) -> None:
     """Fills tensors (of any shapes, by their names there) in place from the files of a folder,
     whatever the number of ranks that saved them. number: of the file that this rank would write;
     where that and the first one have its parts no other is opened, as torch reads the headers of
-    all. Raises RuntimeError where one is missing, and ValueError where it has another shape."""
+    all. Raises RuntimeError where one is missing, and ValueError where this rank's part of it has
+    another shape."""
     parts = local_parts(tensors, first=True)
     for path in filter(Path.is_file, {_path(folder, number), _path(folder, 1)}):
         with safe_open(path, "pt") as file:

@@ -282,7 +282,7 @@ MUTATIONS = [Mutation(*row) for row in (
      "states.new_zeros(1, states.shape[1]) + states.sum()", "states.new_zeros(1, states.shape[1])",
      "tests/sharding/test_generator.py", "The ranks that make images wait forever."),
     ("a save that fails passes", RUNTIME + "checkpoint.py", "            if not optional:\n"
-     "                raise CheckpointError(f\"{e}{before}\") from None\n", "",
+     "                raise CheckpointError(f\"{e}{before}\") from e\n", "",
      "tests/runtime/test_ends.py::"
      "test_a_save_that_the_recipe_asks_for_ends_the_run_where_it_fails",
      "A run without a checkpoint ends as if it had one."),
