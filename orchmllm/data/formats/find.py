@@ -70,8 +70,8 @@ def check_parts(config: SourceConfig, what: str, *known: str) -> None:
     for key in ("split", "subset"):
         if getattr(config, key) and key not in known:
             raise ValueError(f"{config.path}: {key} is {getattr(config, key)!r}, but {what} has no "
-                             f"{key}: leave it out, give the path of the files that are meant, "
-                             "or name a column that says it (columns: {split: NAME})")
+                             f"{key}: leave it out, give the path of the files that are meant"
+                             + ", or name a column (columns: {split: NAME})" * (key == "split"))
 
 
 def check_places(config: SourceConfig, what: str, *known: str) -> None:
