@@ -163,9 +163,9 @@ def test_no_line_is_proposed_that_learns_something_else(name, reader, tmp_path):
 
 def test_bytes_in_place_of_a_name_are_no_content():
     root = MediaRoot("/")
-    assert root.medium(VISION, {"bytes": png(0), "path": png(9)}).data == png(0)
-    with pytest.raises(RowError, match="a medium is b'"):
-        root.medium(VISION, {"path": png(9)})
+    assert root.medium(VISION, {"bytes": png(0), "path": b"a.png"}).data == png(0)
+    with pytest.raises(RowError, match="a medium is b'a.png'"):
+        root.medium(VISION, {"path": b"a.png"})
 
 
 @pytest.mark.parametrize("mark", ["<image_1>", "<|image_2|>", "<ImageHere>", "<Image>"])
