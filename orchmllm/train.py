@@ -16,6 +16,7 @@ import traceback
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -29,7 +30,7 @@ from orchmllm.comm.errors import AgreedError
 from orchmllm.config.recipe import Recipe, explain, read_recipe
 from orchmllm.runtime import preflight
 from orchmllm.runtime.local_ranks import run_local
-from orchmllm.runtime.run_lock import FolderInUse, check_folder, lock_folder
+from orchmllm.runtime.run_lock import STALE_S, FolderInUse, check_folder, lock_folder
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -118,6 +119,7 @@ def _take_folder(store: dist.Store, world: launch.World, folder: Path | None,
         except FolderInUse as e:
             problem = str(e)
         store.set("folder", json.dumps(problem))
+    store.wait(["folder"], timedelta(seconds=2 * STALE_S))
     if problem := json.loads(store.get("folder")):
         dist.barrier()  # the store may live in a rank that would leave
     return unlock, problem
@@ -138,7 +140,7 @@ def _start_problems(
     if machine:
         checks += [check for _, check in preflight.checks(recipe, checkpoint_bytes(recipe))]
     if machine and world is None:
-        checks.insert(0, lambda: check_folder(recipe.run.folder))
+        checks.insert(0, lambda: check_folder(recipe.run.folder, elsewhere=False))
     return preflight.problems(checks)
 
 

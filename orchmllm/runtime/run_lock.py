@@ -5,10 +5,11 @@ also on storage that several hosts share, if its file system has locks. The file
 It is a POSIX record lock, which a forked process does not hold too: a data worker that outlives its
 rank does not keep the folder.
 
-A file server may keep the lock of a host that died. Therefore a holder renews the time of the file,
-and a lock of another host that was not renewed for STALE_S is taken over. A holder that finds the
-lock of another run is told so: its host had only been away. Where the file was deleted, or a file
-server does not show it for a moment, the holder makes it again.
+A file server may keep the lock of a host that died. Therefore a holder renews the time of the file
+every RENEW_S. Who finds the lock of another host waits until it is renewed, which means that its
+holder lives, or until it was not renewed for STALE_S, and then takes it over. A holder that finds
+the lock of another run is told so: its host had only been away. Where the file was deleted, or a
+file server does not show it for a moment, the holder makes it again.
 """
 
 from __future__ import annotations
@@ -43,8 +44,9 @@ def lock_folder(
     taken: Callable[[], object],
 ) -> Callable[[], None]:
     """Locks a run folder, made if need be, for this process; returns what unlocks it. patience_s:
-    how long to wait for a holder that is about to end. taken: called once, from a thread, if
-    another run has taken the folder over.
+    how long to wait for a holder that is about to end. A holder on another machine is waited for
+    until it shows that it lives, or for stale_s. taken: called once, from a thread, if another run
+    has taken the folder over.
 
     Raises FolderInUse naming the process that holds it, or why the folder cannot be written."""
     path, done = folder / NAME, threading.Event()
@@ -87,21 +89,28 @@ def lock_folder(
 
 
 def _taken(path: Path, deadline: float, stale_s: float) -> int:
-    """The descriptor of the locked file. Raises FolderInUse after the deadline, OSError."""
+    """The descriptor of the locked file. stale_s: math.inf where no lock is taken over. Raises
+    FolderInUse after the deadline, OSError."""
+    first = None
     while True:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
         locked = _lock(descriptor, path)
         if locked and _is_at(path, descriptor):
             return descriptor
         stale = not locked and _is_at(path, descriptor) and _stale(descriptor, path, stale_s)
-        message = _told(descriptor, path)
+        message, renewed = _told(descriptor, path), os.fstat(descriptor).st_mtime
+        may_be_dead = first in (None, renewed) and stale_s < math.inf and _elsewhere(descriptor)
         os.close(descriptor)
         if stale:
             print(f"warning: {stale}", file=sys.stderr, flush=True)
             path.unlink(missing_ok=True)
         elif not locked:
-            if time.monotonic() >= deadline:
+            if time.monotonic() >= deadline and not may_be_dead:
                 raise FolderInUse(message)
+            if first is None and may_be_dead:
+                print(f"{message}. It may be dead: waiting until its lock is renewed, or for "
+                      f"{stale_s:.0f} s without that", file=sys.stderr, flush=True)
+            first = renewed if first is None else first
             time.sleep(0.2)
 
 
@@ -119,15 +128,17 @@ def _made_again(path: Path, mine: dict[str, str]) -> int:
     return descriptor
 
 
-def check_folder(folder: Path) -> None:
-    """Raises FolderInUse if another process holds the lock; changes nothing."""
+def check_folder(folder: Path, *, elsewhere: bool = True) -> None:
+    """Raises FolderInUse if another process holds the lock; changes nothing. elsewhere: also one on
+    another machine, which may be dead."""
     path = folder / NAME
     try:
         descriptor = os.open(path, os.O_RDWR)
     except OSError:  # there is none, or the run will tell why it cannot be written
         return
     try:
-        if not _lock(descriptor, path) and not _stale(descriptor, path, STALE_S):
+        if not (_lock(descriptor, path) or not elsewhere and _elsewhere(descriptor)
+                or _stale(descriptor, path, STALE_S)):
             raise FolderInUse(_told(descriptor, path))
     finally:
         os.close(descriptor)  # and with it the lock
@@ -171,19 +182,22 @@ def _holder(descriptor: int) -> dict[str, str]:
         return {}
 
 
-def _stale(descriptor: int, path: Path, stale_s: float) -> str:
-    """What is said of the lock of another machine that was not renewed for stale_s; '' if it was. A
-    lock of this machine's is its process's for certain; a pod may have the name of the one before
-    it."""
+def _elsewhere(descriptor: int) -> bool:
+    """Whether the lock is another machine's. One of this machine is its process's for certain; a
+    pod may have the name of the one before it."""
     holder = _holder(descriptor)
     key, here = ("machine", machine()) if holder.get("machine") else ("host", socket.gethostname())
-    if holder.get(key, here) == here:
-        return ""
+    return holder.get(key, here) != here
+
+
+def _stale(descriptor: int, path: Path, stale_s: float) -> str:
+    """What is said of the lock of another machine that was not renewed for stale_s; '' if it
+    was."""
     still_s = _now(path.parent) - os.fstat(descriptor).st_mtime
-    if still_s < stale_s:
+    if still_s < stale_s or not _elsewhere(descriptor):
         return ""
-    return (f"run.dir: {path.parent} is locked by host {holder['host']}, which has not renewed the "
-            f"lock for {still_s:.0f} s: it is taken to be dead")
+    return (f"run.dir: {path.parent} is locked by host {_holder(descriptor)['host']}, which has "
+            f"not renewed the lock for {still_s:.0f} s: it is taken to be dead")
 
 
 def _now(folder: Path) -> float:

@@ -116,8 +116,11 @@ def test_a_clock_that_is_wrong_takes_nothing_over(tmp_path, monkeypatch):
     monkeypatch.setattr(run_lock, "_lock", lambda *_: False)
     monkeypatch.setattr(run_lock, "time", SimpleNamespace(
         time=lambda: 1e12, monotonic=time.monotonic, sleep=time.sleep))
+    renewal = threading.Timer(1.0, os.utime, [tmp_path / "run.lock"])
+    renewal.start()
     with pytest.raises(FolderInUse, match="process 7 on host other"):
         lock_folder(tmp_path)
+    renewal.join()
     assert [p.name for p in tmp_path.iterdir()] == ["run.lock"]
 
 
@@ -127,14 +130,17 @@ def test_the_lock_of_a_dead_host_is_taken_over(name, tmp_path, holder, capfd):
     away notices."""
     run, path = tmp_path / "run", tmp_path / "run" / "run.lock"
     path.write_text(json.dumps({"host": name, "pid": 7, "machine": "b"}))
-    for lock in (check_folder, lock_folder):
-        with pytest.raises(FolderInUse, match=f"process 7 on host {name}"):
-            lock(run)
+    with pytest.raises(FolderInUse, match=f"process 7 on host {name}"):
+        check_folder(run)
+    check_folder(run, elsewhere=False)
     os.utime(path, (0, 0))
     check_folder(run)
+    os.utime(path)
     lost = threading.Event()
-    unlock = lock_folder(run, renew_s=0.05, taken=lost.set)
-    assert f"locked by host {name}, which has not renewed" in capfd.readouterr().err
+    unlock = lock_folder(run, renew_s=0.05, stale_s=1.0, taken=lost.set)
+    told = capfd.readouterr().err
+    assert told.count("It may be dead: waiting until its lock is renewed, or for 1 s") == 1
+    assert f"locked by host {name}, which has not renewed" in told
     assert json.loads(path.read_text())["pid"] == os.getpid()
     os.utime(path, (0, 0))
     while not path.stat().st_mtime:  # until it is renewed
@@ -145,6 +151,18 @@ def test_the_lock_of_a_dead_host_is_taken_over(name, tmp_path, holder, capfd):
     assert lost.wait(60)
     unlock()
     assert path.read_text() == another
+
+
+def test_a_host_that_renews_its_lock_lives(tmp_path, holder):
+    path = tmp_path / "run" / "run.lock"
+    path.write_text(json.dumps({"host": "other", "pid": 7, "machine": "b"}))
+    renewal = threading.Timer(1.0, os.utime, [path])
+    renewal.start()
+    began = time.monotonic()
+    with pytest.raises(FolderInUse, match="process 7 on host other"):
+        lock_folder(tmp_path / "run")
+    assert time.monotonic() - began > 0.5, "it was not waited for"
+    renewal.join()
 
 
 @pytest.mark.parametrize("what", ["file", "folder"])
