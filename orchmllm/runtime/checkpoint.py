@@ -282,7 +282,7 @@ class Checkpointer:
         it was saved on. Raises CheckpointError if it lacks one or has another shape."""
 
         def read() -> None:
-            fill(path, tensors, self._number)
+            fill(path, tensors)
             if self.rank == 0:
                 start = read_saved(path)
                 self._line = line_after(start, list_saved(self.root),

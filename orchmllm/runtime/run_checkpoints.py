@@ -185,7 +185,7 @@ class RunCheckpoints(Checkpointer):
                       if name.startswith("model.")}
         if problem := self._from_first(path.name, lambda: mismatch(path, parameters)):
             raise CheckpointError(problem)
-        self._together(path.name, lambda: fill(path, parameters, self._number))
+        self._together(path.name, lambda: fill(path, parameters))
         self._log(f"starting with the weights of {path}; optimizer, steps and the order of the "
                   "data start anew")
         if start["changed"]:

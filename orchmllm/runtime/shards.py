@@ -11,6 +11,7 @@ import json
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -77,26 +78,68 @@ def write_safetensors(path: Path, tensors: Mapping[str, Tensor], metadata: dict[
             f.write(x.cpu().contiguous().flatten().view(torch.uint8).numpy())
 
 
-def fill(folder: Path, tensors: Mapping[str, Tensor], number: int) -> None:
+def fill(folder: Path, tensors: Mapping[str, Tensor]) -> None:
     """Fills tensors (of any shapes, by their names there) in place from the files of a folder,
-    whatever the number of ranks that saved them. number: of the file that this rank would write;
-    where that and the first one have its parts no other is opened, as torch reads the headers of
-    all. Raises RuntimeError where one is missing, and ValueError where this rank's part of it has
-    another shape."""
-    parts = local_parts(tensors, first=True)
-    for path in filter(Path.is_file, {_path(folder, number), _path(folder, 1)}):
-        with safe_open(path, "pt") as file:
+    whatever the number of ranks that saved them. A rank opens the files that have its parts if each
+    file has one chunk of a tensor, as FSDP2 cuts it. What is not found so torch looks for, which
+    reads the headers of all files. Raises RuntimeError where a tensor is missing, and ValueError
+    where this rank's part of it has another shape."""
+    parts, found = local_parts(tensors, first=True), {}
+    num_files = len([*folder.glob("shard-*.safetensors")])
+    files = {k for name in parts for k in _files(tensors[name], parts[name], num_files)}
+    for number in sorted(files):
+        with safe_open(_path(folder, number), "pt") as file:
             there = json.loads((file.metadata() or {}).get("DCP_SHARDING_INFO", "{}"))
             for name in parts.keys() & there.keys():
-                if there[name]["saved_offsets"] == _offsets(tensors[name]) and (
-                        file.get_slice(name).get_shape() == list(parts[name].shape)):
-                    parts.pop(name).copy_(file.get_tensor(name))
-    if not parts:
+                saved, begins = file.get_slice(name), there[name]["saved_offsets"]
+                if (begins, saved.get_shape()) == _chunk(tensors[name], number, num_files):
+                    found[name] = found.get(name, 0) + _copy(
+                        saved, begins, tensors[name], parts[name])
+    rest = {name: tensors[name] for name, part in parts.items() if found.get(name) != part.numel()}
+    if not rest:
         return
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
         try:
-            dcp.load({name: tensors[name] for name in parts}, no_dist=True,
-                     storage_reader=HuggingFaceStorageReader(str(folder)))
+            dcp.load(rest, no_dist=True, storage_reader=HuggingFaceStorageReader(str(folder)))
         except CheckpointException as e:  # a BaseException around what was raised
             raise next(iter(e.failures.values()))[0] from e
+
+
+def _dim(tensor: Tensor) -> int | None:
+    """The dimension in which a tensor is cut; None of one that is whole."""
+    placements = tensor.placements if isinstance(tensor, DTensor) else ()
+    return next((p.dim for p in placements if p.is_shard()), None)
+
+
+def _chunk(tensor: Tensor, number: int, num_files: int) -> tuple[list[int], list[int]]:
+    """(where the part of a file begins in the whole tensor, its shape)."""
+    begins, shape = [0] * tensor.dim(), list(tensor.shape)
+    if (dim := _dim(tensor)) is not None:
+        length = -(-shape[dim] // num_files)
+        begins[dim] = min((number - 1) * length, shape[dim])
+        shape[dim] = min(length, shape[dim] - begins[dim])
+    return begins, shape
+
+
+def _files(tensor: Tensor, part: Tensor, num_files: int) -> range:
+    """The numbers of the files that have a part of what this rank has."""
+    dim = _dim(tensor)
+    if dim is None or not part.numel():
+        return range(1, 1 + min(1, num_files))
+    first, length = _offsets(tensor)[dim], -(-tensor.shape[dim] // num_files)
+    return range(1 + first // length, 2 + (first + part.shape[dim] - 1) // length)
+
+
+def _copy(saved: Any, begins: list[int], tensor: Tensor, part: Tensor) -> int:
+    """Copies what a saved part has of this rank's and returns how many numbers these are."""
+    if (dim := _dim(tensor)) is None:
+        part.copy_(saved[...])
+        return part.numel()
+    here, there = _offsets(tensor)[dim], begins[dim]
+    first, end = max(here, there), min(here + part.shape[dim], there + saved.get_shape()[dim])
+    if first >= end:
+        return 0
+    rows = part.narrow(dim, first - here, end - first)
+    rows.copy_(saved[(slice(None),) * dim + (slice(first - there, end - there),)])
+    return rows.numel()
