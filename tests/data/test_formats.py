@@ -81,6 +81,7 @@ def test_an_unknown_layout_is_refused_in_a_line_with_its_keys(tmp_path, reader):
     ("clip.mp4", ".mp4 is not read"), ("bad.parquet", "not parquet that can be read"),
     ("bad.arrow", "not arrow that can be read"), ("bad.tar", "not an uncompressed tar"),
     ("cut.json", "element 2 .*not JSON"), ("empty", "nothing to read; looked for"),
+    ("inside", r"inside/x/a.json is further inside: .* such as .*/inside/\*/\*\.json$"),
     ("two", "no row that can be read"), ("s-{0..2}.tar", "s-0.tar is missing")])
 def test_places_that_cannot_be_read(name, text, tmp_path, reader):
     for file in ("a.csv", "a.tar.gz", "a.csv.gz", "clip.mp4", "bad.parquet", "bad.arrow",
@@ -89,8 +90,9 @@ def test_places_that_cannot_be_read(name, text, tmp_path, reader):
     (tmp_path / "cut.json").write_text('[{"conversations": []}, {"conv')
     (tmp_path / "empty").mkdir()
     (tmp_path / "two").mkdir()
-    for file in ("a.json", "b.json"):
-        (tmp_path / "two" / file).write_text("[]")
+    (tmp_path / "inside" / "x").mkdir(parents=True)
+    for file in ("two/a.json", "two/b.json", "inside/x/a.json"):
+        (tmp_path / file).write_text("[]")
     with pytest.raises(ValueError, match=text):
         opened(tmp_path / name, reader, tmp_path)
 

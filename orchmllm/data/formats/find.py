@@ -8,6 +8,7 @@ import re
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from importlib.util import find_spec
+from itertools import islice
 from pathlib import Path
 
 from orchmllm.config.recipe import SourceConfig
@@ -139,7 +140,17 @@ def _find_in_folder(path: Path, config: SourceConfig, cache_dir: Path) -> Found:
     raise ValueError(
         f"{config.path}: nothing to read; looked for a saved `datasets` folder (state.json), "
         "*_meta.json (AIR-Bench), *.trans.txt (LibriSpeech), *.parquet, *.arrow, *.tar, *.csv, "
-        "*.tsv, *.json, *.jsonl, *.jsonl.gz and *.tar.gz (or .zst)")
+        "*.tsv, *.json, *.jsonl, *.jsonl.gz and *.tar.gz (or .zst)" + _further_inside(path))
+
+
+def _further_inside(path: Path) -> str:
+    """The cure where data files are in folders of a folder; "" if none is among its first files."""
+    for file in islice(path.rglob("*"), 10_000):
+        if _kind(file) in READABLE and file.name not in NOT_DATA:
+            inside = "/".join(["*"] * len(file.relative_to(path).parts)) + _kind(file)
+            return (f". {file} is further inside: give its folder as the path, or a pattern of all "
+                    f"files that are meant, such as {path}/{inside}")
+    return ""
 
 
 def _kind(file: File) -> str:
