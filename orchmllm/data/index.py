@@ -26,7 +26,7 @@ from orchmllm.data.storage.replaced import aside
 from orchmllm.plan.layout import BatchLayout
 from orchmllm.plan.rearrange import ranges
 
-VERSION = 11
+VERSION = 12
 ROWS_AT_ONCE = 100_000  # of an index that is read as a whole
 
 

@@ -246,12 +246,16 @@ def test_members_of_a_tar_are_read_or_named(tmp_path, capsys, suffix):
     assert not reason or f"a.{suffix}" in out
 
 
-def test_an_audio_part_with_a_url_is_that_file(folder):
-    row = {"messages": [
-        {"role": "user", "content": [{"type": "input_audio", "input_audio": {"url": "0.wav"}}]},
-        {"role": "assistant", "content": "low"}]}
+@pytest.mark.parametrize("part, path, data", [
+    ({"type": "input_audio", "input_audio": {"url": "0.wav"}}, "0.wav", None),
+    ({"type": "image", "source": {"type": "url", "url": "a.png"}}, "a.png", None),
+    ({"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "AAEC"}},
+     "", b"\0\1\2")])
+def test_a_part_is_the_file_or_the_content_that_it_has(folder, part, path, data):
+    row = {"messages": [{"role": "user", "content": [part]},
+                        {"role": "assistant", "content": "low"}]}
     [medium] = media_of(conversation.chat(row, MediaRoot(str(folder))))
-    assert medium.path == str(folder / "0.wav")
+    assert (medium.path, medium.data) == (str(folder / path) if path else "", data)
 
 
 def kib_to_open(world, path: Path) -> int:

@@ -116,14 +116,15 @@ class _RowMedia:
 
 
 def _content_parts(content: list, media: _RowMedia) -> Iterator[str | Medium]:
-    """OpenAI's content parts (and Qwen's {"type": "image", "image": ...})."""
+    """OpenAI's content parts, Qwen's {"type": "image", "image": ...} and Anthropic's "source"."""
     for part in content:
         kind = part.get("type") if isinstance(part, Mapping) else None
         if kind == "text" and isinstance(part.get("text"), str):
             yield part["text"]
-        elif kind in ("image", "image_url", "audio", "audio_url", "video", "video_url"):
-            what = kind.removesuffix("_url")
-            value = next((part[k] for k in (kind, what, f"{what}_url", "url", "path")
+        elif kind in ("image", "image_url", "audio", "audio_url", "input_audio", "video",
+                      "video_url"):
+            what = kind.removesuffix("_url").removeprefix("input_")
+            value = next((part[k] for k in (kind, what, f"{what}_url", "url", "path", "source")
                           if part.get(k)), None)
             # {"type": "image"}: the next of the row's list
             if value is None and part.get("index") not in (None, media.asked[f"<{what}>"]):
@@ -132,12 +133,6 @@ def _content_parts(content: list, media: _RowMedia) -> Iterator[str | Medium]:
             refuse_unread(part)
             yield from (media.take(f"<{what}>") if value is None
                         else media.media(f"<{what}>", value, part))
-        elif kind == "input_audio" and isinstance(part.get(kind), Mapping):
-            value, data = part[kind], part[kind].get("data")
-            root = media.root.of(part).of(value)
-            if data is not None:
-                value = f"data:;base64,{data}"
-            yield root.medium(AUDIO, value)
         else:
             raise RowError(f"content part {str(part)[:200]!r}: type must be text, image_url, "
                            "image, input_audio, audio or video, with its value")

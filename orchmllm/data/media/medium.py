@@ -140,6 +140,8 @@ def given_by(value: object) -> tuple[object, object]:
     content, name = (value, None) if isinstance(value, bytes) else (None, value)
     if isinstance(value, Mapping):
         content, name = value.get("bytes"), value.get("path", value.get("url"))
+        if content is None and name is None and isinstance(value.get("data"), str):
+            name = f"data:;base64,{value['data']}"  # of a content part
     return (name, None) if isinstance(name, Medium) else (content, name)
 
 
