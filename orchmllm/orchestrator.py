@@ -14,7 +14,6 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import astuple, replace
-from functools import partial
 
 import numpy as np
 import torch
@@ -30,8 +29,7 @@ from orchmllm.batch import (
 from orchmllm.comm.agree import RemoteError, describe, raise_first, require_agreement
 from orchmllm.comm.errors import AgreedError
 from orchmllm.comm.exchange import RaggedGather, RowGather, gather_texts
-from orchmllm.comm.ilp import SharedPrograms
-from orchmllm.plan.assign import NodeSolver, PlanSpec, digest_of_arrays
+from orchmllm.plan.assign import PlanSpec, digest_of_arrays
 from orchmllm.plan.balance import CapError
 from orchmllm.plan.layout import NO_EXAMPLES, BatchLayout
 from orchmllm.plan.microbatches import assert_invariants, plan_microbatches
@@ -74,7 +72,6 @@ class Orchestrator:
         self._commit_gather = commit_gather or gather
         self._first = self._commit_gather.rank - self.rank  # rank of this shard among all
         self._gather_layouts = RaggedGather(gather, len(_LAYOUT_FIELDS))
-        self.programs = SharedPrograms(gather) if spec.balance.num_programs else None
 
     @property
     def is_shard(self) -> bool:
@@ -117,10 +114,8 @@ class Orchestrator:
             head["num_segments"]), 0
 
     def plan(self, layout: BatchLayout, num_microbatches: int = 1) -> list[Microbatch]:
-        """The step's microbatches, each planned as a global batch of its own; positions ascend.
-        Collective only where the spec has integer programs."""
-        plan = partial(self._planned, layout, num_microbatches, self.spec)
-        return plan() if self.programs is None else self.programs.plan(plan)
+        """The step's microbatches, each planned as a global batch of its own; positions ascend."""
+        return self._planned(layout, num_microbatches, self.spec)
 
     def plan_as_sampled(
         self, layout: BatchLayout, num_microbatches: int = 1
@@ -152,11 +147,9 @@ class Orchestrator:
             return "a rank would have no example"
         return self.refuses(plan)
 
-    def _planned(self, layout: BatchLayout, num_microbatches: int, spec: PlanSpec,
-                 *solve: NodeSolver) -> list[Microbatch]:
-        """solve: in place of the planner's own."""
-        plans = plan_microbatches(layout, spec, num_microbatches,
-                                  lambda part, inside: self.planner(part, inside, *solve))
+    def _planned(self, layout: BatchLayout, num_microbatches: int, spec: PlanSpec
+                 ) -> list[Microbatch]:
+        plans = plan_microbatches(layout, spec, num_microbatches, self.planner)
         if __debug__:
             assert_invariants(layout, plans, spec)
         return [Microbatch(plan, plan.for_rank(self.rank), positions=at) for at, plan in plans]

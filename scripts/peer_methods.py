@@ -221,12 +221,34 @@ def algorithm_5(weight, home, num_ranks, limit) -> np.ndarray:
     return rank_of
 
 
-def node_wise(solver: str) -> Callable:
-    """`greedy` batches on the nodes that Algorithm 3 gives them (its slips corrected)."""
+def nodes_by_cbc(source, batch, volume, num_ranks, c, limit) -> np.ndarray:
+    """`assign_nodes` by Algorithm 3's program, with its slips corrected (the objective is what goes
+    between nodes, x has shape (d, nodes)): x[b, k] in {0, 1}, rows sum to 1, column k to c, and for
+    every source rank i of node k: sum_b V[i, b] * (1 - x[b, k]) <= t; minimise t."""
+    import cvxpy
+    num_nodes, bound = num_ranks // c, cvxpy.Variable()
+    x = cvxpy.Variable((num_ranks, num_nodes), boolean=True)
+    sent = np.zeros((num_ranks, num_ranks))
+    np.add.at(sent, (source, batch), volume / max(1, np.bincount(source, volume).max()))
+    own = np.arange(num_ranks) // c  # the node of a source rank
+    stays = cvxpy.sum(cvxpy.multiply(sent @ x, np.eye(num_nodes)[own]), axis=1)
+    problem = cvxpy.Problem(cvxpy.Minimize(bound), [
+        cvxpy.sum(x, axis=1) == 1, cvxpy.sum(x, axis=0) == c, sent.sum(axis=1) - stays <= bound])
+    problem.solve(solver="CBC", maximumSeconds=limit)
+    if x.value is None:
+        raise RuntimeError(f"nothing found in {limit} s")
+    rank_of = np.empty(num_ranks, np.int64)
+    rank_of[np.argsort(x.value.argmax(axis=1), kind="stable")] = np.arange(num_ranks)
+    return rank_of
+
+
+def node_wise(program: bool) -> Callable:
+    """`greedy` batches on the nodes that a search gives them, or Algorithm 3's program."""
     def run(weight, home, num_ranks, limit):
         batch = balance(weight, num_ranks=num_ranks, policy="greedy", home=home)
-        return assign_nodes(home, batch, weight, num_ranks=num_ranks, ranks_per_node=8,
-                            solver=solver, limit=limit if solver != "search" else None)[batch]
+        found = nodes_by_cbc(home, batch, weight, num_ranks, 8, limit) if program else assign_nodes(
+            home, batch, weight, num_ranks=num_ranks, ranks_per_node=8)
+        return found[batch]
     return run
 
 
@@ -243,11 +265,11 @@ METHODS: dict[str, Callable] = {
     "batch_rebalance (transformers)": batch_rebalance,
     "Algorithm 1 as printed": algorithm_1,
     "Algorithm 2 as printed": algorithm_2,
-    "Algorithms 1 + 3": node_wise("search"),
+    "Algorithms 1 + 3": node_wise(False),
     "Algorithm 3 as printed, CVXPY": algorithm_3,
     "Algorithm 4 as printed": algorithm_4,
     "Algorithm 5 as printed": algorithm_5,
-    "Algorithms 1 + 3, CVXPY + CBC": node_wise("cbc"),
+    "Algorithms 1 + 3, CVXPY + CBC": node_wise(True),
     "CVXPY + CBC": by_cvxpy("CBC"),
     "CVXPY + HiGHS": by_cvxpy("HIGHS"),
 }

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -10,9 +9,6 @@ from orchmllm.config.schema import Conflict, key, section
 from orchmllm.plan.assign import DISPATCHES, BalancePolicy, PhasePolicy
 from orchmllm.plan.balance import DEFAULT_TOLERANCE, POLICIES
 from orchmllm.plan.layout import OF_MEDIA
-from orchmllm.plan.nodewise import SOLVERS
-
-SOLVER_PACKAGES = {"cbc": ("cvxpy", "cylp"), "highs": ("cvxpy", "highspy")}
 
 
 @dataclass(frozen=True)
@@ -74,21 +70,14 @@ class BalanceConfig(BalancePolicy):
                               "LOCAL_WORLD_SIZE.", at_least=0)
     whole_examples: bool = key(False, "A baseline: whole examples move, by the total cost of their "
                                "phases and the LLM's policy, as with balancing before sampling.")
-    nodewise_solver: str = key("search", "How the permutation of `nodewise` is found: by a search, "
-                               "or by the paper's integer program, which one rank solves for all.",
-                               choices=SOLVERS)
-    nodewise_limit_s: float = key(60.0, "Seconds for each integer program; the best permutation "
-                                  "found by then is used, and the run ends if there is none.",
-                                  above=0, at_most=86400)
     vision: PhaseConfig = section(PhaseConfig)
     audio: PhaseConfig = section(PhaseConfig)
     llm: PhaseConfig = section(PhaseConfig)
     generator: PhaseConfig = section(PhaseConfig)
 
     def conflicts(self) -> Iterator[Conflict]:
-        """balance.nodewise_solver: its packages are installed, some phase has `nodewise`, and
-        balance.group is world; balance.measure_every leaves balanced steps; balance.llm.nodewise
-        is not for `load`."""
+        """balance.measure_every leaves balanced steps; the LLM's examples alone are shared;
+        balance.llm.nodewise is not for `load`."""
         if self.measure_every == 1:
             yield Conflict(("measure_every",), "no step would be balanced: set it to 2 or more, or "
                            "set balance.enabled to false")
@@ -103,16 +92,3 @@ class BalanceConfig(BalancePolicy):
             yield Conflict(
                 ("llm.nodewise", "dispatch"), "every rank reads the texts that it takes, so "
                 "nothing moves that it could spare: set it to false")
-        if self.nodewise_solver == "search":
-            return
-        if not self.num_programs:
-            yield Conflict(("nodewise_solver",), "nothing would be solved: set nodewise of a phase "
-                           "to true, or use search")
-        if self.group != "world":
-            yield Conflict(("nodewise_solver", "group"), "one rank would solve for all shards, one "
-                           "after the other: set balance.group to world, or use search")
-        missing = [p for p in SOLVER_PACKAGES[self.nodewise_solver]
-                   if importlib.util.find_spec(p) is None]
-        if missing:
-            yield Conflict(("nodewise_solver",), f"needs {' and '.join(missing)}: "
-                           f"pip install {' '.join(missing)}, or use search")

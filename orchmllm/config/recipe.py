@@ -179,14 +179,6 @@ class Recipe:
         if self.profile.window and self.profile.window[0] >= self.train.num_steps:
             yield Conflict(("profile.steps", "train.num_steps"), "begins after the last step of "
                            f"the run ({self.train.num_steps - 1})")
-        # With accumulation_steps=auto a rank may have a microbatch for each of its examples.
-        microbatches = self.train.accumulation_steps or self.train.batch_size
-        longest = self.balance.num_programs * microbatches * self.balance.nodewise_limit_s
-        if longest >= self.launch.stall_timeout_s:
-            yield Conflict(
-                ("balance.nodewise_limit_s", "launch.stall_timeout_s"),
-                f"the integer programs of a step may take {longest:g} s, which has to be below "
-                f"launch.stall_timeout_s ({self.launch.stall_timeout_s}): lower it, or raise that")
         remote = self.data.remote
         if remote.roots and remote.deadline_s >= self.launch.stall_timeout_s:
             yield Conflict(("data.remote.deadline_s", "launch.stall_timeout_s"),

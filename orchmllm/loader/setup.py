@@ -15,7 +15,7 @@ from orchmllm.loader.loss import StepInfo
 from orchmllm.loader.positions import Fit, FittedCost
 from orchmllm.loader.source import Source
 from orchmllm.orchestrator import Orchestrator
-from orchmllm.plan.assign import BalancePolicy, NodeSolver, PhasePolicy, PlanSpec
+from orchmllm.plan.assign import BalancePolicy, PhasePolicy, PlanSpec
 from orchmllm.plan.balance import DEFAULT_TOLERANCE, POLICIES, CapError, at_least_1, check_policy
 from orchmllm.plan.cost import CostModel, in_fine_unit
 from orchmllm.plan.gain import describe
@@ -183,10 +183,10 @@ def make_spec(
                                           measure_every=measure_every, llm=llm))
 
 
-def plan_batch(layout: BatchLayout, spec: PlanSpec, *solve: NodeSolver) -> StepPlan:
+def plan_batch(layout: BatchLayout, spec: PlanSpec) -> StepPlan:
     """plan_step for a loader's batches. Raises CapError in the loader's terms."""
     try:
-        return plan_step(layout, spec, *solve)
+        return plan_step(layout, spec)
     except CapError as error:
         raise CapError(
             f"max_tokens = {spec.balance.llm.max_rank_tokens}: no plan was found for "

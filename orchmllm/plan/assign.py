@@ -22,7 +22,7 @@ Schemes: the paper's is `greedy` with nodewise (audio `padded`); its ablations a
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import astuple, dataclass, replace
 from functools import cached_property
 
@@ -76,20 +76,10 @@ class BalancePolicy:
     measure_every: int = 0
     ranks_per_node: int = 0
     whole_examples: bool = False
-    nodewise_solver: str = "search"
-    nodewise_limit_s: float = 60.0
     vision: PhasePolicy = PhasePolicy()
     audio: PhasePolicy = PhasePolicy()
     llm: PhasePolicy = PhasePolicy()
     generator: PhasePolicy = PhasePolicy()
-
-    @property
-    def num_programs(self) -> int:
-        """Integer programs of a microbatch."""
-        if self.nodewise_solver == "search" or not self.enabled:
-            return 0
-        phases = ("llm",) if self.whole_examples else EVERY_PHASE
-        return sum(getattr(self, phase).nodewise for phase in phases)
 
     def measures(self, step: int) -> bool:
         """Whether a step is one that runs as sampled, to measure what balancing gains."""
@@ -187,17 +177,12 @@ class PlanSpec:
         return digest64(text.encode())
 
 
-NodeSolver = Callable[..., np.ndarray]  # has assign_nodes' arguments and result
-
-
-def assign_phases(
-    layout: BatchLayout, spec: PlanSpec, solve: NodeSolver = assign_nodes
-) -> tuple[dict[str, np.ndarray], np.ndarray]:
+def assign_phases(layout: BatchLayout, spec: PlanSpec) -> tuple[dict[str, np.ndarray], np.ndarray]:
     """(encode, llm): encode[m] (s_m,) rank of each of the phase's segments, llm (n,) rank of each
     example. By cost alone where that keeps below spec.room; else every phase is capped such that
     all of them together do. Raises ValueError for a policy or option that cannot be honoured,
     CapError where no plan below a cap or below spec.room is found."""
-    found = _assigned(layout, spec, solve)
+    found = _assigned(layout, spec)
     if not spec.room or not spec.balance.enabled or (0 < spec.group_size < layout.num_ranks):
         return found
     held = positions_of(layout, *found, spec)
@@ -211,7 +196,7 @@ def assign_phases(
         own = spec.hard_caps
         found = _assigned(layout, spec.capped({
             phase: max(min(cap, own.get(phase, cap)), 1) for phase, cap in caps.items()
-            if spec.can_cap(phase)}), solve)
+            if spec.can_cap(phase)}))
     if not caps or not spec.allows(positions_of(layout, *found, spec)):
         raise CapError("no plan found in which every rank keeps below what its memory holds")
     return found
@@ -227,30 +212,28 @@ def positions_of(
         for phase in spec.phases}
 
 
-def _assigned(
-    layout: BatchLayout, spec: PlanSpec, solve: NodeSolver
-) -> tuple[dict[str, np.ndarray], np.ndarray]:
+def _assigned(layout: BatchLayout, spec: PlanSpec) -> tuple[dict[str, np.ndarray], np.ndarray]:
     """assign_phases by cost and max_rank_tokens alone."""
     sampled = layout.rank_of_example
     owner = {m: layout.item_owner(m) for m in spec.of_media}  # (s_m,) each
     if not spec.balance.enabled:
         return {m: sampled[owner[m]] for m in owner}, sampled
     if 0 < spec.group_size < layout.num_ranks:
-        groups = [(first, *assign_phases(part, inside, solve))
+        groups = [(first, *assign_phases(part, inside))
                   for first, part, inside in group_layouts(layout, spec)]
         return ({m: np.concatenate([first + e[m] for first, e, _ in groups]) for m in owner},
                 np.concatenate([first + llm for first, _, llm in groups]))
     if spec.balance.whole_examples:
-        llm = _assign(layout, "llm", sampled, spec, solve,
+        llm = _assign(layout, "llm", sampled, spec,
                       cost=example_costs(layout, spec).sum(axis=1))
         return {m: llm[owner[m]] for m in owner}, llm
     price = example_bytes(layout, spec.feature_bytes)
     if spec.balance.dispatch == "load":
-        llm = _assign(layout, "llm", sampled, spec, solve, move_cost=price)
-        return {m: _assign(layout, m, llm[owner[m]], spec, solve) for m in owner}, llm
-    encode = {m: _assign(layout, m, sampled[owner[m]], spec, solve) for m in owner}
+        llm = _assign(layout, "llm", sampled, spec, move_cost=price)
+        return {m: _assign(layout, m, llm[owner[m]], spec) for m in owner}, llm
+    encode = {m: _assign(layout, m, sampled[owner[m]], spec) for m in owner}
     home = feature_home(layout, encode, spec.feature_bytes)
-    return encode, _assign(layout, "llm", home, spec, solve, encode, move_cost=price)
+    return encode, _assign(layout, "llm", home, spec, encode, move_cost=price)
 
 
 def group_layouts(
@@ -307,7 +290,7 @@ def example_costs(layout: BatchLayout, spec: PlanSpec) -> np.ndarray:
 
 
 def _assign(
-    layout: BatchLayout, phase: str, home: np.ndarray, spec: PlanSpec, solve: NodeSolver,
+    layout: BatchLayout, phase: str, home: np.ndarray, spec: PlanSpec,
     encode: Mapping[str, np.ndarray] | None = None, **given: np.ndarray,
 ) -> np.ndarray:
     """(n,) rank of each item by the phase's policy. home (n,): where each is. encode: of the LLM
@@ -343,11 +326,8 @@ def _assign(
         # With `load` features alone move, to the home, and their gradients back.
         num_bytes = (segment_bytes(layout, spec.feature_bytes) if spec.balance.dispatch == "load"
                      else layout.rows * spec.row_bytes[phase])[segments]
-    solver = spec.balance.nodewise_solver
-    return solve(
-        rank, rank_of[item], num_bytes, num_ranks=layout.num_ranks,
-        ranks_per_node=spec.ranks_per_node, solver=solver,
-        limit=None if solver == "search" else spec.balance.nodewise_limit_s)[rank_of]
+    return assign_nodes(rank, rank_of[item], num_bytes, num_ranks=layout.num_ranks,
+                        ranks_per_node=spec.ranks_per_node)[rank_of]
 
 
 def at_least(place_of: np.ndarray, lengths: np.ndarray, num_places: int, least: int,

@@ -26,7 +26,6 @@ import numpy as np
 
 from orchmllm.plan.assign import (
     TEXT_BYTES,
-    NodeSolver,
     PlanSpec,
     assign_phases,
     at_least,
@@ -35,37 +34,33 @@ from orchmllm.plan.assign import (
 from orchmllm.plan.balance import CapError
 from orchmllm.plan.cost import CostModel
 from orchmllm.plan.layout import ENCODERS, GENERATOR, MADE, OF_MEDIA, BatchLayout
-from orchmllm.plan.nodewise import assign_nodes
 from orchmllm.plan.rearrange import Exchange, Rearrangement, ranges, sums_of
 from orchmllm.plan.shares import Pieces, Shared, SharedRows, ranks_of, share, shared_rows
 
 
-def plan_step(
-    layout: BatchLayout, spec: PlanSpec, solve: NodeSolver = assign_nodes
-) -> StepPlan:
+def plan_step(layout: BatchLayout, spec: PlanSpec) -> StepPlan:
     """Balances every phase of one step or microbatch, or leaves it as sampled where that gains less
-    than balance.min_gain and no rank holds more than it may. solve: permutes finished
-    batches over the ranks, in place of assign_nodes. Raises ValueError for a policy or option that
-    cannot be honoured."""
-    plan = _balanced(layout, spec, solve)
+    than balance.min_gain and no rank holds more than it may. Raises ValueError for a policy or
+    option that cannot be honoured."""
+    plan = _balanced(layout, spec)
     if spec.balance.min_gain and plan.predicted_gain < spec.balance.min_gain:
         unmoved = replace(spec.as_sampled, fills=spec.fills, room=spec.room)
-        sampled = build_plan(layout, *assign_phases(layout, unmoved, solve), unmoved)
+        sampled = build_plan(layout, *assign_phases(layout, unmoved), unmoved)
         if sampled.is_within_caps:
             return sampled
     return plan
 
 
-def _balanced(layout: BatchLayout, spec: PlanSpec, solve: NodeSolver) -> StepPlan:
+def _balanced(layout: BatchLayout, spec: PlanSpec) -> StepPlan:
     """See plan_step. Examples are shared where that keeps below the caps of a rank."""
     if not spec.balance.enabled or spec.balance.llm.max_shares == 1:
-        return build_plan(layout, *assign_phases(layout, spec, solve), spec)
+        return build_plan(layout, *assign_phases(layout, spec), spec)
     error = None
     try:
-        encode, llm = assign_phases(layout, spec, solve)
+        encode, llm = assign_phases(layout, spec)
     except CapError as e:  # an example may be too long for one rank
         error = e
-        encode, llm = assign_phases(layout, spec.without_room.capped({"llm": 0}), solve)
+        encode, llm = assign_phases(layout, spec.without_room.capped({"llm": 0}))
     try:
         shared, rest = share(layout, encode, llm, spec)
         plan = build_plan(layout, encode, rest, spec, shared)

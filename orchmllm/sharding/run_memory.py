@@ -53,8 +53,7 @@ class RunMemory:
     ) -> None:
         self._dataset, self._rows, self._per_rank = dataset, rows, recipe.train.batch_size
         self._recipe = with_real_batch(recipe, num_ranks, kept)
-        # An integer program takes long here, and under a time limit not all ranks find the same.
-        self._spec = replace(spec, balance=replace(spec.balance, nodewise_solver="search"))
+        self._spec = spec
         self._job = resolve(self._recipe, num_ranks, spec.ranks_per_node)
         self.memory = MemoryModel.of(self._job)
         self._kept, self._log = kept, log

@@ -10,7 +10,6 @@ import torch.distributed as dist
 
 from orchmllm.comm.agree import PlanMismatchError, describe
 from orchmllm.comm.exchange import RaggedGather, RowGather, gather_texts
-from orchmllm.comm.ilp import SharedPrograms
 from orchmllm.config.balance import BalanceConfig
 from orchmllm.plan.assign import PhasePolicy
 from orchmllm.plan.cost import CostModel
@@ -118,16 +117,14 @@ def test_ranks_that_plan_other_steps_are_told():
 
 def gathers(world, per_node: int) -> tuple[list, list, list, list]:
     """Rows of equal lengths, rows of which only later ranks' are longer than the capacity, at last
-    by one, texts, and answers to two programs."""
+    by one, and texts."""
     gather = RowGather(per_node)
     again = RowGather(per_node)  # a second set, as the validation loader has
     found = [RaggedGather(again, 2)(np.arange(n)) for n in (3 * world.rank + 1, 3)]
-    programs = SharedPrograms(gather)
-    programs.solve = lambda first, num_ranks: np.arange(first, first + num_ranks)
     return ([g(np.arange(3) + 10 * world.rank) for g in (gather, again, gather)],
             [[row[:n].tolist() for row, n in zip(*one, strict=True)] for one in found],
             gather_texts(gather, "äé☃" * world.rank),
-            programs.plan(lambda solve: [solve(k, num_ranks=2).tolist() for k in (3, 7)]))
+            gather.from_first(f"of {world.rank}".encode()))
 
 
 @pytest.mark.parametrize("num_ranks, per_node", [
@@ -140,10 +137,10 @@ def test_two_level_gather(num_ranks, per_node):
 def check(found: list) -> None:
     """What comes is whole on every rank, whatever texts are written in."""
     want = np.arange(3) + 10 * np.arange(len(found))[:, None]
-    for rows, (ragged, longer), texts, answers in found:
+    for rows, (ragged, longer), texts, of_first in found:
         assert all(np.array_equal(r, want) for r in rows)
         assert ragged == [[*range(3 * rank + 1)] for rank in range(len(found))]
-        assert longer == [[0, 1, 2]] * len(found) and answers == [[3, 4], [7, 8]]
+        assert longer == [[0, 1, 2]] * len(found) and of_first == b"of 0"
         assert texts == ["äé☃" * rank for rank in range(len(found))]
 
 

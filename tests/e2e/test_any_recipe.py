@@ -20,9 +20,8 @@ def check(num_ranks: int, seeds: range, corpus, folder, without=()) -> None:
 
 
 def test_drawn_recipes_train(demo_corpus, tmp_path):
-    # Workers and solvers are processes that take seconds to start: the slow test draws them, too.
-    check(2, range(2), demo_corpus, tmp_path,
-          without=("data.num_workers", "balance.nodewise_solver"))
+    # Workers are processes that take seconds to start: the slow test draws them, too.
+    check(2, range(2), demo_corpus, tmp_path, without=("data.num_workers",))
 
 
 @pytest.mark.slow

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import sys
 from contextlib import nullcontext
 from dataclasses import replace
 from itertools import product
@@ -22,7 +21,7 @@ from orchmllm.loader.indices import batch_layout
 from orchmllm.models.flops import item_rank, phase_lengths
 from orchmllm.models.whole_flops import phase_work
 from orchmllm.papers.mixes import MODELS
-from orchmllm.plan.assign import PHASES, PhasePolicy
+from orchmllm.plan.assign import PHASES
 from orchmllm.plan.step import StepPlan, plan_step
 from orchmllm.sharding.choice import choose_checkpointing
 from orchmllm.sharding.fits import decide, largest_fitting, scaled
@@ -164,17 +163,6 @@ def test_auto_in_a_run_uses_its_own_data():
     with pytest.raises(ValueError, match="would help"):
         RunMemory(replace(asked, fsdp=replace(asked.fsdp, memory_gb=1e-4)), data, range(24),
                   spec, 2, 0)
-
-
-def test_a_run_decides_without_integer_programs(monkeypatch):
-    """Each rank decides by itself: what a solver finds in its time may differ between them."""
-    monkeypatch.setitem(sys.modules, "cvxpy", None)  # `import cvxpy` fails
-    greedy = dict.fromkeys(PHASES, PhasePolicy("greedy", nodewise=True))
-    spec = replace(small_spec(MODEL), ranks_per_node=2, balance=BalanceConfig(
-        dispatch="tensors", nodewise_solver="highs", **greedy))
-    asked = recipe(fsdp=FsdpConfig(activation_checkpointing="auto", memory_gb=1.0))
-    assert RunMemory(asked, SyntheticDataset(), range(24), spec, 4, 0).choice == dict.fromkeys(
-        PHASES, "none")
 
 
 def test_more_memory_for_more_of_everything():
