@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -33,21 +34,25 @@ from orchmllm.runtime.metrics import SAMPLES, JsonLines
 class Samples:
     """rows: the held-out examples, of which the first train.num_samples are asked about. Its
     construction and `write` are collective. group: for features that move (default: the default
-    group). log: is told every answer."""
+    group). log: is told every answer. stops: whether this rank is told to end, which cuts its
+    answers off."""
 
     def __init__(self, recipe: Recipe, dataset: ConversationDataset, rows: Sequence[int],
                  spec: PlanSpec, device: torch.device, group: dist.ProcessGroup | None,
-                 log: Callable[[str], None]) -> None:
+                 log: Callable[[str], None], stops: Callable[[], bool]) -> None:
         self._gather = RowGather(spec.ranks_per_node, recipe.launch.timeout_s)
         self._answers = Asked(
             recipe, dataset, list(rows[:recipe.train.num_samples]), spec, device, group,
-            self._gather)
-        self._log, self._path, self._file = log, recipe.run.folder / SAMPLES, None
+            self._gather, stops)
+        self._log, self._stops = log, stops
+        self._path, self._file = recipe.run.folder / SAMPLES, None
 
-    def write(self, model: nn.Module, step: int) -> None:
+    def write(self, model: nn.Module, step: int) -> bool:
         """Answers with the weights as they are. An example that cannot be read has its reason in
-        place of an answer."""
+        place of an answer. False, and nothing is written, where a rank is told to end meanwhile."""
         told = [{"step": step, **line} for line in self._answers(model)]
+        if self._gather(np.array([self._stops()], np.int64)).any():
+            return False
         lines = [line for texts in gather_texts(self._gather, json.dumps(told))
                  for line in json.loads(texts)]
         if self._gather.rank == 0 and self._file is None:  # earlier ones may have been set aside
@@ -59,6 +64,7 @@ class Samples:
                 f" it cannot be asked about: {line['error']}" if "error" in line else
                 f"\n  the model says {_short(line['answer'])}"
                 f"\n  the data say   {_short(line['expected'])}"))
+        return True
 
 
 def _short(text: str, most: int = 80) -> str:
@@ -69,12 +75,12 @@ def _short(text: str, most: int = 80) -> str:
 class Asked:
     """Asks a model about this rank's share of the examples `asked`, one after the other: a rank has
     one at a time, or none. Returns a line for each: example, and expected, answer and ended, or
-    error."""
+    error. stops: cuts the answers of this rank off; other ranks write theirs."""
 
     def __init__(self, recipe: Recipe, dataset: ConversationDataset, asked: Sequence[int],
                  spec: PlanSpec, device: torch.device, group: dist.ProcessGroup | None,
-                 gather: RowGather) -> None:
-        self._asked, self._dataset, self._gather = asked, dataset, gather
+                 gather: RowGather, stops: Callable[[], bool]) -> None:
+        self._stops, self._asked, self._dataset, self._gather = stops, asked, dataset, gather
         self._max_tokens, self._tokenizer = recipe.train.sample_tokens, dataset.tokenizer
         self._end_id = dataset.tokenizer.end_id
         self._questions = Questions(dataset)
@@ -90,6 +96,8 @@ class Asked:
             ids = model(self._orchestrator.dispatch(micro), {
                 "max_new_tokens": self._max_tokens, "do_sample": False,
                 "eos_token_id": self._end_id, "pad_token_id": self._end_id,
+                "stopping_criteria": [lambda ids, *_, **__: ids.new_full(
+                    ids.shape[:1], self._stops(), dtype=torch.bool)],
                 "synced_gpus": self._gather.world_size > 1})
             failures = {failed.example: failed for failed in step.failed}
             for position, example in zip(micro.rank_plan.examples.tolist(),

@@ -180,10 +180,14 @@ class Trainer(StepTrainer):
             self._leave(int(self._gather([self._asked]).max()))
 
     def _sample(self) -> None:
-        """Logs what the weights as they are answer; nothing without train.sample_every."""
-        if self.samples is not None:
-            with evaluating(self.model), memory_errors(lambda _: IN_ANSWERS):
-                self.samples.write(self.model, self.progress.step)
+        """Logs what the weights as they are answer; nothing without train.sample_every. Leaves as
+        `_validate` does."""
+        if self.samples is None:
+            return
+        with evaluating(self.model), memory_errors(lambda _: IN_ANSWERS):
+            written = self.samples.write(self.model, self.progress.step)
+        if not written:
+            self._leave(int(self._gather([self._asked]).max()))
 
     def _after_step(self, stop: int, save: bool) -> None:
         """Leaves if any rank was told to stop; saves, validates and samples where it is due."""

@@ -161,8 +161,9 @@ class StepTrainer:
         self.stop = StopSignal(self.watch and self.watch.folder_taken)
         self.profiler = StepProfiler(recipe, self.world.rank, self._log, self.memory.exhausted)
         self.incidents = Incidents(recipe, writes=self.world.rank == 0, log=self._log)
-        self.samples = Samples(recipe, self.dataset, self.validation_rows, spec, self.device,
-                               self._group, self._log) if recipe.train.sample_every else None
+        self.samples = Samples(
+            recipe, self.dataset, self.validation_rows, spec, self.device, self._group, self._log,
+            lambda: self._asked > 0) if recipe.train.sample_every else None
 
     def train_step(self, step: Step) -> dict:
         """One optimizer step (all ranks) -> its row of metrics."""

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import signal
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,6 +20,7 @@ from orchmllm.models.whole_model import WholeModel
 from orchmllm.plan.layout import TEXT
 from orchmllm.runtime.build import build_dataset
 from orchmllm.runtime.metrics import read_rows
+from orchmllm.runtime.stop import Stopped
 from orchmllm.trainer import Trainer
 from tests.lib import whole_models as models
 from tests.lib.commands import TINY, demo_of
@@ -79,6 +82,37 @@ def test_training_is_bit_equal_with_and_without_samples(demo_corpus, tmp_path):
         f"example {broken}: it cannot be asked about: " in line and name in line for line in said)
     shown = [part for line in said for part in line.splitlines() if "says " in part]
     assert len(shown) == 2 and max(map(len, shown)) <= 100
+
+
+def stopped(world, recipe) -> tuple[int, str]:
+    """(Passes for the answers after step 1, where SIGTERM comes with the second; how the run
+    ends); then it is started again."""
+    passes = 0
+
+    def signalled(module, *_) -> None:
+        nonlocal passes
+        passes += not module.training
+        if passes == 2:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    trainer = Trainer(recipe, world)
+    trainer.model.hf.register_forward_pre_hook(signalled)
+    trainer.validate = lambda: {"validation_loss": 1.0}
+    with pytest.raises(Stopped) as end:
+        trainer.run()
+    trainer.close()
+    Trainer(recipe, world).run()
+    return passes, str(end.value)
+
+
+@pytest.mark.dist
+def test_a_stop_cuts_answers_off_which_come_at_the_next_start(demo_corpus, tmp_path):
+    recipe = load_recipe("recipes/demo.yaml", [
+        *SMALL, *demo_of(demo_corpus), f"run.dir={tmp_path}", "run.resume=auto",
+        "train.sample_every=1", "train.sample_tokens=50"])
+    for passes, end in run_ranks(stopped, 2, recipe):
+        assert passes < 10 and end == "stopped on request after step 1"
+    assert [row["step"] for row in read_rows(tmp_path / "samples.jsonl")] == [1] * 3 + [2] * 3
 
 
 @pytest.mark.whole
