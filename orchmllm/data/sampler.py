@@ -219,10 +219,18 @@ class MixtureSampler(_Sampler):
 
 
 class StreamSampler(_Sampler):
-    """Batches of positions in an endless stream (see orchmllm.data.stream). Raises ValueError for
-    an empty batch."""
+    """Batches of positions in an endless stream (see orchmllm.data.stream). near: where the rows of
+    draws are, by which a batch is sorted, so that the share of a rank is in few files. Raises
+    ValueError for an empty batch."""
 
-    batch = _Sampler.draws
+    def __init__(self, batch_size: int, near: Callable[[np.ndarray], np.ndarray]) -> None:
+        super().__init__(batch_size)
+        self._near = near
+
+    def batch(self, step: int) -> np.ndarray:
+        """(batch_size,) positions of one step."""
+        draws = self.draws(step)
+        return draws[np.argsort(self._near(draws), kind="stable")]
 
 
 def make_sampler(dataset, rows: Sequence[int], batch_size: int, *, seed: int,
@@ -236,7 +244,7 @@ def make_sampler(dataset, rows: Sequence[int], batch_size: int, *, seed: int,
     mini-batch with `capped`. Raises ValueError for capped mini-batches where a source has no
     index."""
     if getattr(dataset, "streaming", False):
-        return StreamSampler(batch_size)
+        return StreamSampler(batch_size, dataset.near)
     sources = getattr(dataset, "sources", ())
     if len(sources) > 1 or any(s.config.repeats > 1 for s in sources):
         rows = _as_array(rows)

@@ -124,11 +124,24 @@ class Deal:
 
     def __call__(self, draw: int) -> StreamRow:
         """Raises ValueError for a source without rows."""
-        if draw not in self._dealt[0]:
-            self._dealt = self._deal(draw)
-        draws, epoch, rows = self._dealt
+        draws, epoch, rows = self._part_of(draw)
         shard, row = rows[draw - draws.start].tolist()
         return self.shards[shard].get(epoch, row)
+
+    def shards_of(self, draws: np.ndarray) -> np.ndarray:
+        """(n,) shard of each of ascending draws (n,)."""
+        found = np.zeros(0, np.int64)
+        while len(found) < len(draws):
+            rest = draws[len(found):]
+            part, _, rows = self._part_of(int(rest[0]))
+            found = np.append(found, rows[rest[rest < part.stop] - part.start, 0])
+        return found
+
+    def _part_of(self, draw: int) -> tuple[range, int, np.ndarray]:
+        dealt = self._dealt  # another thread may replace it
+        if draw not in dealt[0]:
+            self._dealt = dealt = self._deal(draw)
+        return dealt
 
     def _deal(self, draw: int) -> tuple[range, int, np.ndarray]:
         """The part of an epoch that a draw is in: its draws, the epoch, (draws, 2) [shard, row]."""
@@ -213,6 +226,16 @@ class StreamDataset(ConversationDataset):
         """(source, row from 0 in its file) of example i."""
         source, found = self._locate(i)
         return source, found.number - 1
+
+    def near(self, draws: np.ndarray) -> np.ndarray:
+        """(n,) where the shards of ascending draws (n,) are among those of their source, from 0 to
+        1; 0 of a source whose rows are counted as they are read, which every rank does."""
+        source, before = self._mixture(draws)
+        where = np.zeros(len(draws))
+        for k, deal in enumerate(self._deals):
+            if deal.is_counted:
+                where[source == k] = deal.shards_of(before[source == k]) / len(deal.shards)
+        return where
 
     def conversation(self, i: int):
         source, found = self._locate(i)

@@ -14,8 +14,9 @@ import pytest
 
 from orchmllm.config.recipe import DataConfig, SourceConfig
 from orchmllm.data import stream
+from orchmllm.data.formats.arrow import ParquetRows
 from orchmllm.data.formats.rows import JsonRows
-from orchmllm.data.sampler import StreamSampler
+from orchmllm.data.sampler import StreamSampler, make_sampler
 from orchmllm.data.stream import StreamDataset
 from orchmllm.runtime.resumable import check_resumable
 from tests.lib.formats import llava_row, write_jsonl, write_tar
@@ -72,12 +73,13 @@ def test_every_row_once_an_epoch(kind, sizes, num_shards, window, batch, ranks, 
     path = f"{web.url}/{name}" if kind.startswith("https") else str(web.folder / name)
     source = SourceConfig(path=f"hf:{web.folder}" if kind == "hf" else path)
     num_steps = -(-EPOCHS * sum(sizes) // batch)
-    sampler, drawn = StreamSampler(batch), {}
+    drawn = {}
     for num_ranks, steps in ((ranks, range(num_steps // 2)),
                              (then, range(num_steps // 2, num_steps))):
         for rank in range(num_ranks):
             folder = tmp_path / f"{num_ranks} {rank}"
             dataset = opened([source], reader, folder, web, num_shards=num_shards, window=window)
+            sampler = StreamSampler(batch, dataset.near)
             for step in steps:
                 for i in sampler.batch(step)[sampler.shares(step, num_ranks)[rank]].tolist():
                     assert i not in drawn
@@ -86,6 +88,29 @@ def test_every_row_once_an_epoch(kind, sizes, num_shards, window, batch, ranks, 
     for epoch in range(EPOCHS):
         draws = range(epoch * len(rows), (epoch + 1) * len(rows))
         assert Counter(drawn[i] for i in draws) == Counter(rows)
+
+
+def test_a_rank_reads_few_files(reader, tmp_path, monkeypatch):
+    """Two sources on four ranks, whose steps are the same as on one."""
+    sizes = {"a": [20, 30] * 8, "b": [16] * 8}
+    configs = [SourceConfig(path=str(tmp_path / write_rows(tmp_path, "parquet", sizes[name], name)))
+               for name in sizes]
+    decoded, batches, steps = Counter(), ParquetRows.batches, range(32)
+    monkeypatch.setattr(ParquetRows, "batches", lambda self, group: (
+        decoded.update([rank]) or batch for batch in batches(self, group)))
+    for rank, num_ranks in ((0, 1), *((rank, 4) for rank in range(4))):
+        decoded[rank], seen = 0, []
+        dataset = opened(configs, reader, tmp_path, num_shards=16, window=8)
+        sampler = make_sampler(dataset, range(0), 16, seed=0)
+        for step in steps:
+            [*draws] = sampler.batch(step)[sampler.shares(step, num_ranks)[rank]].tolist()
+            seen += [answer(dataset, i)[0] for i in draws]
+            assert num_ranks > 1 or sorted(draws) == [*range(16 * step, 16 * step + 16)]
+        if num_ranks == 1:
+            alone = decoded[rank]
+        else:  # it is 0.9 and more where ranks take draws as they come
+            assert decoded[rank] < 0.6 * alone, (rank, decoded[rank], alone)
+            assert min(Counter(seen).values()) > 20  # of both sources
 
 
 def test_sources_have_epochs_of_their_own(reader, web, tmp_path):
