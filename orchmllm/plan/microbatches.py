@@ -50,6 +50,8 @@ from orchmllm.plan.divisions import (
 from orchmllm.plan.layout import BatchLayout
 from orchmllm.plan.step import StepPlan, build_plan, plan_step
 
+WORTH = 1.01  # times its bound: what a division of many examples has to be below to be planned
+
 Plans = list[tuple[np.ndarray, StepPlan]]
 
 
@@ -151,8 +153,9 @@ def divisions(
     layout: BatchLayout, spec: PlanSpec, count: int, hard: bool
 ) -> Iterator[Division]:
     """Divisions into `count` microbatches, the best first. hard: caps of memory are kept or there
-    is none. Of more than MOST_PLANNED examples the one with the least bound is the best, and no
-    usual cap is kept. Into one microbatch nothing is divided unless its plan breaks a cap."""
+    is none. Of more than MOST_PLANNED examples only the one with the least bound is compared with
+    the one that is alike, and no usual cap is kept. Into one microbatch nothing is divided unless
+    its plan breaks a cap."""
     if not spec.balance.enabled:
         yield Division(layout.in_order(count), spec)
         return
@@ -167,7 +170,9 @@ def divisions(
         alike = alike._replace(spec=spec)
     loose = [] if hard else [alike._replace(spec=spec.without_room)]
     if large or count == 1:
-        best = min(found[1:] or found, key=itemgetter(0))[1]
+        bound, best = min(found[1:] or found, key=itemgetter(0))
+        if count > 1 and len(found) > 1:  # few examples a rank may not get near the bound
+            best = _shortest(layout, [(0.0, alike), (WORTH * bound, best)], count) or best
         packed = [one for _, one in found if one.rank is not None]
         raised = [one._replace(raises=True) for one in (best, *packed)] if spec.room else []
         yield from [*[best] * (count > 1), *packed, *raised, *loose]

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from orchmllm.config.balance import BalanceConfig
 from orchmllm.loader.indices import batch_layout
 from orchmllm.papers.mixes import MODELS
-from orchmllm.plan import divisions
+from orchmllm.plan import divisions, microbatches
 from orchmllm.plan.assign import PHASES, PhasePolicy, PlanSpec, example_costs
 from orchmllm.plan.balance import assign_microbatches as alike
 from orchmllm.plan.balance import core
@@ -25,6 +25,7 @@ from orchmllm.plan.microbatches import assert_invariants, plan_microbatches
 from orchmllm.plan.room import Limit, Share, caps_below
 from orchmllm.plan.step import StepPlan, imbalance, plan_step, sampled_costs
 from orchmllm.tools.predict.workload import sample_layout
+from tests.lib.recipes import small_spec
 from tests.plan.test_balance_properties import thorough
 from tests.plan.test_plan_schemes import LAYOUT, every_phase, spec
 from tests.twins import core as reference
@@ -202,6 +203,16 @@ def test_a_large_step_is_not_planned_twice() -> None:
     plans = planned(layout, BALANCED, 8)
     assert plans[0].spec is BALANCED
     assert time_of(plans) <= 1.001 * time_of(planned_alike(layout, BALANCED, 8))
+
+
+def test_a_large_step_is_divided_by_what_its_ranks_take(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Few examples a rank and microbatch: no plan comes near the bound of the division that has the
+    least."""
+    monkeypatch.setattr(microbatches, "MOST_PLANNED", 0)
+    layout = sample_layout(MODELS["10b"], num_ranks=64, batch_size=24, seed=0)
+    inside = replace(BALANCED, costs=small_spec(MODELS["10b"]).costs)
+    plans = planned(layout, inside, 4)
+    assert time_of(plans) <= 1.001 * time_of(planned_alike(layout, inside, 4))
 
 
 def test_caps_without_a_plan_leave_microbatches_alike(monkeypatch: pytest.MonkeyPatch) -> None:
