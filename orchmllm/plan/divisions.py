@@ -131,7 +131,10 @@ def _tables(
     costs, longest, held = core().example_tables(
         layout.modality, layout.attn_len, layout.num_tokens, layout.segments_per_example, columns,
         rows)
-    return costs, longest, dict(zip(spec.phases, held[:layout.num_examples].T, strict=True))
+    n, llm = layout.num_examples, spec.phases.index("llm")
+    # A model of another class has its own formula (orchmllm.loader.positions).
+    costs[:n, llm] = longest[:n, llm] = spec.costs["llm"](layout.tokens_per_example)
+    return costs, longest, dict(zip(spec.phases, held[:n].T, strict=True))
 
 
 def example_positions(layout: BatchLayout, spec: PlanSpec) -> dict[str, np.ndarray]:

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from orchmllm.config.balance import BalanceConfig
 from orchmllm.loader.indices import batch_layout
+from orchmllm.loader.positions import FittedCost
 from orchmllm.papers.mixes import MODELS
 from orchmllm.plan import divisions, microbatches
 from orchmllm.plan.assign import PHASES, PhasePolicy, PlanSpec, example_costs
@@ -101,6 +102,17 @@ def test_long_examples_wait_together(tail: float, cap: int) -> None:
         cap or max(longest, int(1.1 * even))}
 
 
+def test_a_cost_with_its_own_formula_divides_a_step_as_it_balances_it() -> None:
+    """Lengths in characters, of which four make a position (orchmllm.loader.positions)."""
+    texts = with_long_texts(1.2)
+    characters = batch_layout(range(128), 4 * texts.tokens_per_example, [16] * 8)
+    cost = CostModel(24_576_000, 1000)
+    fitted = FittedCost(**vars(cost), knots=((4, 1), (400_000, 100_000)))
+    got, want = ([time_of(planned(layout, replace(BALANCED, costs={"llm": model}), 4))]
+                 for layout, model in ((characters, fitted), (texts, cost)))
+    assert got == want
+
+
 @thorough
 @given(st.integers(1, 4), st.integers(1, 3), st.integers(0, 2), st.booleans(),
        st.integers(0, 2**32))
@@ -170,6 +182,12 @@ def test_tables_of_lengths_that_cannot_be(length: int, says: str) -> None:
     core().example_tables(one, one * 2**29, one, one, columns, 1)
     with pytest.raises(ValueError, match=says):
         core().example_tables(one, one * length, one, one, columns, 1)
+
+
+def test_tables_of_costs_in_any_unit() -> None:
+    columns = np.array([[0, 0, 3 * 10**12, 0, 10**10, 0]])
+    one = np.ones(1, np.int64)
+    assert core().example_tables(one * 0, one, one, one, columns, 1)[0].tolist() == [[300]]
 
 
 def layouts() -> Iterator[tuple[BatchLayout, int]]:
