@@ -260,7 +260,12 @@ def _check_options(policy: str, **options: object) -> None:
             raise ValueError(f"policy {policy!r} needs {option}")
 
 
-def _check_cap(lengths: np.ndarray, num_ranks: int, cap: int, held: np.ndarray) -> None:
+def _enforce_cap(
+    items: Items, lengths: np.ndarray, rank_of: np.ndarray, cap: int, held: np.ndarray
+) -> np.ndarray:
+    """`rank_of` where no rank has more than `cap` tokens; else with the fewest tokens moved off the
+    ranks that do or, where a rank then costs more than the tolerance accepts, packed anew if that
+    is cheaper. held (num_ranks,): tokens that each has besides the items."""
     cap = at_least_1("max_rank_tokens", cap)
     if len(lengths) and int(lengths.max()) > cap:
         index = int(lengths.argmax())
@@ -268,25 +273,10 @@ def _check_cap(lengths: np.ndarray, num_ranks: int, cap: int, held: np.ndarray) 
     if int(held.max()) > cap:
         rank = int(held.argmax())
         raise CapError(f"max_rank_tokens = {cap} is below held_lengths[{rank}] = {held[rank]}")
-    if int(lengths.sum()) + int(held.sum()) > cap * num_ranks:
-        raise CapError(
-            f"max_rank_tokens = {cap} on {num_ranks} ranks holds less than the sum of lengths, "
-            f"{int(lengths.sum())}" + f" and of held_lengths, {int(held.sum())}" * bool(held.any())
-        )
-
-
-def _enforce_cap(
-    items: Items, lengths: np.ndarray, rank_of: np.ndarray, cap: int, held: np.ndarray
-) -> np.ndarray:
-    """`rank_of` where no rank has more than `cap` tokens; else with the fewest tokens moved off the
-    ranks that do or, where a rank then costs more than the tolerance accepts, packed anew if that
-    is cheaper. held (num_ranks,): tokens that each has besides the items."""
-    _check_cap(lengths, items.num_ranks, cap, held)
     ranks = items.num_ranks, items.ranks_per_node
-    found = [core().least_move(lengths, rank_of, NOTHING, *ranks, int(cap), held)]
+    found = [core().least_move(lengths, rank_of, NOTHING, *ranks, cap, held)]
     if not len(items.held) and (found[0] != rank_of).any():
-        packed = core().fill_slots(items.weight, lengths, np.array([cap], np.int64),
-                                   items.num_ranks)
+        packed = core().fill_slots(items.weight, lengths, np.array([cap]), items.num_ranks)
         if packed is not None:  # its batches go near where their items are
             rank_of_batch = core().nodewise(items.home, packed, lengths, *ranks, 0)
             found.append(np.where(items.weight + lengths > 0, rank_of_batch[packed], items.home))
@@ -296,9 +286,8 @@ def _enforce_cap(
             f"max_rank_tokens = {cap}: no plan found; the mean is "
             f"{-(-int(lengths.sum() + held.sum()) // items.num_ranks)} tokens per rank"
         )
-    before = items.held if len(items.held) else np.zeros_like(held)
-    accepted = load_cap(items.weight, items.num_ranks, items.tolerance, items.held)
-    return min(below, key=lambda plan: max(_largest(items.weight, plan, before), accepted))
+    accepted = load_cap(items.weight, items.num_ranks, items.tolerance)
+    return min(below, key=lambda plan: max(_largest(items.weight, plan, 0 * held), accepted))
 
 
 def _largest(values: np.ndarray, rank_of: np.ndarray, held: np.ndarray) -> int:

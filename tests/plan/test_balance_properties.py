@@ -420,7 +420,7 @@ def test_every_option_is_honoured_or_raises(policy: str) -> None:
 
 @pytest.mark.parametrize(("change", "message"), [
     ({"max_rank_tokens": 4}, r"max_rank_tokens = 4 is below lengths\[2\] = 5"),
-    ({"max_rank_tokens": 5, "num_ranks": 1}, "holds less than the sum"),
+    ({"max_rank_tokens": 5, "num_ranks": 1}, "= 5: no plan found; the mean is 12 tokens per rank"),
     ({"tolerance": -.1}, "tolerance must be in"),
     ({"tolerance": float("nan")}, "tolerance must be in"),
     ({"move_cost": [1, 2]}, "move_cost has 2 entries"),
