@@ -58,7 +58,8 @@ def divided(
         sums, most = (rows(table.reshape(len(table) // count, -1), axis=0)
                       for rows, table in ((np.sum, costs), (np.max, longest)))
         time = np.maximum(sums / layout.num_ranks, most).sum()
-        if time * layout.num_ranks <= 1.001 * sums.sum() and not spec.fills:
+        fills = not spec.fills or n >= count * layout.num_ranks
+        if fills and time * layout.num_ranks <= 1.001 * sums.sum():
             return [(time, Division(alike, capped))]  # nothing waits
     costs, longest = costs[:n], longest[:n]
     if len(caps) or not large:

@@ -215,11 +215,15 @@ def test_a_step_is_never_longer_than_with_microbatches_that_are_alike(
             plan_step(layout.select(micro == k), inside) for k in range(count)])
 
 
-def test_a_large_step_is_not_planned_twice() -> None:
+@pytest.mark.parametrize("fills", [False, True])
+def test_a_large_step_is_not_planned_twice(fills: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where nothing waits in microbatches that are alike."""
+    monkeypatch.setattr(microbatches, "_time_of_ranks", None)
     layout = sample_layout(MODELS["10b"], num_ranks=256, batch_size=80, seed=0, mix="omni")
     assert layout.num_examples > MOST_PLANNED
-    plans = planned(layout, BALANCED, 8)
-    assert plans[0].spec is BALANCED
+    inside = replace(BALANCED, fills=fills)
+    plans = planned(layout, inside, 8)
+    assert plans[0].spec is inside
     assert time_of(plans) <= 1.001 * time_of(planned_alike(layout, BALANCED, 8))
 
 
