@@ -255,7 +255,7 @@ py::tuple example_tables(const Array& modality, const Array& length, const Array
   if (rows < segments_of.size()) throw std::invalid_argument("rows must be >= the examples");
   std::vector<orchmllm::Column> phases;
   for (const i64* c = columns.data(); c < columns.data() + columns.size(); c += 6) {
-    check_count("unit", c[4]);
+    if (c[4] < 1) throw std::invalid_argument("unit must be >= 1");
     phases.push_back({c[0], c[1], c[2], c[3], c[4], c[5]});
   }
   const i64 p = columns.shape(0);

@@ -314,10 +314,6 @@ def _assign(
         raise CapError(f"balance.{phase}.{e}") from None
     if not chosen.nodewise:
         return rank_of
-    if not policy.node_blind:
-        blind = ", ".join(name for name, row in POLICIES.items() if row.node_blind)
-        raise ValueError(f"balance.{phase}: policy {chosen.policy!r} does not honour nodewise; "
-                         f"only {blind} do")
     if phase == "llm":
         rank, item, num_bytes = example_pieces(layout, encode, spec.feature_bytes)
     else:
@@ -356,12 +352,10 @@ def digest_of_arrays(arrays: Iterable[np.ndarray]) -> int:
     sums = []
     for array in arrays:
         words = np.ascontiguousarray(array).reshape(-1).view(np.uint64)
-        whole = len(words) - len(words) % len(_FACTORS)
-        rest = words[whole:]
-        sums.append(np.dot(words[:whole].reshape(-1, len(_FACTORS)), _FACTORS))
-        if len(rest):
-            sums.append(np.dot(rest[None], _FACTORS[:len(rest)]))
-    return digest64(np.concatenate(sums).tobytes())
+        for at in range(0, len(words), len(_FACTORS)):
+            block = words[at: at + len(_FACTORS)]
+            sums.append(np.dot(block, _FACTORS[:len(block)]))
+    return digest64(np.array(sums, np.uint64).tobytes())
 
 
 def digest64(data: bytes) -> int:

@@ -215,16 +215,17 @@ def balance(
     n = len(lengths)
     weight = lengths if cost is None else as_int64("cost", cost, n)
     home = check_ranks("home", default_home(n, num_ranks) if home is None else home, n, num_ranks)
-    rank_of = POLICIES[policy].assign(Items(
+    items = Items(
         weight, home, num_ranks, ranks_per_node,
         tolerance=DEFAULT_TOLERANCE if tolerance is None else tolerance,
         padded_cost=NOTHING if padded_cost is None else _padded_cost(weight, padded_cost),
         move_cost=NOTHING if move_cost is None else as_int64("move_cost", move_cost, n),
-        held=NOTHING if held is None else as_int64("held", held, num_ranks)))
+        held=NOTHING if held is None else as_int64("held", held, num_ranks))
+    rank_of = POLICIES[policy].assign(items)
     if max_rank_tokens is None:
         return rank_of
     return _enforce_cap(
-        lengths, rank_of, num_ranks, ranks_per_node, max_rank_tokens,
+        items, lengths, rank_of, max_rank_tokens,
         np.zeros(num_ranks, np.int64) if held_lengths is None
         else as_int64("held_lengths", held_lengths, num_ranks))
 
@@ -259,7 +260,12 @@ def _check_options(policy: str, **options: object) -> None:
             raise ValueError(f"policy {policy!r} needs {option}")
 
 
-def _check_cap(lengths: np.ndarray, num_ranks: int, cap: int, held: np.ndarray) -> None:
+def _enforce_cap(
+    items: Items, lengths: np.ndarray, rank_of: np.ndarray, cap: int, held: np.ndarray
+) -> np.ndarray:
+    """`rank_of` where no rank has more than `cap` tokens; else with the fewest tokens moved off the
+    ranks that do or, where a rank then costs more than the tolerance accepts, packed anew if that
+    is cheaper. held (num_ranks,): tokens that each has besides the items."""
     cap = at_least_1("max_rank_tokens", cap)
     if len(lengths) and int(lengths.max()) > cap:
         index = int(lengths.argmax())
@@ -267,29 +273,28 @@ def _check_cap(lengths: np.ndarray, num_ranks: int, cap: int, held: np.ndarray) 
     if int(held.max()) > cap:
         rank = int(held.argmax())
         raise CapError(f"max_rank_tokens = {cap} is below held_lengths[{rank}] = {held[rank]}")
-    if int(lengths.sum()) + int(held.sum()) > cap * num_ranks:
-        raise CapError(
-            f"max_rank_tokens = {cap} on {num_ranks} ranks holds less than the sum of lengths, "
-            f"{int(lengths.sum())}" + f" and of held_lengths, {int(held.sum())}" * bool(held.any())
-        )
-
-
-def _enforce_cap(
-    lengths: np.ndarray, rank_of: np.ndarray, num_ranks: int, ranks_per_node: int, cap: int,
-    held: np.ndarray,
-) -> np.ndarray:
-    """`rank_of`, with the fewest tokens moved off ranks that have more than `cap`. held
-    (num_ranks,): tokens that each has besides the items."""
-    _check_cap(lengths, num_ranks, cap, held)
-    capped = core().least_move(lengths, rank_of, NOTHING, num_ranks, ranks_per_node, int(cap), held)
-    load = held.copy()
-    np.add.at(load, capped, lengths)
-    if load.max() > cap:
+    ranks = items.num_ranks, items.ranks_per_node
+    found = [core().least_move(lengths, rank_of, NOTHING, *ranks, cap, held)]
+    if not len(items.held) and (found[0] != rank_of).any():
+        packed = core().fill_slots(items.weight, lengths, np.array([cap]), items.num_ranks)
+        if packed is not None:  # its batches go near where their items are
+            rank_of_batch = core().nodewise(items.home, packed, lengths, *ranks, 0)
+            found.append(np.where(items.weight + lengths > 0, rank_of_batch[packed], items.home))
+    below = [plan for plan in found if _largest(lengths, plan, held) <= cap]
+    if not below:
         raise CapError(
             f"max_rank_tokens = {cap}: no plan found; the mean is "
-            f"{-(-int(load.sum()) // num_ranks)} tokens per rank"
+            f"{-(-int(lengths.sum() + held.sum()) // items.num_ranks)} tokens per rank"
         )
-    return capped
+    accepted = load_cap(items.weight, items.num_ranks, items.tolerance)
+    return min(below, key=lambda plan: max(_largest(items.weight, plan, 0 * held), accepted))
+
+
+def _largest(values: np.ndarray, rank_of: np.ndarray, held: np.ndarray) -> int:
+    """The largest sum of values (n,) and of what it held (num_ranks,) that a rank has."""
+    load = held.copy()
+    np.add.at(load, rank_of, values)
+    return int(load.max())
 
 
 def _padded_cost(weight: np.ndarray, values: object) -> np.ndarray:

@@ -91,7 +91,8 @@ def _items(groups: Sequence[Hashable] | None, n: int) -> tuple[np.ndarray, list[
     if len(groups) != n:
         raise ValueError(f"groups has {len(groups)} entries, lengths {n}")
     found: dict[Hashable, int] = {}
-    item = np.array([found.setdefault(key, len(found)) for key in groups], np.int64)
+    keys = [key.item() if hasattr(key, "item") else key for key in groups]  # tensors hash by id
+    item = np.array([found.setdefault(key, len(found)) for key in keys], np.int64)
     return item, np.unique(item, return_index=True)[1].tolist()
 
 

@@ -38,11 +38,11 @@ class CostModel:
     padded: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("linear", "quadratic", "constant", "window"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"{name} = {getattr(self, name)} is negative")
-        if self.unit < 1:
-            raise ValueError(f"unit = {self.unit} must be >= 1")
+        for name in ("linear", "quadratic", "constant", "unit", "window"):
+            value, least = getattr(self, name), int(name == "unit")
+            if not (value >= least and value % 1 == 0):
+                raise ValueError(f"{name} = {value}: must be a whole number >= {least}")
+            object.__setattr__(self, name, int(value))  # those of numpy overflow
 
     def __call__(self, lengths: np.ndarray, frames: np.ndarray | None = None) -> np.ndarray:
         """(n,) int64 costs of items of `lengths` (n,). frames (n,): attention stays inside each of

@@ -58,7 +58,8 @@ def divided(
         sums, most = (rows(table.reshape(len(table) // count, -1), axis=0)
                       for rows, table in ((np.sum, costs), (np.max, longest)))
         time = np.maximum(sums / layout.num_ranks, most).sum()
-        if time * layout.num_ranks <= 1.001 * sums.sum() and not spec.fills:
+        fills = not spec.fills or n >= count * layout.num_ranks
+        if fills and time * layout.num_ranks <= 1.001 * sums.sum():
             return [(time, Division(alike, capped))]  # nothing waits
     costs, longest = costs[:n], longest[:n]
     if len(caps) or not large:
@@ -131,7 +132,10 @@ def _tables(
     costs, longest, held = core().example_tables(
         layout.modality, layout.attn_len, layout.num_tokens, layout.segments_per_example, columns,
         rows)
-    return costs, longest, dict(zip(spec.phases, held[:layout.num_examples].T, strict=True))
+    n, llm = layout.num_examples, spec.phases.index("llm")
+    # A model of another class has its own formula (orchmllm.loader.positions).
+    costs[:n, llm] = longest[:n, llm] = spec.costs["llm"](layout.tokens_per_example)
+    return costs, longest, dict(zip(spec.phases, held[:n].T, strict=True))
 
 
 def example_positions(layout: BatchLayout, spec: PlanSpec) -> dict[str, np.ndarray]:

@@ -32,7 +32,6 @@ from typing import Any
 import numpy as np
 
 from orchmllm.plan.assign import (
-    EVERY_PHASE,
     PlanSpec,
     assign_phases,
     most_shares,
@@ -49,6 +48,8 @@ from orchmllm.plan.divisions import (
 )
 from orchmllm.plan.layout import BatchLayout
 from orchmllm.plan.step import StepPlan, build_plan, plan_step
+
+WORTH = 1.01  # times its bound: what a division of many examples has to be below to be planned
 
 Plans = list[tuple[np.ndarray, StepPlan]]
 
@@ -151,8 +152,9 @@ def divisions(
     layout: BatchLayout, spec: PlanSpec, count: int, hard: bool
 ) -> Iterator[Division]:
     """Divisions into `count` microbatches, the best first. hard: caps of memory are kept or there
-    is none. Of more than MOST_PLANNED examples the one with the least bound is the best, and no
-    usual cap is kept. Into one microbatch nothing is divided unless its plan breaks a cap."""
+    is none. Of more than MOST_PLANNED examples only the one with the least bound is compared with
+    the one that is alike, and no usual cap is kept. Into one microbatch nothing is divided unless
+    its plan breaks a cap."""
     if not spec.balance.enabled:
         yield Division(layout.in_order(count), spec)
         return
@@ -167,7 +169,9 @@ def divisions(
         alike = alike._replace(spec=spec)
     loose = [] if hard else [alike._replace(spec=spec.without_room)]
     if large or count == 1:
-        best = min(found[1:] or found, key=itemgetter(0))[1]
+        bound, best = min(found[1:] or found, key=itemgetter(0))
+        if count > 1 and len(found) > 1:  # few examples a rank may not get near the bound
+            best = _shortest(layout, [(0.0, alike), (WORTH * bound, best)], count) or best
         packed = [one for _, one in found if one.rank is not None]
         raised = [one._replace(raises=True) for one in (best, *packed)] if spec.room else []
         yield from [*[best] * (count > 1), *packed, *raised, *loose]
@@ -247,24 +251,23 @@ def _below_caps(
 def _time_of_ranks(layout: BatchLayout, division: Division, count: int) -> float:
     """What the ranks take of a step, waiting for the slowest one in every microbatch and phase;
     infinite where the caps allow no plan."""
+    def unpermuted(*_: np.ndarray, num_ranks: int, **options: object) -> np.ndarray:
+        """In place of assign_nodes: nodes do not change the loads."""
+        return np.arange(num_ranks)
+
     def time(part: BatchLayout, spec: PlanSpec, rank: np.ndarray | None) -> float:
         try:
-            encode, llm = (assign_phases(part, spec) if rank is None
+            encode, llm = (assign_phases(part, spec, unpermuted) if rank is None
                            else _below_caps(part, spec, rank))
         except CapError:
             if rank is not None or spec.balance.llm.max_shares == 1:
                 raise
-            plan = plan_step(part, spec)  # which may share an example that is too long
+            plan = plan_step(part, spec, unpermuted)  # which may share an example that is too long
             return sum(float(plan.planned_cost(phase).max(initial=0)) for phase in spec.phases)
         return sum(float(spec.costs[phase].of_ranks(
             part.item_lengths(phase), llm if phase == "llm" else encode[phase],
             part.num_ranks).max(initial=0)) for phase in spec.phases)
 
-    spec = division.spec
-    phases = {phase: replace(getattr(spec.balance, phase), nodewise=False)
-              for phase in EVERY_PHASE}
-    division = division._replace(  # nodes do not change the loads
-        spec=replace(spec, balance=replace(spec.balance, **phases)))
     try:
         return sum(_first(layout, division, k, time) for k in range(count))
     except CapError:

@@ -76,6 +76,23 @@ def test_cost_models() -> None:
         CostModel(1, 1)([2**32])
 
 
+@pytest.mark.parametrize("terms, says", [
+    ({"linear": float("nan")}, "linear = nan: must be a whole number >= 0"),
+    ({"quadratic": float("inf")}, "quadratic = inf: must be"), ({"linear": .5}, "linear = 0.5: "),
+    ({"window": -1}, "window = -1: must be"), ({"unit": 0}, "unit = 0: must be .* >= 1")])
+def test_what_no_term_of_a_cost_can_be(terms: dict, says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        CostModel(**{"linear": 1, "quadratic": 1} | terms)
+
+
+def test_terms_of_any_number_type_cost_the_same() -> None:
+    """Those of numpy would overflow unseen, and the core takes no floats."""
+    model = CostModel(np.int64(10**9), np.float32(2**20))
+    assert repr(model) == repr(CostModel(10**9, 2**20)) and model == CostModel(1e9, 2**20)
+    with pytest.raises(ValueError, match="its cost overflows int64"):
+        model([2**25, 10])
+
+
 def test_frames_and_windows_limit_attention() -> None:
     model = CostModel(1000, 3000)
     assert model([12]).tolist() == [12 + 3 * 144]

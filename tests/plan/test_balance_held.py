@@ -152,7 +152,7 @@ def test_a_plan_that_keeps_to_the_cap_but_for_what_is_held_is_none() -> None:
     ({"held_lengths": [0], "max_rank_tokens": 20}, "held_lengths has 1 entries, expected 2"),
     ({"held_lengths": [0, 9], "max_rank_tokens": 8}, r"= 8 is below held_lengths\[1\] = 9"),
     ({"held_lengths": [0, 9], "max_rank_tokens": 10},
-     "less than the sum of lengths, 12 and of held_lengths, 9"),
+     "= 10: no plan found; the mean is 11 tokens per rank"),
 ])
 def test_bad_held(change: dict, message: str) -> None:
     arguments = {"num_ranks": 2, "policy": "least_move", "held": [0, 9]} | change

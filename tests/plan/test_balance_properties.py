@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from orchmllm.papers.mixes import MODELS
 from orchmllm.plan.assign import example_bytes
 from orchmllm.plan.balance import POLICIES, assign_microbatches, balance, core, load_cap
+from orchmllm.plan.cost import CostModel
 from orchmllm.plan.layout import AUDIO, VISION
 from orchmllm.tools.predict.workload import sample_layout
 from tests.lib.balancing import (
@@ -244,6 +245,20 @@ def test_token_cap_finds_a_plan_where_there_is_one(slack: float, least: float) -
     assert found >= 1000 * least
 
 
+@pytest.mark.parametrize("policy", ["greedy", "quadratic", "least_move"])
+def test_a_token_cap_does_not_make_ranks_wait(policy: str) -> None:
+    """Few long texts cost most, and short ones fill the other ranks above the cap: to move only
+    what is above it would make one rank take half as long again."""
+    rng = np.random.default_rng(0)
+    d, n = 64, 64 * 16
+    long, short = rng.integers(16_000, 32_768, n), rng.integers(100, 800, n)
+    tokens = np.where(rng.random(n) < .1, long, short)
+    cost, cap = CostModel(8192, 1)(tokens), int(1.1 * tokens.sum() / d)
+    rank_of = balance(tokens, num_ranks=d, policy=policy, cost=cost, max_rank_tokens=cap)
+    assert loads(tokens, rank_of, d).max() <= cap
+    assert loads(cost, rank_of, d).max() <= 1.1 * cost.sum() / d
+
+
 @pytest.mark.parametrize("seed", range(12))
 def test_brute_force(seed: int) -> None:
     rng = np.random.default_rng(seed)
@@ -405,7 +420,7 @@ def test_every_option_is_honoured_or_raises(policy: str) -> None:
 
 @pytest.mark.parametrize(("change", "message"), [
     ({"max_rank_tokens": 4}, r"max_rank_tokens = 4 is below lengths\[2\] = 5"),
-    ({"max_rank_tokens": 5, "num_ranks": 1}, "holds less than the sum"),
+    ({"max_rank_tokens": 5, "num_ranks": 1}, "= 5: no plan found; the mean is 12 tokens per rank"),
     ({"tolerance": -.1}, "tolerance must be in"),
     ({"tolerance": float("nan")}, "tolerance must be in"),
     ({"move_cost": [1, 2]}, "move_cost has 2 entries"),

@@ -9,6 +9,7 @@ import sys
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -84,6 +85,14 @@ def test_equal_sizes(group: int) -> None:
         items = np.sort(np.bincount(keys, lengths))
         least = max(lengths.sum() / 8, items[-1] + items[:15].sum())
         assert sums([ranks], lengths).max() <= 1.01 * least
+
+
+def test_equal_keys_are_a_group_whatever_holds_them() -> None:
+    """Tensors of equal numbers are not equal as keys."""
+    keys = torch.arange(8) % 4
+    plans = [plan_batches([5] * 8, 2, groups=groups) for groups in (
+        keys.tolist(), keys, list(keys), keys.numpy())]
+    assert plans == [[[[0, 1, 4, 5], [2, 3, 6, 7]]]] * 4
 
 
 def test_the_setting_of_dynamic_batches() -> None:

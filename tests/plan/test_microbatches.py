@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 
 from orchmllm.config.balance import BalanceConfig
 from orchmllm.loader.indices import batch_layout
+from orchmllm.loader.positions import FittedCost
 from orchmllm.papers.mixes import MODELS
-from orchmllm.plan import divisions
+from orchmllm.plan import divisions, microbatches
 from orchmllm.plan.assign import PHASES, PhasePolicy, PlanSpec, example_costs
 from orchmllm.plan.balance import assign_microbatches as alike
 from orchmllm.plan.balance import core
@@ -25,6 +26,7 @@ from orchmllm.plan.microbatches import assert_invariants, plan_microbatches
 from orchmllm.plan.room import Limit, Share, caps_below
 from orchmllm.plan.step import StepPlan, imbalance, plan_step, sampled_costs
 from orchmllm.tools.predict.workload import sample_layout
+from tests.lib.recipes import small_spec
 from tests.plan.test_balance_properties import thorough
 from tests.plan.test_plan_schemes import LAYOUT, every_phase, spec
 from tests.twins import core as reference
@@ -100,6 +102,17 @@ def test_long_examples_wait_together(tail: float, cap: int) -> None:
         cap or max(longest, int(1.1 * even))}
 
 
+def test_a_cost_with_its_own_formula_divides_a_step_as_it_balances_it() -> None:
+    """Lengths in characters, of which four make a position (orchmllm.loader.positions)."""
+    texts = with_long_texts(1.2)
+    characters = batch_layout(range(128), 4 * texts.tokens_per_example, [16] * 8)
+    cost = CostModel(24_576_000, 1000)
+    fitted = FittedCost(**vars(cost), knots=((4, 1), (400_000, 100_000)))
+    got, want = ([time_of(planned(layout, replace(BALANCED, costs={"llm": model}), 4))]
+                 for layout, model in ((characters, fitted), (texts, cost)))
+    assert got == want
+
+
 @thorough
 @given(st.integers(1, 4), st.integers(1, 3), st.integers(0, 2), st.booleans(),
        st.integers(0, 2**32))
@@ -171,6 +184,12 @@ def test_tables_of_lengths_that_cannot_be(length: int, says: str) -> None:
         core().example_tables(one, one * length, one, one, columns, 1)
 
 
+def test_tables_of_costs_in_any_unit() -> None:
+    columns = np.array([[0, 0, 3 * 10**12, 0, 10**10, 0]])
+    one = np.ones(1, np.int64)
+    assert core().example_tables(one * 0, one, one, one, columns, 1)[0].tolist() == [[300]]
+
+
 def layouts() -> Iterator[tuple[BatchLayout, int]]:
     rng = np.random.default_rng(7)
     for _ in range(12):
@@ -196,12 +215,26 @@ def test_a_step_is_never_longer_than_with_microbatches_that_are_alike(
             plan_step(layout.select(micro == k), inside) for k in range(count)])
 
 
-def test_a_large_step_is_not_planned_twice() -> None:
+@pytest.mark.parametrize("fills", [False, True])
+def test_a_large_step_is_not_planned_twice(fills: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where nothing waits in microbatches that are alike."""
+    monkeypatch.setattr(microbatches, "_time_of_ranks", None)
     layout = sample_layout(MODELS["10b"], num_ranks=256, batch_size=80, seed=0, mix="omni")
     assert layout.num_examples > MOST_PLANNED
-    plans = planned(layout, BALANCED, 8)
-    assert plans[0].spec is BALANCED
+    inside = replace(BALANCED, fills=fills)
+    plans = planned(layout, inside, 8)
+    assert plans[0].spec is inside
     assert time_of(plans) <= 1.001 * time_of(planned_alike(layout, BALANCED, 8))
+
+
+def test_a_large_step_is_divided_by_what_its_ranks_take(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Few examples a rank and microbatch: no plan comes near the bound of the division that has the
+    least."""
+    monkeypatch.setattr(microbatches, "MOST_PLANNED", 0)
+    layout = sample_layout(MODELS["10b"], num_ranks=64, batch_size=24, seed=0)
+    inside = replace(BALANCED, costs=small_spec(MODELS["10b"]).costs)
+    plans = planned(layout, inside, 4)
+    assert time_of(plans) <= 1.001 * time_of(planned_alike(layout, inside, 4))
 
 
 def test_caps_without_a_plan_leave_microbatches_alike(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -271,7 +271,6 @@ def test_a_layout_arrives_as_it_was_sent() -> None:
 
 
 @pytest.mark.parametrize(("options", "message"), [
-    ({"policy": "least_move", "nodewise": True}, "'least_move' does not honour nodewise"),
     ({"policy": "greedy", "tolerance": .1}, "'greedy' does not honour tolerance"),
     ({"policy": "padded", "max_rank_tokens": 10**6}, "'padded' does not honour max_rank_tokens"),
 ])
