@@ -37,6 +37,7 @@ from orchmllm.tools.predict.step_time import StepTime, rank_seconds, timed, work
 from orchmllm.tools.predict.whole import absent, parameters
 
 NONE = BalanceConfig(enabled=False)
+OF_A_SECOND = ("mfu", "tokens_per_gpu")  # a step that takes longer counts for more
 
 
 def not_modelled(recipe: Recipe, examples: Examples) -> list[str]:
@@ -150,11 +151,10 @@ def _workload(recipe: Recipe, drawn: Callable[..., BatchLayout], spec: PlanSpec,
     moments = {n: {k: float(np.max(v)) for k, v in memory.peaks(joined(x), choice).items()}
                for n, x in loads.items()}
     best = _mean(rows["balanced"], "slowest_s")
-    uneven = {n: [r["imbalance"] for r in rows[n]] for n in schemes}
+    computing = {n: [r["computing"] for r in rows[n]] for n in schemes}
     return {
-        # A step that has nothing for a phase says nothing about its imbalance.
-        "phases": {p: {n: _mean([r for r in x if p in r], p) for n, x in uneven.items()}
-                   for p in EVERY_PHASE if any(p in r for r in uneven["none"])},
+        "phases": {p: {n: imbalance([r[p] for r in x if p in r]) for n, x in computing.items()}
+                   for p in EVERY_PHASE if any(p in r for r in computing["none"])},
         "flops": {p: _mean([r["flops"] for r in rows["none"]], p) for p in spec.phases},
         "predicted": {n: {k: _mean(x, k) for k in x[0] if not isinstance(x[0][k], dict)}
                       for n, x in rows.items()},
@@ -168,17 +168,17 @@ def _workload(recipe: Recipe, drawn: Callable[..., BatchLayout], spec: PlanSpec,
 
 def measure(plan: StepPlan, memory: MemoryModel, choice: dict[str, str],
             hardware: Hardware, share: float = 1.0) -> dict:
-    """One plan: imbalance (max / mean of computing) of the phases that have something to do, the
-    predicted step and where its time goes, bytes between nodes. share: see _workload."""
+    """One plan: (d,) seconds of computing of the phases that have something to do, the predicted
+    step and where its time goes, bytes between nodes. share: see _workload."""
     work = work_of(plan, memory.model)
-    slowest, even = 0.0, {}
+    slowest, computing = 0.0, {}
     for phase in plan.spec.phases:
         seconds = rank_seconds(work, phase, memory, hardware).sum(axis=0)
         slowest += float(seconds.max())
         if work.positions[phase].any():
-            even[phase] = imbalance(seconds)
+            computing[phase] = seconds
     time_: StepTime = timed(work, memory, choice, hardware)
-    return {"imbalance": even, "slowest_s": slowest,
+    return {"computing": computing, "slowest_s": slowest,
             "flops": step_flops(memory.model, plan.layout),
             "step_s": time_.seconds, "mfu": share * time_.mfu, "exchange_s": time_.exchange,
             "traffic_s": time_.traffic, "update_s": time_.update,
@@ -219,4 +219,5 @@ def _imbalance(plan: StepPlan) -> dict[str, float]:
 
 
 def _mean(rows: list[dict], key: str) -> float:
-    return float(np.mean([r[key] for r in rows]))
+    weights = [r["step_s"] for r in rows] if key in OF_A_SECOND else None
+    return float(np.average([r[key] for r in rows], weights=weights))

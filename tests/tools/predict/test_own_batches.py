@@ -162,6 +162,21 @@ def test_a_dry_run_of_capped_mini_batches_says_so(folder, capsys):
     assert "data.batching is capped" in capsys.readouterr().err
 
 
+def test_rates_and_imbalances_are_of_all_steps_together(folder):
+    """Every scheme does the same work: a step of long examples counts by the time that it takes."""
+    asked = replace(own(folder, "mixed.jsonl"), fsdp=FsdpConfig())
+    opened(asked)
+    for ranks, count in ((1, 4), (4, 1)):
+        found = dry_run(replace(asked, train=replace(asked.train, accumulation_steps=count)), ranks,
+                        Hardware(), steps=12, examples=of_recipe(asked))
+        for rate in ("mfu", "tokens_per_gpu"):
+            done = [one[rate] * one["step_s"] for one in found["predicted"].values()]
+            assert done == pytest.approx(done[:1] * 3, rel=1e-9), rate
+        uneven = found["phases"]["llm"]
+        assert uneven["none"] / uneven["balanced"] == pytest.approx(
+            found["ratio"]["none / balanced"], rel=0.01)
+
+
 @pytest.mark.parametrize("case, said", [("weights", "4 ranks x 6 examples"),
                                         ("capped", "4 ranks x 3 mini-batches")])
 def test_statistics_are_of_the_global_batch_of_the_recipe(folder, capsys, case, said):
