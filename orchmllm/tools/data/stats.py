@@ -42,25 +42,29 @@ def show(recipe: Recipe, args: argparse.Namespace, sources: Sequence[DataSource]
     import torch
 
     lengths = read_lengths([s.name for s in sources], indexes)
-    print("\nLLM tokens per example that has the modality (share: of all tokens of the source)")
+    print("\nLLM tokens per example that has the modality (share: of the tokens of a source)")
     if recipe.data.num_validation:
         print("(with the rows that are held out, which nothing below looks at)")
     print(lengths_table(lengths))
     ranks = args.ranks or recipe.launch.nproc_per_node or 8
-    batches = list(global_batches(sources, indexes, recipe, ranks))
+    steps = list(global_batches(sources, indexes, recipe, ranks))
     real = with_real_batch(recipe, ranks)
-    count = real.train.batch_size // recipe.train.batch_size  # with capped mini-batches
-    _gain(predict(batches, recipe), ranks,
-          f"{real.train.batch_size} examples" if recipe.data.batching == "sample" else
-          f"{count} mini-batches" if count > 1 else "1 mini-batch")
+    size, microbatches = real.train.batch_size, recipe.train.least_microbatches
+    count = size // recipe.train.batch_size  # with capped mini-batches
+    _gain(predict(steps, recipe), ranks, f"{size} examples" if recipe.data.batching == "sample"
+          else f"{count} mini-batches" if count > 1 else "1 mini-batch")
+    if microbatches > 1:
+        print(f"({microbatches} microbatches a step, each of which waits for its slowest rank)")
     job, _ = cluster().job(recipe, ranks)
     memory = MemoryModel.of(job)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     room = Room.of(job, gpu_of(device)[1], memory)
     own = of_indexes(recipe, sources, indexes)
+    batches = [own.draw(ranks, size, recipe.run.seed + k) for k in range(len(steps))]
     found = heaviest(batches, plan_spec(job).costs, own.rows(), room.fits)
-    step = own.draw(ranks, real.train.batch_size * real.train.least_microbatches, recipe.run.seed)
-    caps = with_count(real, [step], plan_spec(job), memory, room.budget)[-1] if room.budget else ""
+    caps = ""
+    if room.budget:
+        caps = with_count(real, steps[:1], plan_spec(job), memory, room.budget)[-1]
     print("", *wrap(caps, 79, subsequent_indent="  "), *table(found, room, own.place),
           *room.misfits(own.rows(), own.place), sep="\n")
 

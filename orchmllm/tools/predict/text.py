@@ -113,7 +113,7 @@ def _predicted_lines(r: dict) -> list[str]:
         row("tokens a second", "tokens_per_gpu", ".4g", r["world_size"]),
         row(f"GPU-hours, {whose}"[:39], "step_s", ".4g", hours),
         _table("  planning, ms (in the background)", *(
-            f"{r['plan_ms'][n] * r['microbatches']:.1f}" for n in SCHEMES)),
+            f"{r['plan_ms'][n]:.1f}" for n in SCHEMES)),
         *_assumed_lines(r), "",
         _table("Computing alone, relative to balanced", "unbalanced", "LLM only"),
         _table("  the slowest rank of each phase",
