@@ -3,14 +3,13 @@ would give. Reads indexes only."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
 from orchmllm.config.job import resolve
 from orchmllm.config.recipe import Recipe
-from orchmllm.data.formats.open import DataSource
 from orchmllm.data.index import LengthIndex, usable_rows
 from orchmllm.models.whole_flops import plan_spec
 from orchmllm.plan.layout import MODALITIES, BatchLayout
@@ -18,10 +17,9 @@ from orchmllm.plan.microbatches import plan_microbatches
 from orchmllm.plan.rearrange import sums_of
 from orchmllm.plan.step import imbalance, sampled_costs
 from orchmllm.sharding.caps import open_count
-from orchmllm.tools.predict.examples import drawn_by_a_run
 
 NUM_BATCHES = 20  # global batches that the prediction averages over
-MAX_SAMPLED = 200_000  # examples that a prediction plans at most: minutes on a large world
+MAX_SAMPLED = 200_000  # examples that it plans at most: minutes on a large world
 
 
 @dataclass(frozen=True)
@@ -73,21 +71,12 @@ def lengths_table(lengths: Lengths) -> str:
     return "\n".join(out)
 
 
-def global_batches(
-    sources: Sequence[DataSource], indexes: Sequence[LengthIndex], recipe: Recipe, num_ranks: int
-) -> Iterator[BatchLayout]:
-    """The global batches of a run's steps as training samples them (a stream: without its order):
-    20, fewer where they are large."""
-    per_step = resolve(recipe, num_ranks, 1).global_batch_size
-    draw = drawn_by_a_run(recipe, sources, indexes)
-    for step in range(max(1, min(NUM_BATCHES, MAX_SAMPLED // per_step))):
-        yield draw(num_ranks, per_step, step)
-
-
-def predict(batches: Iterable[BatchLayout], recipe: Recipe) -> dict[str, tuple[float, float]]:
-    """Phase that has work -> (imbalance as sampled, as planned) of the microbatches of all these
-    steps; "step": (1, predicted time of a balanced step over that of an unbalanced one), where
-    every phase waits for its slowest rank. Communication is not in it."""
+def predict(
+    batches: Iterable[BatchLayout], recipe: Recipe
+) -> tuple[dict[str, tuple[float, float]], float]:
+    """(Phase that has work -> (imbalance as sampled, as planned) of the microbatches of all these
+    steps, predicted time of unbalanced steps over that of balanced ones), where every phase waits
+    for its slowest rank. Communication is not in it."""
     balanced = replace(recipe, balance=replace(recipe.balance, enabled=True))
     costs: dict[str, list] = {}  # (2, microbatches, d) of each step: as sampled, as planned
     for layout in batches:
@@ -99,5 +88,5 @@ def predict(batches: Iterable[BatchLayout], recipe: Recipe) -> dict[str, tuple[f
                 [plan.planned_cost(phase) for plan in plans]]))
     sides = {phase: np.concatenate(c, axis=1) for phase, c in costs.items()}
     sampled, planned = sum(side.max(axis=2).sum(axis=1) for side in sides.values())
-    return {**{p: (imbalance(a), imbalance(b)) for p, (a, b) in sides.items() if a.any()},
-            "step": (1.0, planned / max(sampled, 1))}
+    return ({p: (imbalance(a), imbalance(b)) for p, (a, b) in sides.items() if a.any()},
+            sampled / max(planned, 1))

@@ -26,7 +26,7 @@ from orchmllm.sharding.memory import MemoryModel
 from orchmllm.sharding.run_memory import RunMemory
 from orchmllm.tools.data.command import index_all
 from orchmllm.tools.data.command import main as data_command
-from orchmllm.tools.data.composition import global_batches, predict
+from orchmllm.tools.data.composition import predict
 from orchmllm.tools.predict.dry_run import dry_run
 from orchmllm.tools.predict.examples import dataset_of, of_recipe
 from orchmllm.tools.predict.hardware import Hardware
@@ -74,10 +74,15 @@ CASES = {
 
 
 def opened(asked):
-    """(dataset, global batches as training draws them) of a recipe whose index is made."""
+    """(dataset, 20 global batches as training draws them) of a recipe whose index is made."""
     rows = dataset_of(asked)
-    indexes = index_all(rows.sources, rows.reader, index_path(asked.data.index_dir), 1)
-    return dataset_of(asked), list(global_batches(rows.sources, indexes, asked, RANKS))
+    index_all(rows.sources, rows.reader, index_path(asked.data.index_dir), 1)
+    dataset = dataset_of(asked)
+    sampler = make_sampler(dataset, dataset.split(asked.data.num_validation)[0],
+                           resolve(asked, RANKS, 8).global_batch_size, seed=asked.run.seed,
+                           data=asked.data, per_rank=asked.train.batch_size)
+    return dataset, [dataset.layouts(sampler.batch(step), [
+        share.stop - share.start for share in sampler.shares(step, RANKS)]) for step in range(20)]
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -208,7 +213,7 @@ def test_steps_have_as_many_microbatches_as_their_caps_need(folder):
     counts = [len(plans) for _, plans in planned]
     assert min(counts) < max(counts)
     before, after = np.sum([slowest_costs(phase_figures(*step)) for step in planned], axis=0)
-    assert predict(drawn, asked)["step"][1] == pytest.approx(after / before)
+    assert predict(drawn, asked)[1] == pytest.approx(before / after)
     found = dry_run(asked, RANKS, Hardware(), steps=sum(counts), examples=of_recipe(asked))
     assert found["steps"] == len(drawn) and found["microbatches"] == np.mean(counts)
     assert found["batch_size"] * found["microbatches"] == pytest.approx(6)
