@@ -121,7 +121,7 @@ def _override(item: str, leaves: Mapping[str, Leaf]) -> Section:
     """The sections around the value of one `section.key=value`; it is read as YAML, but a number
     is text where the key takes text: a shell removes the quotes that YAML would need."""
     path, sep, text = item.partition("=")
-    if not sep or not path:
+    if not sep or not all(path.split(".")):
         raise ValueError(f"{item!r}: an override has the form section.key=value")
     try:
         value = parse(text, COMMAND_LINE)
@@ -240,7 +240,7 @@ class _Schema:
         *above, name = path
         where = ".".join(p for p in above if isinstance(p, str))
         everywhere = (*self.leaves, *self.sections)
-        if name in everywhere:  # a dotted path as one key
+        if "." in name and name in everywhere:  # a path as one key
             *outer, last = name.split(".")
             return f"write it nested: {': {'.join((*outer, last))}: ...{'}' * len(outer)}"
         names = members(self.sections[where])

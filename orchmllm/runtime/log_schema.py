@@ -72,7 +72,7 @@ _SLOWEST = Metric(_keys({
 _MEASURED = {
     "step": Metric(COUNT, "the step that was measured"),
     "imbalance": Metric(_keys({p: Metric(SIZE, f"{p} phase") for p in EVERY_PHASE}),
-                        "slowest rank / mean rank"),
+                        "slowest rank / mean rank, by its time in all microbatches together"),
     "slowest_s": Metric(_keys({
         p: Metric(SIZE, f"{p} phase" if p in EVERY_PHASE else "moving rows and features")
         for p in (*EVERY_PHASE, "exchange")}), "time of the slowest rank: CPU time of its thread, "

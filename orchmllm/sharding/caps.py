@@ -95,6 +95,19 @@ def described(layouts: Sequence[BatchLayout], spec: PlanSpec, num_microbatches: 
             + (f" (train.accumulation_steps={num_microbatches})" if num_microbatches else ""))
 
 
+def open_count(recipe: Recipe, spec: PlanSpec) -> int:
+    """Microbatches of a step as long as memory does not say how many `auto` stands for: 0, as few
+    as the caps of positions allow, or one where there are no caps."""
+    return recipe.train.accumulation_steps or int(not spec.hard_caps)
+
+
+def planned_loads(recipe: Recipe, layouts: Sequence[BatchLayout], spec: PlanSpec) -> Loads:
+    """Of all microbatches of these steps."""
+    count = open_count(recipe, spec)
+    return joined([loads_of(plan) for layout in layouts
+                   for _, plan in plan_microbatches(layout, spec, count)])
+
+
 def with_count(
     recipe: Recipe, layouts: Sequence[BatchLayout], spec: PlanSpec, memory: MemoryModel,
     budget_bytes: float
@@ -103,8 +116,7 @@ def with_count(
     of a rank in a microbatch, without one where nothing fits; that in words). layouts: of some
     steps. Raises ValueError where no number of microbatches keeps below that."""
     count = recipe.train.accumulation_steps
-    loads = joined([loads_of(plan) for layout in layouts
-                    for _, plan in plan_microbatches(layout, spec, count or 1)])
+    loads = planned_loads(recipe, layouts, spec)
     try:
         choice = chosen(recipe, layouts, spec, memory, loads, budget_bytes, MISSED)
     except ValueError:

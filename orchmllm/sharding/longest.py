@@ -2,9 +2,7 @@
 mean load of a rank, what sharing it among ranks gives, and the longest that fits into memory.
 
 An item that is not shared is processed as a whole, so the slowest rank of its phase takes at least
-as long as the item alone, whatever the plan. In the LLM that is about (L/T)(1 + L/L*) times the
-mean: L, the longest example; T, tokens of a rank; L*, the length at which attention costs as much
-as all else.
+as long as the item alone, whatever the plan.
 """
 
 from __future__ import annotations
@@ -43,24 +41,15 @@ TOLD_FROM = 1.1  # times the mean load, and times what was told before
 @dataclass(frozen=True)
 class LongItem:
     """The heaviest item of a phase. positions: its length; example: dataset index of its example;
-    ratio: its cost over the mean load of a rank in a step that holds it, where a rank has
-    mean_positions on average. even_at: the length at which attention costs as much as all else (0:
-    there is no attention). fits: positions of the longest that fits alone, as the recipe recomputes
-    and with everything recomputed; () if not known."""
+    ratio: its cost over the mean load of a rank in a step that holds it. fits: positions of the
+    longest that fits alone, as the recipe recomputes and with everything recomputed; () if not
+    known."""
 
     phase: str
     positions: int
     example: int
     ratio: float
-    mean_positions: float
-    even_at: float
     fits: Sequence[int] = ()
-
-    @property
-    def rule_of_thumb(self) -> float:
-        """(L/T)(1 + L/L*), about the ratio: attention of the other items is left out."""
-        pairs = self.positions / self.even_at if self.even_at else 0.0
-        return self.positions / self.mean_positions * (1 + pairs)
 
     def shared(self, num_ranks: int) -> float:
         """The slowest rank's load over the mean where up to so many ranks share an example of the
@@ -86,9 +75,7 @@ def heaviest(
         loads = cost(lengths)
         found.append(LongItem(
             phase, int(length[0]), int(alone.example_id[0]),
-            float(loads[-1] * batch.num_ranks / loads.sum()),
-            float(lengths.sum() / batch.num_ranks),
-            cost.linear / cost.quadratic if cost.quadratic else 0.0, fits(phase, alone)))
+            float(loads[-1] * batch.num_ranks / loads.sum()), fits(phase, alone)))
     return found
 
 
@@ -232,9 +219,6 @@ def table(found: Sequence[LongItem], room: Room, place: Callable[[int], str]) ->
             "  on 1 rank: the item alone; no plan makes the slowest rank faster than that",
             "  on 2, 4, 8: predicted, by balance.llm.max_shares; here "
             f"{f'up to {room.shares} ranks share' if room.shares > 1 else 'no ranks share'} one"]
-    lines += [f"  llm: (L/T)(1 + L/L*) = {x.rule_of_thumb:.2f}; L {x.positions:,}, T "
-              f"{x.mean_positions:,.0f} a rank, L* {x.even_at:,.0f}"
-              for x in found if x.phase == "llm"]
     fits = f"alone on a rank, in {room.budget / 1e9:.3g} GB" if room.budget else "not known"
     return [*lines, f"  longest that fits: {fits}", f"  ({room.why})"]
 

@@ -17,11 +17,10 @@ from orchmllm.config.recipe import Recipe
 from orchmllm.data.sampler import make_sampler
 from orchmllm.plan.assign import PlanSpec
 from orchmllm.plan.layout import BatchLayout
-from orchmllm.plan.microbatches import plan_microbatches
 from orchmllm.plan.room import Limit
 from orchmllm.plan.step import StepPlan
 from orchmllm.sharding.blocks import recompute
-from orchmllm.sharding.caps import chosen, described, room_of
+from orchmllm.sharding.caps import chosen, described, planned_loads, room_of
 from orchmllm.sharding.choice import one_layer_more
 from orchmllm.sharding.fits import (
     MISSED,
@@ -97,9 +96,7 @@ class RunMemory:
     @cached_property
     def loads(self) -> Loads:
         """Of all microbatches of these steps."""
-        count = self._recipe.train.least_microbatches
-        return joined([loads_of(plan) for layout in self.layouts
-                       for _, plan in plan_microbatches(layout, self._spec, count)])
+        return planned_loads(self._recipe, self.layouts, self._spec)
 
     @property
     def _taken(self) -> float:

@@ -23,7 +23,7 @@ from orchmllm.plan.layout import VISION
 from orchmllm.runtime.build import build_dataset
 from orchmllm.tools.data.build_index import build_index
 from orchmllm.tools.data.command import main
-from orchmllm.tools.data.composition import global_batches
+from orchmllm.tools.predict.examples import of_indexes
 from tests.lib.drawn import drawn_model, with_processor, write_recipe
 from tests.lib.formats import QUESTIONS, llava_row, write_jsonl, write_media
 from tests.lib.gradients import BATCH, Case, all_gradients, reference_gradients, worst_difference
@@ -283,9 +283,9 @@ def test_stats_are_of_batches_as_training_draws_them(how, folder, tmp_path):
     sampler = make_sampler(dataset, dataset.split(0)[0], 8, data=loaded.data, per_rank=2,
                            seed=loaded.run.seed)
     assert isinstance(sampler, MixtureSampler) == (how == "weights")
-    layouts = list(global_batches(dataset.sources, dataset.indexes, loaded, 4))
-    assert len(layouts) == 20
-    for step, layout in enumerate(layouts):
+    own = of_indexes(loaded, dataset.sources, dataset.indexes)
+    for step in range(20):
+        layout = own.draw(4, 2, step)
         assert np.array_equal(layout.example_id, sampler.batch(step))
         assert layout.examples_per_rank.tolist() == [
             s.stop - s.start for s in sampler.shares(step, 4)]

@@ -10,8 +10,10 @@ import pytest
 from orchmllm.tools import compare as command
 from orchmllm.tools.compare import largest_difference
 from orchmllm.tools.init.demo import make_corpus
+from orchmllm.tools.report.comparison import comparison_table, summarize
 from tests.lib import launched
 from tests.lib.commands import ROOT, TINY, demo_of, python
+from tests.lib.synthetic import recipe
 
 KEYS = {"loss_off", "loss_on", "critical_path_ratio", "predicted_ratio", "on_over_mean",
         "wall_ratio", "validation_loss_first", "validation_loss_last"}
@@ -51,6 +53,17 @@ def test_a_difference_of_losses_is_found():
     assert largest_difference([2.0, 1.0], [2.0, math.nan]) == math.inf
     with pytest.raises(ValueError):
         largest_difference([2.0], [2.0, 1.0])
+
+
+def test_a_comparison_without_rows_to_validate_on_tells_of_none():
+    phase = dict(imbalance_before=1.5, imbalance_after=1.0, mean_cost_kflop=1.0, moved_bytes=0)
+    step = {"loss": 2.0, "phases": {"llm": phase}, "cpu_s": {"llm": [2.0, 1.0], "exchange": [0, 0]},
+            "wall_s": 1.0}
+    result = summarize({"off": [step], "on": [step]})
+    json.dumps(result, allow_nan=False)
+    said = comparison_table(result | {"loss_difference": 0.0, "vocab_size": 9}, recipe())
+    assert "validation" not in said and "nan" not in said
+    assert max(map(len, said.splitlines())) <= 80
 
 
 @pytest.mark.slow

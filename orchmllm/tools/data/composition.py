@@ -3,23 +3,23 @@ would give. Reads indexes only."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
 from orchmllm.config.job import resolve
 from orchmllm.config.recipe import Recipe
-from orchmllm.data.formats.open import DataSource
 from orchmllm.data.index import LengthIndex, usable_rows
 from orchmllm.models.whole_flops import plan_spec
 from orchmllm.plan.layout import MODALITIES, BatchLayout
+from orchmllm.plan.microbatches import plan_microbatches
 from orchmllm.plan.rearrange import sums_of
-from orchmllm.plan.step import imbalance, plan_step
-from orchmllm.tools.predict.examples import drawn_by_a_run
+from orchmllm.plan.step import imbalance, sampled_costs
+from orchmllm.sharding.caps import open_count
 
 NUM_BATCHES = 20  # global batches that the prediction averages over
-MAX_SAMPLED = 200_000  # examples that a prediction plans at most: minutes on a large world
+MAX_SAMPLED = 200_000  # examples that it plans at most: minutes on a large world
 
 
 @dataclass(frozen=True)
@@ -50,13 +50,14 @@ def read_lengths(names: Sequence[str], indexes: Sequence[LengthIndex]) -> Length
 
 def lengths_table(lengths: Lengths) -> str:
     """Tokens per example and modality, of every source and of all together."""
-    out = [f"{'source':<24} {'modality':<8} {'examples':>9} {'segments':>9} {'mean':>8} "
+    out = [f"  {'':<9} {'examples':>9} {'segments':>9} {'mean':>8} "
            f"{'p50':>7} {'p90':>7} {'p99':>7} {'max':>7} {'share':>6}"]
     groups = [(name, lengths.source == k) for k, name in enumerate(lengths.names)]
     if len(groups) > 1:
         groups.append(("all", np.ones(len(lengths.source), bool)))
     for name, mine in groups:
         total = max(int(lengths.total[mine].sum()), 1)
+        out.append(name)
         for modality in MODALITIES:
             count = lengths.segments[modality][mine].sum()
             values = lengths.tokens[modality][mine]
@@ -64,36 +65,28 @@ def lengths_table(lengths: Lengths) -> str:
             if not len(values):
                 continue
             p50, p90, p99 = np.percentile(values, [50, 90, 99])
-            out.append(f"{name[:24]:<24} {modality:<8} {len(values):>9} {count:>9} "
+            out.append(f"  {modality:<9} {len(values):>9} {count:>9} "
                        f"{values.mean():>8.1f} {p50:>7.0f} {p90:>7.0f} {p99:>7.0f} "
                        f"{values.max():>7} {values.sum() / total:>6.1%}")
     return "\n".join(out)
 
 
-def global_batches(
-    sources: Sequence[DataSource], indexes: Sequence[LengthIndex], recipe: Recipe, num_ranks: int
-) -> Iterator[BatchLayout]:
-    """Global batches as training samples them (a stream: without its order): 20, fewer where they
-    are large."""
-    train = recipe.train
-    per_step = (train.global_batch_size // train.least_microbatches  # those of a microbatch
-                or num_ranks * train.batch_size)
-    draw = drawn_by_a_run(recipe, sources, indexes)
-    for step in range(max(1, min(NUM_BATCHES, MAX_SAMPLED // per_step))):
-        yield draw(num_ranks, per_step, step)
-
-
-def predict(batches: Iterable[BatchLayout], recipe: Recipe) -> dict[str, tuple[float, float]]:
-    """Phase that has work -> (imbalance as sampled, as planned), averaged over global batches;
-    "step": (1, predicted time of a balanced step over that of an unbalanced one), where every phase
-    waits for its slowest rank. Communication is not in it."""
+def predict(
+    batches: Iterable[BatchLayout], recipe: Recipe
+) -> tuple[dict[str, tuple[float, float]], float]:
+    """(Phase that has work -> (imbalance as sampled, as planned) of the microbatches of all these
+    steps, predicted time of unbalanced steps over that of balanced ones), where every phase waits
+    for its slowest rank. Communication is not in it."""
     balanced = replace(recipe, balance=replace(recipe.balance, enabled=True))
-    costs: dict[str, list] = {}  # (2, d) of each batch: as sampled, as planned
+    costs: dict[str, list] = {}  # (2, microbatches, d) of each step: as sampled, as planned
     for layout in batches:
-        plan = plan_step(layout, plan_spec(resolve(balanced, layout.num_ranks, 8)))
-        for phase in plan.spec.phases:
-            costs.setdefault(phase, []).append(plan.phase_cost(phase))
-    sides = {phase: np.stack(c, axis=1) for phase, c in costs.items()}
+        spec = plan_spec(resolve(balanced, layout.num_ranks, 8))
+        plans = [plan for _, plan in plan_microbatches(layout, spec, open_count(recipe, spec))]
+        for phase in spec.phases:
+            costs.setdefault(phase, []).append(np.stack([
+                sampled_costs(layout, spec, phase, len(plans)),
+                [plan.planned_cost(phase) for plan in plans]]))
+    sides = {phase: np.concatenate(c, axis=1) for phase, c in costs.items()}
     sampled, planned = sum(side.max(axis=2).sum(axis=1) for side in sides.values())
-    return {**{p: (imbalance(a), imbalance(b)) for p, (a, b) in sides.items() if a.any()},
-            "step": (1.0, planned / max(sampled, 1))}
+    return ({p: (imbalance(a), imbalance(b)) for p, (a, b) in sides.items() if a.any()},
+            sampled / max(planned, 1))

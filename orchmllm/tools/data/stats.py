@@ -19,8 +19,8 @@ from orchmllm.sharding.fits import with_real_batch
 from orchmllm.sharding.longest import Room, heaviest, table
 from orchmllm.sharding.memory import MemoryModel
 from orchmllm.tools.data.composition import (
+    MAX_SAMPLED,
     NUM_BATCHES,
-    global_batches,
     lengths_table,
     predict,
     read_lengths,
@@ -42,25 +42,30 @@ def show(recipe: Recipe, args: argparse.Namespace, sources: Sequence[DataSource]
     import torch
 
     lengths = read_lengths([s.name for s in sources], indexes)
-    print("\nLLM tokens per example that has the modality (share: of all tokens of the source)")
+    print("\nLLM tokens per example that has the modality (share: of the tokens of a source)")
     if recipe.data.num_validation:
         print("(with the rows that are held out, which nothing below looks at)")
     print(lengths_table(lengths))
     ranks = args.ranks or recipe.launch.nproc_per_node or 8
-    batches = list(global_batches(sources, indexes, recipe, ranks))
     real = with_real_batch(recipe, ranks)
-    count = real.train.batch_size // recipe.train.batch_size  # with capped mini-batches
-    _gain(predict(batches, recipe), ranks,
-          f"{real.train.batch_size} examples" if recipe.data.batching == "sample" else
-          f"{count} mini-batches" if count > 1 else "1 mini-batch")
+    size, microbatches = real.train.batch_size, recipe.train.least_microbatches
+    own, count = of_indexes(recipe, sources, indexes), ranks * size * microbatches
+    steps = [own.draw(ranks, size * microbatches, step)
+             for step in range(max(1, min(NUM_BATCHES, MAX_SAMPLED // count)))]
+    count = size // recipe.train.batch_size  # with capped mini-batches
+    _gain(*predict(steps, recipe), ranks, f"{size} examples" if recipe.data.batching == "sample"
+          else f"{count} mini-batches" if count > 1 else "1 mini-batch")
+    if microbatches > 1:
+        print(f"({microbatches} microbatches a step, each of which waits for its slowest rank)")
     job, _ = cluster().job(recipe, ranks)
     memory = MemoryModel.of(job)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     room = Room.of(job, gpu_of(device)[1], memory)
-    own = of_indexes(recipe, sources, indexes)
+    batches = [own.draw(ranks, size, step) for step in range(len(steps))]
     found = heaviest(batches, plan_spec(job).costs, own.rows(), room.fits)
-    step = own.draw(ranks, real.train.batch_size * real.train.least_microbatches, recipe.run.seed)
-    caps = with_count(real, [step], plan_spec(job), memory, room.budget)[-1] if room.budget else ""
+    caps = ""
+    if room.budget:
+        caps = with_count(real, steps[:1], plan_spec(job), memory, room.budget)[-1]
     print("", *wrap(caps, 79, subsequent_indent="  "), *table(found, room, own.place),
           *room.misfits(own.rows(), own.place), sep="\n")
 
@@ -72,15 +77,13 @@ def drawn(recipe: Recipe, args: argparse.Namespace) -> int:
           f"LibriSpeech and others. Model: {args.model}.")
     layouts = (sample_layout(recipe.model, num_ranks=ranks, batch_size=args.batch_size, seed=seed)
                for seed in range(NUM_BATCHES))
-    _gain(predict(layouts, recipe), ranks, f"{args.batch_size} examples")
+    _gain(*predict(layouts, recipe), ranks, f"{args.batch_size} examples")
     return 0
 
 
-def _gain(predicted: dict[str, tuple[float, float]], ranks: int, share: str) -> None:
+def _gain(phases: dict[str, tuple[float, float]], gain: float, ranks: int, share: str) -> None:
     print(f"\nslowest rank / mean rank, {ranks} ranks x {share}, predicted from FLOPs")
     print(f"{'phase':<8} {'sampled':>8} {'balanced':>9}")
-    for phase, (before, after) in predicted.items():
-        if phase != "step":
-            print(f"{phase:<8} {before:>8.2f} {after:>9.2f}")
-    print(f"Without balancing, a step takes {1 / predicted['step'][1]:.2f}x as long "
-          "(communication is not counted).")
+    for phase, (before, after) in phases.items():
+        print(f"{phase:<8} {before:>8.2f} {after:>9.2f}")
+    print(f"Without balancing, a step takes {gain:.2f}x as long (communication is not counted).")

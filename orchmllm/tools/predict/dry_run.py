@@ -37,6 +37,7 @@ from orchmllm.tools.predict.step_time import StepTime, rank_seconds, timed, work
 from orchmllm.tools.predict.whole import absent, parameters
 
 NONE = BalanceConfig(enabled=False)
+OF_A_SECOND = ("mfu", "tokens_per_gpu")  # a step that takes longer counts for more
 
 
 def not_modelled(recipe: Recipe, examples: Examples) -> list[str]:
@@ -70,22 +71,19 @@ def dry_run(recipe: Recipe, num_ranks: int, hardware: Hardware, steps: int = 20,
     drawn = functools.partial(examples.draw, num_ranks)
     room = Room.of(job, hardware.sheet.memory_bytes, memory)
     step = drawn(recipe.train.batch_size * recipe.train.least_microbatches, recipe.run.seed)
-    recipe, spec, caps = with_count(recipe, [step], spec, memory, room.budget)
-    job, train = replace(job, recipe=recipe), recipe.train
-    memory = MemoryModel.of(job)
+    _, spec, caps = with_count(recipe, [step], spec, memory, room.budget)
+    train = recipe.train
     first = [plan for _, plan in plan_microbatches(step, spec, train.accumulation_steps)]
     choice = _checkpointing(recipe, first, room, hardware, examples)
     room = replace(room, choice=choice)
-    count = num_ranks * train.batch_size * train.accumulation_steps
-    held = train.batch_size
+    held = train.batch_size * train.least_microbatches
+    count = num_ranks * held
     if examples.capped:
-        held = float(np.mean([drawn(train.batch_size, recipe.run.seed + k).num_examples
+        held = float(np.mean([drawn(held, recipe.run.seed + k).num_examples
                               for k in range(steps)])) / num_ranks
     report = {
-        "world_size": num_ranks, "batch_size": held, "steps": steps,
-        "microbatches": train.accumulation_steps,
-        "caps": caps,
-        "examples_per_step": job.global_batch_size * held / train.batch_size,
+        "world_size": num_ranks, "caps": caps,
+        "examples_per_step": job.global_batch_size * held * num_ranks / count,
         "lengths": examples.what, "epoch": examples.epoch,
         "not_modelled": not_modelled(recipe, examples),
         "hardware": asdict(hardware), "dtype": memory.fsdp.forward_dtype,
@@ -99,7 +97,9 @@ def dry_run(recipe: Recipe, num_ranks: int, hardware: Hardware, steps: int = 20,
     }
     report |= _workload(recipe, drawn, spec, memory, choice, hardware, steps,
                         job.global_batch_size / count)
-    batches = [drawn(train.batch_size, recipe.run.seed + k) for k in range(min(steps, 4))]
+    report["batch_size"] = held / report["microbatches"]
+    batches = [drawn(-(-count // num_ranks // len(first)), recipe.run.seed + k)
+               for k in range(min(steps, 4))]
     found = heaviest(batches, spec.costs, examples.rows(), room.fits)
     report["long_examples"] = [asdict(item) for item in found]
     report["long_lines"] = table(found, room, examples.place) + room.misfits(
@@ -128,34 +128,38 @@ def _checkpointing(recipe: Recipe, plans: Sequence[StepPlan], room: Room, hardwa
 def _workload(recipe: Recipe, drawn: Callable[..., BatchLayout], spec: PlanSpec,
               memory: MemoryModel, choice: dict[str, str], hardware: Hardware, steps: int,
               share: float) -> dict:
-    """Imbalance, time, memory and plan cost over at least `steps` microbatches of drawn steps.
-    share: of the drawn examples that a step has, which is below 1 where train.global_batch_size
-    does not divide."""
+    """Imbalance, time, memory and plan cost over drawn steps, of at least `steps` microbatches
+    together. share: of the drawn examples that a step has, which is below 1 where
+    train.global_batch_size does not divide."""
     without = dict.fromkeys(OF_MEDIA, PhasePolicy("none"))  # what balancing before sampling can do
     free = spec.without_room  # what others do knows no limit of memory
-    schemes = {"none": replace(free, balance=NONE), "balanced": spec,
+    schemes = {"balanced": spec, "none": replace(free, balance=NONE),
                "LLM only": replace(free, balance=replace(spec.balance, **without))}
     rows: dict[str, list[dict]] = {name: [] for name in schemes}
     loads: dict[str, list[Loads]] = {name: [] for name in schemes}
-    count = recipe.train.accumulation_steps
-    for step in range(-(-steps // count)):
-        layout = drawn(recipe.train.batch_size * count, recipe.run.seed + step)
+    counts: list[int] = []  # microbatches of the steps
+    while sum(counts) < steps:
+        layout = drawn(recipe.train.batch_size * recipe.train.least_microbatches,
+                       recipe.run.seed + len(counts))
+        count = recipe.train.accumulation_steps  # 0: as many as the step needs
         for name, scheme in schemes.items():
             started = time.perf_counter()
             plans = [plan for _, plan in plan_microbatches(replace(layout), scheme, count)]
-            plan_s = (time.perf_counter() - started) / count
+            plan_s, count = time.perf_counter() - started, len(plans)
             loads[name] += [loads_of(plan) for plan in plans]
-            rows[name] += [{"plan_s": plan_s} | measure(plan, memory, choice, hardware, share)
-                           for plan in plans]
+            in_step = replace(memory, microbatches=count)
+            rows[name] += [{"plan_s": plan_s, "share": 1 / count} | measure(
+                plan, in_step, choice, hardware, share) for plan in plans]
+        counts.append(count)
     moments = {n: {k: float(np.max(v)) for k, v in memory.peaks(joined(x), choice).items()}
                for n, x in loads.items()}
     best = _mean(rows["balanced"], "slowest_s")
-    uneven = {n: [r["imbalance"] for r in rows[n]] for n in schemes}
+    computing = {n: [r["computing"] for r in rows[n]] for n in schemes}
     return {
-        # A step that has nothing for a phase says nothing about its imbalance.
-        "phases": {p: {n: _mean([r for r in x if p in r], p) for n, x in uneven.items()}
-                   for p in EVERY_PHASE if any(p in r for r in uneven["none"])},
-        "flops": {p: _mean([r["flops"] for r in rows["none"]], p) for p in spec.phases},
+        "steps": len(counts), "microbatches": float(np.mean(counts)),
+        "phases": {p: {n: imbalance([r[p] for r in x if p in r]) for n, x in computing.items()}
+                   for p in EVERY_PHASE if any(p in r for r in computing["none"])},
+        "flops": {p: _mean([r | r["flops"] for r in rows["none"]], p) for p in spec.phases},
         "predicted": {n: {k: _mean(x, k) for k in x[0] if not isinstance(x[0][k], dict)}
                       for n, x in rows.items()},
         "ratio": {f"{n} / balanced": _mean(rows[n], "slowest_s") / best
@@ -168,24 +172,27 @@ def _workload(recipe: Recipe, drawn: Callable[..., BatchLayout], spec: PlanSpec,
 
 def measure(plan: StepPlan, memory: MemoryModel, choice: dict[str, str],
             hardware: Hardware, share: float = 1.0) -> dict:
-    """One plan: imbalance (max / mean of computing) of the phases that have something to do, the
-    predicted step and where its time goes, bytes between nodes. share: see _workload."""
+    """One plan, and the step of memory.microbatches such plans: (d,) seconds of computing of the
+    phases that have something to do; the predicted step and where its time goes, its FLOP and its
+    bytes between nodes. share: see _workload."""
     work = work_of(plan, memory.model)
-    slowest, even = 0.0, {}
+    slowest, computing = 0.0, {}
     for phase in plan.spec.phases:
         seconds = rank_seconds(work, phase, memory, hardware).sum(axis=0)
         slowest += float(seconds.max())
         if work.positions[phase].any():
-            even[phase] = imbalance(seconds)
+            computing[phase] = seconds
+    count, flops = memory.microbatches, step_flops(memory.model, plan.layout)
     time_: StepTime = timed(work, memory, choice, hardware)
-    return {"imbalance": even, "slowest_s": slowest,
-            "flops": step_flops(memory.model, plan.layout),
+    return {"computing": computing, "slowest_s": count * slowest,
+            "flops": {phase: share * count * flop for phase, flop in flops.items()},
             "step_s": time_.seconds, "mfu": share * time_.mfu, "exchange_s": time_.exchange,
             "traffic_s": time_.traffic, "update_s": time_.update,
             **{f"{p}_s": float(sum(x)) for p, x in time_.phases.items()},
             "waiting_s": float(sum(time_.waiting.values())),
             "tokens_per_gpu": share * time_.tokens_per_gpu,
-            "internode_bytes": float(sum(s["internode_bytes"] for s in plan.stats.values()))}
+            "internode_bytes": float(count * sum(
+                s["internode_bytes"] for s in plan.stats.values()))}
 
 
 def exchange_report(plan: StepPlan, shard_size: int) -> dict:
@@ -219,4 +226,6 @@ def _imbalance(plan: StepPlan) -> dict[str, float]:
 
 
 def _mean(rows: list[dict], key: str) -> float:
-    return float(np.mean([r[key] for r in rows]))
+    """Of steps. rows: of their microbatches."""
+    weights = [r["share"] * (r["step_s"] if key in OF_A_SECOND else 1) for r in rows]
+    return float(np.average([r[key] for r in rows], weights=weights))

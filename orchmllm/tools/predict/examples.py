@@ -89,37 +89,28 @@ def of_recipe(recipe: Recipe) -> Examples | None:
     return None if None in rows.indexes else of_indexes(recipe, rows.sources, rows.indexes)
 
 
-def drawn_by_a_run(recipe: Recipe, sources: Sequence[DataSource], indexes: Sequence[LengthIndex]
-                   ) -> Callable[[int, int, int], BatchLayout]:
-    """(number of ranks, examples of a step, step) -> the global batch that a run has in this step
-    (of a stream: without its order)."""
+def of_indexes(recipe: Recipe, sources: Sequence[DataSource],
+               indexes: Sequence[LengthIndex]) -> Examples:
+    """The rows of the recipe's sources that are trained on, in the global batches of a run (of a
+    stream: without its order): seeds are steps. Raises ValueError if none of them is usable."""
+    held_out = recipe.data.num_validation
+    learnt, _ = split_rows(sources, held_out)
+    rows = usable(indexes, learnt)
+    if not len(rows):
+        raise ValueError("the data of the recipe have no usable row")
     bounds = np.cumsum([0, *map(len, indexes)])
     dataset = SimpleNamespace(sources=sources, indexes=indexes)
-    rows, _ = split_rows(sources, recipe.data.num_validation)
 
     @cache
     def sampler_of(per_step: int):
-        return make_sampler(dataset, rows, per_step, seed=recipe.run.seed,
+        return make_sampler(dataset, learnt, per_step, seed=recipe.run.seed,
                             data=recipe.data, per_rank=recipe.train.batch_size)
 
-    def draw(num_ranks: int, per_step: int, step: int) -> BatchLayout:
-        sampler = sampler_of(per_step)
+    def draw(num_ranks: int, batch_size: int, step: int) -> BatchLayout:
+        sampler = sampler_of(num_ranks * batch_size)
         shares = [s.stop - s.start for s in sampler.shares(step, num_ranks)]
         return joined_layouts(indexes, bounds, sampler.batch(step), shares)
 
-    return draw
-
-
-def of_indexes(recipe: Recipe, sources: Sequence[DataSource],
-               indexes: Sequence[LengthIndex]) -> Examples:
-    """The rows of the recipe's sources that are trained on, in the global batches of a run: seeds
-    are steps. Raises ValueError if none of them is usable."""
-    held_out = recipe.data.num_validation
-    rows = usable(indexes, split_rows(sources, held_out)[0])
-    if not len(rows):
-        raise ValueError("the data of the recipe have no usable row")
-    draw = drawn_by_a_run(recipe, sources, indexes)
-    bounds = np.cumsum([0, *map(len, indexes)])
     capped = recipe.data.batching == "capped"
     weighted = len(sources) > 1 and any(s.config.weight for s in sources)
     epoch = np.diff(np.searchsorted(rows, bounds)) @ [s.config.repeats for s in sources]
@@ -132,8 +123,7 @@ def of_indexes(recipe: Recipe, sources: Sequence[DataSource],
         f"the recipe's own, {len(rows)} rows by the length index of its data"
         + f", without the {held_out} of data.num_validation" * bool(held_out)
         + (", in its capped mini-batches" if capped else ""),
-        lambda num_ranks, batch_size, seed: draw(num_ranks, num_ranks * batch_size, seed),
-        0 if weighted else int(epoch), capped, partial(usable_rows, indexes, rows), place)
+        draw, 0 if weighted else int(epoch), capped, partial(usable_rows, indexes, rows), place)
 
 
 Size = Annotated[int, Field(ge=1, lt=2**31)]

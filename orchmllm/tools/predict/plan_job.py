@@ -45,19 +45,19 @@ def settings_table(best: list[Found], search: Search) -> str:
     """The best settings and the recipe's own."""
     given = search.given()
     kept = {"full": "no", "node": "node", "none": "all"}
-    rows = [(f, "") for f in best[:SHOWN]] + ([(given, "  as the recipe says")] if given else [])
-    wide = 2 + max(28, *(len("/".join(f.setting.checkpointing)) for f, _ in rows))
-    lines = [f"{'batch x micro':>13} {'shards':>6}  {'stays gathered':<16}{'recomputed':<{wide}}"
-             f"{'tok/s/GPU':>9}{'s':>7}{'GB':>7}"]
+    rows = [(f, "") for f in best[:SHOWN]] + ([(given, "\n  as the recipe says")] if given else [])
+    wide = 1 + max(10, *(len("/".join(f.setting.checkpointing)) for f, _ in rows))
+    lines = [f"{'batch x micro':>13} {'shards':>6} {'gathered':<15}{'recomputed':<{wide}}"
+             f"{'tok/s/GPU':>9}{'s':>8}{'GB':>6}"]
     for f, note in rows:
         s = f.setting
         if f.peak_bytes > search.budget:
             note += f", needs {(f.peak_bytes - search.budget) / 1e9:.1f} GB more"
         lines.append(
-            f"{s.batch_size:>6} x {s.microbatches:<4} {s.shard_size:>6}  "
-            f"{'/'.join(kept[r] for r in s.reshard):<16}{'/'.join(s.checkpointing):<{wide}}"
-            f"{f.tokens_per_s / search.num_ranks:>9.0f}{f.time.seconds:>7.2f}"
-            f"{f.peak_bytes / 1e9:>7.1f}{note}")
+            f"{s.batch_size:>6} x {s.microbatches:<4} {s.shard_size:>6} "
+            f"{'/'.join(kept[r] for r in s.reshard):<15}{'/'.join(s.checkpointing):<{wide}}"
+            f"{f.tokens_per_s / search.num_ranks:>9.0f}{f.time.seconds:>8.3g}"
+            f"{f.peak_bytes / 1e9:>6.1f}{note}")
     return "\n".join(lines)
 
 

@@ -288,7 +288,7 @@ class Search:
                 break
         if not fitting:
             raise ValueError(
-                f"nothing fits {self.num_ranks} GPUs of {self.budget / 1e9:.1f} GB "
+                f"nothing fits {self.num_ranks} GPUs of {self.budget / 1e9:.3g} GB "
                 f"({self.allowed_by}): give more GPUs, a smaller batch or model, or a "
                 "larger balance.*.max_rank_tokens where the recipe sets one")
         found = sorted(map(self.found, fitting), key=lambda f: -f.tokens_per_s)

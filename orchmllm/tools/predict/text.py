@@ -42,13 +42,8 @@ def _many(count: float, noun: str) -> str:
     return f"{number} {noun}{'' if count == 1 else plural}"
 
 
-def _table(label: str, *cells: str, width: int = 12) -> str:
-    return f"{label:42s}" + "".join(f"{c:>{width}s}" for c in cells)
-
-
-def _present(r: dict) -> list[str]:
-    """Phases that something was drawn for."""
-    return list(r["phases"])
+def _table(label: str, *cells: str) -> str:
+    return f"{label:42s}" + "".join(f"{c:>12s}" for c in cells)
 
 
 def _memory_lines(r: dict) -> list[str]:
@@ -82,10 +77,10 @@ def _parameter_lines(counts: dict[str, int]) -> list[str]:
 
 def _imbalance_lines(r: dict) -> list[str]:
     lines = [_table("Imbalance: slowest rank / mean rank", *SCHEMES.values())]
-    for p in _present(r):
+    for p in r["phases"]:
         lines.append(_table(f"  {p}", *(f"{r['phases'][p][n]:.3f}" for n in SCHEMES)))
     return [*lines, "", "FLOP of a step, without padding: " + ", ".join(
-        f"{p} {r['flops'][p]:.3g}" for p in _present(r))]
+        f"{p} {r['flops'][p]:.3g}" for p in r["phases"])]
 
 
 def _predicted_lines(r: dict) -> list[str]:
@@ -103,7 +98,7 @@ def _predicted_lines(r: dict) -> list[str]:
     lines = [
         _table("Predicted step, " + ("milliseconds" if short else "seconds"), *SCHEMES.values()),
         row("whole", "step_s"),
-        *(row(f"{p}, forward and backward", f"{p}_s") for p in _present(r)),
+        *(row(f"{p}, forward and backward", f"{p}_s") for p in r["phases"]),
         row("gathers and reductions not hidden", "traffic_s"),
         row("exchange of rows", "exchange_s", ".4f" if not short else ".2f"),
         row("optimizer", "update_s", ".3f" if not short else ".2f"),
@@ -113,7 +108,7 @@ def _predicted_lines(r: dict) -> list[str]:
         row("tokens a second", "tokens_per_gpu", ".4g", r["world_size"]),
         row(f"GPU-hours, {whose}"[:39], "step_s", ".4g", hours),
         _table("  planning, ms (in the background)", *(
-            f"{r['plan_ms'][n] * r['microbatches']:.1f}" for n in SCHEMES)),
+            f"{r['plan_ms'][n]:.1f}" for n in SCHEMES)),
         *_assumed_lines(r), "",
         _table("Computing alone, relative to balanced", "unbalanced", "LLM only"),
         _table("  the slowest rank of each phase",

@@ -18,7 +18,8 @@ def summarize(rows: dict[str, list[dict]]) -> dict:
     Times in seconds of CPU time unless called wall.
 
     critical path: sum over steps and phases of the slowest rank's time in that phase, because FSDP
-    gathers parameters phase by phase and every rank waits for the slowest.
+    gathers parameters phase by phase and every rank waits for the slowest. The times of a step's
+    microbatches are known together alone, so what ranks wait in one and not in another is left out.
     """
     steps = {name: [r for r in found if "loss" in r] for name, found in rows.items()}
     validation = {name: [r["validation_loss"] for r in found if "validation_loss" in r]
@@ -37,9 +38,10 @@ def summarize(rows: dict[str, list[dict]]) -> dict:
         "wall_ratio": statistics.median(
             on["wall_s"] / off["wall_s"]
             for on, off in zip(steps["on"], steps["off"], strict=True)),
-        "validation_loss_first": (validation["on"] or [math.nan])[0],
-        "validation_loss_last": (validation["on"] or [math.nan])[-1],
-        "validation_loss_last_off": (validation["off"] or [math.nan])[-1],
+        # None without rows to validate on
+        "validation_loss_first": (validation["on"] or [None])[0],
+        "validation_loss_last": (validation["on"] or [None])[-1],
+        "validation_loss_last_off": (validation["off"] or [None])[-1],
         "wall_s": {name: [r["wall_s"] for r in found] for name, found in steps.items()},
         "num_ranks": cpu_s["on"].shape[2], "num_steps": len(steps["on"]),
         "critical_path_s": path,
@@ -67,18 +69,18 @@ def comparison_table(result: dict, recipe: Recipe) -> str:
     path = {name: s / steps for name, s in r["critical_path_s"].items()}
     waiting = {name: sum(map(sum, x)) / ranks / steps for name, x in r["waiting_s"].items()}
     wall = {name: statistics.median(seconds) for name, seconds in r["wall_s"].items()}
-    title = (f"Balancing off and on: {ranks} ranks x {recipe.train.batch_size} examples, {steps} "
-             "steps, same seed and batches")
+    title = f"Balancing off and on: {ranks} ranks, {steps} steps, same seed and batches"
+    validated = [] if first is None else [
+        _line(f"  validation loss on {recipe.data.num_validation} held-out examples",
+              r["validation_loss_last_off"], last, ".4f"),
+        f"  validation loss before training {first:.3f} (ln(vocabulary) is "
+        f"{math.log(r['vocab_size']):.3f}), after {last:.3f}: {100 * (last / first - 1):+.0f}%"]
     lines = [
         "", "=" * 79, title, "=" * 79, "",
         _line("Same result", "off", "on"),
         _line("  training loss, first step", r["loss_off"][0], r["loss_on"][0], ".4f"),
         _line("  training loss, last step", r["loss_off"][-1], r["loss_on"][-1], ".4f"),
-        _line(f"  validation loss on {recipe.data.num_validation} held-out examples",
-              r["validation_loss_last_off"], last, ".4f"),
-        f"  largest difference of a step's loss: {r['loss_difference']:.1e} relative",
-        f"  validation loss before training {first:.3f} (ln(vocabulary) is "
-        f"{math.log(r['vocab_size']):.3f}), after {last:.3f}: {100 * (last / first - 1):+.0f}%",
+        f"  largest difference of a step's loss: {r['loss_difference']:.1e} relative", *validated,
         "", _line("Less waiting", "off", "on") + "   moved a step",
         *(_line(f"  {p}: slowest / mean rank, predicted", r["imbalance"][p]["off"],
                 r["imbalance"][p]["on"], ".2f") + f"{_bytes(r['moved_bytes_per_step'][p]):>15}"
@@ -91,11 +93,11 @@ def comparison_table(result: dict, recipe: Recipe) -> str:
         f"(cost model: {r['predicted_ratio']:.2f})",
         f"  critical path on / mean rank       {r['on_over_mean']:.2f}   (1.00: nobody waits)",
         f"  wall time, on / off                {r['wall_ratio']:.2f}   "
-        "(median over steps; needs a core for every rank)",
+        "(median; needs a core a rank)",
         "",
-        "(*) All ranks wait for the slowest one in each phase: vision encoder, audio encoder,",
-        "    LLM. The critical path adds up the slowest rank's CPU time of each phase, and of",
-        "    moving the rows: the time of a step on machines with a processor for every rank.",
+        "(*) All ranks wait for the slowest one in each phase: encoders, LLM. The",
+        "    critical path adds up the slowest rank's CPU time of each phase and of",
+        "    moving rows: how long a step of one microbatch takes with a core for each.",
     ]
     return "\n".join(lines)
 

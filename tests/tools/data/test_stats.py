@@ -33,7 +33,9 @@ def test_a_data_file_for_a_model(folder, capsys):
     assert main([*stats, "--ranks", "2", "--batch-size", "3"]) == 0
     said = capsys.readouterr().out
     assert "2 ranks x 3 examples" in said and float(GAIN.search(said)[1]) >= 1
-    assert re.search(r" text +12 +\d+", said) and "h100" not in said
+    assert re.search(r"^data.jsonl\n  text +12 +\d+", said, re.M) and "h100" not in said
+    table = said[said.index("\nLLM tokens per example"):]
+    assert max(map(len, table.splitlines())) <= 80
     phases = re.compile(r"^(\w+) +\d\.\d\d +\d\.\d\d$", re.M)
     assert phases.findall(said) == ["vision", "audio", "llm"]
     write_jsonl(folder / "data.jsonl", [

@@ -9,6 +9,7 @@ from itertools import chain
 import numpy as np
 import pytest
 
+from orchmllm.config.balance import BalanceConfig, PhaseConfig
 from orchmllm.config.job import resolve
 from orchmllm.config.recipe import DataConfig, FsdpConfig, SourceConfig, TrainConfig, to_yaml
 from orchmllm.data.formats.open import index_path
@@ -16,14 +17,16 @@ from orchmllm.data.sampler import make_sampler
 from orchmllm.data.stream import open_dataset
 from orchmllm.models.whole_flops import plan_spec
 from orchmllm.plan.assign import PHASES
-from orchmllm.plan.step import plan_step
+from orchmllm.plan.gain import slowest_costs
+from orchmllm.plan.microbatches import plan_microbatches
+from orchmllm.plan.step import phase_figures, plan_step
 from orchmllm.sharding.fits import joined
 from orchmllm.sharding.loads import loads_of
 from orchmllm.sharding.memory import MemoryModel
 from orchmllm.sharding.run_memory import RunMemory
 from orchmllm.tools.data.command import index_all
 from orchmllm.tools.data.command import main as data_command
-from orchmllm.tools.data.composition import global_batches
+from orchmllm.tools.data.composition import predict
 from orchmllm.tools.predict.dry_run import dry_run
 from orchmllm.tools.predict.examples import dataset_of, of_recipe
 from orchmllm.tools.predict.hardware import Hardware
@@ -71,10 +74,15 @@ CASES = {
 
 
 def opened(asked):
-    """(dataset, global batches as training draws them) of a recipe whose index is made."""
+    """(dataset, 20 global batches as training draws them) of a recipe whose index is made."""
     rows = dataset_of(asked)
-    indexes = index_all(rows.sources, rows.reader, index_path(asked.data.index_dir), 1)
-    return dataset_of(asked), list(global_batches(rows.sources, indexes, asked, RANKS))
+    index_all(rows.sources, rows.reader, index_path(asked.data.index_dir), 1)
+    dataset = dataset_of(asked)
+    sampler = make_sampler(dataset, dataset.split(asked.data.num_validation)[0],
+                           resolve(asked, RANKS, 8).global_batch_size, seed=asked.run.seed,
+                           data=asked.data, per_rank=asked.train.batch_size)
+    return dataset, [dataset.layouts(sampler.batch(step), [
+        share.stop - share.start for share in sampler.shares(step, RANKS)]) for step in range(20)]
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -162,6 +170,21 @@ def test_a_dry_run_of_capped_mini_batches_says_so(folder, capsys):
     assert "data.batching is capped" in capsys.readouterr().err
 
 
+def test_rates_and_imbalances_are_of_all_steps_together(folder):
+    """Every scheme does the same work: a step of long examples counts by the time that it takes."""
+    asked = replace(own(folder, "mixed.jsonl"), fsdp=FsdpConfig())
+    opened(asked)
+    for ranks, count in ((1, 4), (4, 1)):
+        found = dry_run(replace(asked, train=replace(asked.train, accumulation_steps=count)), ranks,
+                        Hardware(), steps=12, examples=of_recipe(asked))
+        for rate in ("mfu", "tokens_per_gpu"):
+            done = [one[rate] * one["step_s"] for one in found["predicted"].values()]
+            assert done == pytest.approx(done[:1] * 3, rel=1e-9), rate
+        uneven = found["phases"]["llm"]
+        assert uneven["none"] / uneven["balanced"] == pytest.approx(
+            found["ratio"]["none / balanced"], rel=0.01)
+
+
 @pytest.mark.parametrize("case, said", [("weights", "4 ranks x 6 examples"),
                                         ("capped", "4 ranks x 3 mini-batches")])
 def test_statistics_are_of_the_global_batch_of_the_recipe(folder, capsys, case, said):
@@ -170,8 +193,31 @@ def test_statistics_are_of_the_global_batch_of_the_recipe(folder, capsys, case, 
     _, alone = opened(asked)
     asked = replace(asked, train=replace(asked.train, global_batch_size=48, accumulation_steps=2))
     _, drawn = opened(asked)  # 24 examples, or 12 mini-batches of 2, a microbatch
-    assert of_steps(drawn) == pytest.approx([3 * x for x in of_steps(alone)], rel=0.15)
+    assert of_steps(drawn) == pytest.approx([6 * x for x in of_steps(alone)], rel=0.15)
     path = folder / "stats.yaml"
     path.write_text(to_yaml(asked), encoding="utf-8")
     assert data_command(["stats", str(path), "--ranks", "4", "--workers", "1"]) == 0
-    assert said in capsys.readouterr().out
+    told = capsys.readouterr().out
+    assert said in told and "(2 microbatches a step, each of which waits" in told
+
+
+def test_steps_have_as_many_microbatches_as_their_caps_need(folder):
+    """In statistics, a dry run, and a run of which the memory is known as well."""
+    asked = own(folder, "mixed.jsonl")
+    asked = replace(asked, train=replace(asked.train, batch_size=6, accumulation_steps=0),
+                    balance=BalanceConfig(llm=PhaseConfig(max_rank_tokens=1300)))
+    dataset, drawn = opened(asked)
+    spec = plan_spec(resolve(asked, RANKS, 8))
+    planned = [(layout, [plan for _, plan in plan_microbatches(layout, spec, 0)])
+               for layout in drawn]
+    counts = [len(plans) for _, plans in planned]
+    assert min(counts) < max(counts)
+    before, after = np.sum([slowest_costs(phase_figures(*step)) for step in planned], axis=0)
+    assert predict(drawn, asked)[1] == pytest.approx(before / after)
+    found = dry_run(asked, RANKS, Hardware(), steps=sum(counts), examples=of_recipe(asked))
+    assert found["steps"] == len(drawn) and found["microbatches"] == np.mean(counts)
+    assert found["batch_size"] * found["microbatches"] == pytest.approx(6)
+    once = dry_run(replace(asked, balance=BalanceConfig(), train=replace(
+        asked.train, accumulation_steps=1)), RANKS, Hardware(), examples=of_recipe(asked))
+    assert found["flops"] == pytest.approx(once["flops"])
+    assert RunMemory(asked, dataset, range(len(dataset)), spec, RANKS, 0).choice["llm"] == "none"

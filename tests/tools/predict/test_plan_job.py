@@ -115,6 +115,8 @@ def test_the_command(tmp_path, capsys):
     assert "\n  ".join(overrides) in said.out
     table = said.out.partition("(vision/audio/llm):\n")[2].partition("\n\n")[0].splitlines()
     assert len(table) > 3 and len(set(table)) == len(table)
+    choices = [row.split()[5] for row in table[1:-1]]
+    assert max(map(len, table)) <= 61 + max(map(len, choices))
 
 
 def test_one_shard_of_all_ranks_is_named_where_shards_balance(tmp_path):
@@ -129,7 +131,7 @@ def test_one_shard_of_all_ranks_is_named_where_shards_balance(tmp_path):
     (["--ranks", "8", "--global-batch", "12"], "--global-batch 12 is no multiple of 8 GPUs: say "),
     (["--ranks", "4", "train.global_batch_size=30"],
      "train.global_batch_size 30 is no multiple of 4 GPUs: say 28"),
-    (["--ranks", "1", "fsdp.memory_gb=5"], "nothing fits 1 GPUs of 5.0 GB (fsdp.memory_gb)"),
+    (["--ranks", "1", "fsdp.memory_gb=5"], "nothing fits 1 GPUs of 5 GB (fsdp.memory_gb)"),
     (["--ranks", "8", "--gpu", "h1"], "choose one of h100-sxm"),
     (["--ranks", "8", "--network", "nan"], "--network nan"),
 ])
