@@ -32,6 +32,7 @@ from typing import Any
 import numpy as np
 
 from orchmllm.plan.assign import (
+    EVERY_PHASE,
     PlanSpec,
     assign_phases,
     most_shares,
@@ -251,23 +252,24 @@ def _below_caps(
 def _time_of_ranks(layout: BatchLayout, division: Division, count: int) -> float:
     """What the ranks take of a step, waiting for the slowest one in every microbatch and phase;
     infinite where the caps allow no plan."""
-    def unpermuted(*_: np.ndarray, num_ranks: int, **options: object) -> np.ndarray:
-        """In place of assign_nodes: nodes do not change the loads."""
-        return np.arange(num_ranks)
-
     def time(part: BatchLayout, spec: PlanSpec, rank: np.ndarray | None) -> float:
         try:
-            encode, llm = (assign_phases(part, spec, unpermuted) if rank is None
+            encode, llm = (assign_phases(part, spec) if rank is None
                            else _below_caps(part, spec, rank))
         except CapError:
             if rank is not None or spec.balance.llm.max_shares == 1:
                 raise
-            plan = plan_step(part, spec, unpermuted)  # which may share an example that is too long
+            plan = plan_step(part, spec)  # which may share an example that is too long
             return sum(float(plan.planned_cost(phase).max(initial=0)) for phase in spec.phases)
         return sum(float(spec.costs[phase].of_ranks(
             part.item_lengths(phase), llm if phase == "llm" else encode[phase],
             part.num_ranks).max(initial=0)) for phase in spec.phases)
 
+    spec = division.spec
+    phases = {phase: replace(getattr(spec.balance, phase), nodewise=False)
+              for phase in EVERY_PHASE}
+    division = division._replace(  # nodes do not change the loads
+        spec=replace(spec, balance=replace(spec.balance, **phases)))
     try:
         return sum(_first(layout, division, k, time) for k in range(count))
     except CapError:
