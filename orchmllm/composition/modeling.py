@@ -179,8 +179,12 @@ class ComposedPreTrainedModel(PreTrainedModel):
     def from_pretrained(cls, folder: str | PathLike | None, *args: Any, **options: Any) -> Any:
         """As of any model; of a folder that `orchmllm compose` wrote, towers and LLM are read from
         the folders of the parts, and connectors are drawn."""
-        linked = load_linked(folder, options)
-        return super().from_pretrained(None if linked else folder, *args, **options)
+        if not load_linked(folder, options):
+            return super().from_pretrained(folder, *args, **options)
+        out = super().from_pretrained(None, *args, **options)
+        model = out[0] if isinstance(out, tuple) else out
+        model.name_or_path = model.config.name_or_path = str(folder)  # peft writes it
+        return out
 
 
 class ComposedModel(ComposedPreTrainedModel):

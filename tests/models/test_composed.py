@@ -16,6 +16,7 @@ from PIL import Image
 from torch.utils.flop_counter import FlopCounterMode
 
 from orchmllm.config.model import ModelConfig
+from orchmllm.hf.folder import PARTS, open_folder
 from orchmllm.models.flops import Lengths
 from orchmllm.models.whole_flops import phase_work
 from orchmllm.tools.compose.command import main
@@ -122,6 +123,32 @@ def test_the_model_is_its_parts_called_by_hand(name, tmp_path):
         token = model(**longer).logits[:, -1:].argmax(-1)
         inputs["input_ids"] = torch.cat([inputs["input_ids"], token], 1)
     assert torch.equal(out, inputs["input_ids"])
+
+
+def test_a_folder_that_got_weights_is_read_by_them(tmp_path):
+    """Not by the links to the parts, which a save_pretrained leaves there; and it has a name."""
+    composed.write_composed("whisper_qwen3", tmp_path / "model", linked=True)
+    kind = transformers.AutoModelForMultimodalLM
+    model, _ = kind.from_pretrained(tmp_path / "model", output_loading_info=True)
+    assert model.name_or_path == model.config.name_or_path == str(tmp_path / "model")
+    torch.nn.init.ones_(model.lm_head.weight)
+    model.save_pretrained(tmp_path / "model")
+    again = kind.from_pretrained(tmp_path / "model").state_dict()
+    assert all(torch.equal(again[name], value) for name, value in model.state_dict().items())
+    assert (tmp_path / "model" / PARTS).is_file()
+    stored = open_folder(tmp_path / "model")
+    assert {tensor.file.parent for tensor in stored.values()} == {tmp_path / "model"}
+
+
+def test_links_are_followed_from_where_the_folder_is(tmp_path):
+    parts = composed.write_parts("whisper_qwen3", tmp_path / "parts")
+    (tmp_path / "far/away/disk").mkdir(parents=True)
+    (tmp_path / "disk").symlink_to(tmp_path / "far/away/disk")
+    compose(parts, tmp_path / "disk/model")
+    assert len(open_folder(tmp_path / "disk/model")) > 20
+    shutil.rmtree(parts.audio)
+    with pytest.raises(ValueError, match=r"parts.json names .*audio: .*: put the part there again"):
+        open_folder(tmp_path / "disk/model")
 
 
 @pytest.mark.parametrize("name", [

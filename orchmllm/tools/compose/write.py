@@ -324,7 +324,8 @@ def _links(model: ComposedForConditionalGeneration, parts: Parts, out: Path
         places[head], begins[head] = parts.llm, head
         if f"{head}weight" not in open_folder(parts.llm):
             raise ValueError(f"{parts.llm} lacks {head}weight: give the folder of a causal LLM")
-    return {name: (os.path.relpath(folder, out), begins[name]) for name, folder in places.items()}
+    return {name: (os.path.relpath(folder.resolve(), out.resolve()), begins[name])
+            for name, folder in places.items()}
 
 
 def _begin(model: ComposedForConditionalGeneration, name: str, folder: Path) -> str:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from safetensors import safe_open
 
 from orchmllm.data.text.tokenizer import ChatTokenizer
-from orchmllm.hf.folder import INDEX, PARTS, VAE, open_folder
+from orchmllm.hf.folder import INDEX, PARTS, VAE, links_of, open_folder
 from orchmllm.hf.tensors import TORCH_DTYPES, FileTensor, renamed
 from orchmllm.models.families import COMPOSED, model_class, read_config
 
@@ -120,7 +120,7 @@ def _buffers(model: PreTrainedModel, source: Path) -> dict[str, Tensor]:
                 found[f"{path}.{name}"] = module
     for module in found.values():
         part[module]._init_weights(module)  # of parameters nothing: they have no memory yet
-    if not found or not (any(source.glob("*.safetensors")) or (source / PARTS).is_file()):
+    if not found or not (any(source.glob("*.safetensors")) or links_of(source)):
         return {}
     out = {}
     for name, stored in open_folder(source).items():
