@@ -40,7 +40,8 @@ def given(processor, hears: bool, shows: bool) -> dict:
               for h, w in ((40, 90), (64, 50))]
     clips = [rng.standard_normal(n).astype(np.float32) for n in (9_000, 3_500)]
     out = processor(text=[text], images=[images] if shows else None, audio=clips if hears else None,
-                    audio_kwargs={"sampling_rate": 16_000}, return_tensors="pt")
+                    audio_kwargs={"sampling_rate": 16_000}, return_tensors="pt", padding=True,
+                    max_length=1_000)  # which texts alone are to follow
     return {n: v.double() if v.is_floating_point() else v for n, v in out.items()}
 
 
@@ -118,11 +119,28 @@ def test_the_model_is_its_parts_called_by_hand(name, tmp_path):
     assert (model.lm_head.weight is model.get_input_embeddings().weight) is (
         config.text_config.tie_word_embeddings)
     out = model.generate(**inputs, max_new_tokens=3, min_new_tokens=3, do_sample=False)
+    check_beams(model, inputs)
     for _ in range(3):
         longer = {**inputs, "attention_mask": torch.ones_like(inputs["input_ids"])}
         token = model(**longer).logits[:, -1:].argmax(-1)
         inputs["input_ids"] = torch.cat([inputs["input_ids"], token], 1)
     assert torch.equal(out, inputs["input_ids"])
+
+
+def check_beams(model, inputs: dict) -> None:
+    """Two examples, of which the second has no media: all beams of each are given its own."""
+    media = {n: v for n, v in inputs.items() if n not in ("input_ids", "attention_mask")}
+    ids = torch.cat([inputs["input_ids"], torch.full_like(inputs["input_ids"], 5)])
+    told = {"input_ids": ids, "attention_mask": torch.ones_like(ids), **media}
+    seen = []
+    with model.model.language_model.register_forward_pre_hook(
+            lambda _, args, given: seen.append(given["inputs_embeds"]), with_kwargs=True):
+        model(**told)
+        model.generate(**told, num_beams=3, do_sample=False, max_new_tokens=1)
+    assert torch.equal(seen[1], seen[0].repeat_interleave(3, 0))
+    how = {"max_new_tokens": 3, "min_new_tokens": 3, "num_beams": 3, "do_sample": False}
+    assert torch.equal(model.generate(**told, **how),
+                       model.generate(**told, **how, use_cache=False))
 
 
 def test_a_folder_that_got_weights_is_read_by_them(tmp_path):
