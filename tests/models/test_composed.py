@@ -21,6 +21,7 @@ from orchmllm.models.flops import Lengths
 from orchmllm.models.whole_flops import phase_work
 from orchmllm.tools.compose.command import main
 from orchmllm.tools.compose.write import compose
+from orchmllm.tools.export.whole import save_model
 from tests.lib import composed
 from tests.lib.commands import python
 
@@ -156,6 +157,23 @@ def test_a_folder_that_got_weights_is_read_by_them(tmp_path):
     assert (tmp_path / "model" / PARTS).is_file()
     stored = open_folder(tmp_path / "model")
     assert {tensor.file.parent for tensor in stored.values()} == {tmp_path / "model"}
+
+
+def test_an_export_keeps_what_transformers_would_refuse_or_forget(tmp_path):
+    """Settings of generate that do not suit each other, more chat templates, and the dtype."""
+    composed.write_composed("whisper_qwen3", tmp_path / "model", linked=True)
+    settings = {"do_sample": False, "temperature": 0.6, "eos_token_id": 2}
+    (tmp_path / "model/generation_config.json").write_text(json.dumps(settings))
+    (tmp_path / "model/additional_chat_templates").mkdir()
+    (tmp_path / "model/additional_chat_templates/tools.jinja").write_text("tools")
+    model = transformers.AutoModelForMultimodalLM.from_pretrained(tmp_path / "model")
+    (tmp_path / "out").mkdir()
+    save_model(model.bfloat16(), 0, tmp_path / "model", 10**9, tmp_path / "out", print)
+    for folder in (tmp_path / "out", tmp_path / "out/llm"):
+        written = json.loads((folder / "generation_config.json").read_text())
+        assert written["temperature"] == 0.6 and 2 in written["eos_token_id"]
+        assert (folder / "additional_chat_templates/tools.jinja").read_text() == "tools"
+        assert json.loads((folder / "config.json").read_text())["dtype"] == "bfloat16"
 
 
 def test_links_are_followed_from_where_the_folder_is(tmp_path):

@@ -158,7 +158,6 @@ def save_parts(model: ComposedForConditionalGeneration, folder: Path, max_file_b
              for name, value in inner.language_model.state_dict().items()}
     llm.load_state_dict(state | {"lm_head.weight": model.lm_head.weight}, assign=True)
     llm.tie_weights()
-    llm.generation_config = model.generation_config
     parts = {"llm": (llm, processor.tokenizer)}
     if hasattr(inner, "vision_tower"):
         parts["vision"] = inner.vision_tower, processor.image_processor
@@ -175,9 +174,8 @@ def save_parts(model: ComposedForConditionalGeneration, folder: Path, max_file_b
     save_file({name: value for name, value in model.state_dict().items()
                if name.startswith((*_CONNECTORS, *(f"model.{p}_projector." for p in parts)))},
               folder / "connectors" / SINGLE, metadata={"format": "pt"})
-    model.config.architectures = [type(model).__name__]
+    model.config.architectures, model.config.dtype = [type(model).__name__], model.dtype
     model.config.save_pretrained(folder)
-    model.generation_config.save_pretrained(folder)
     links = _links(model, Parts(**{name: folder / name for name in parts}), folder)
     connectors = [*(f"model.{part}_projector." for part in ("vision", "audio") if part in parts),
                   *(_CONNECTORS if "generator" in parts else ())]
