@@ -247,8 +247,14 @@ def test_what_cannot_be_composed_is_one_line(tmp_path, capsys):
                         ignore=shutil.ignore_patterns("config.json"))
         assert f"is a {found}: a composition needs an LLM with a table" in told(
             llm=tmp_path / "other")
+    weights = [folder / "model.safetensors" for folder in (parts.llm, parts.vision, parts.audio)]
+    for path in weights:
+        path.rename(path.with_name("pytorch_model.bin"))
+    assert f"{parts.vision} has no weights in safetensors: copy" in told()
+    for path in weights:
+        path.with_name("pytorch_model.bin").rename(path)
     shutil.rmtree(parts.audio)
-    assert f"{parts.audio}: its Config cannot be read" in told()
+    assert f"{parts.audio}: no such folder (nothing is downloaded)" in told()
     compose(parts._replace(audio=None), tmp_path / "out")
 
 
