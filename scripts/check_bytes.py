@@ -210,7 +210,7 @@ def terms_of(recipe: Recipe, repeat: int) -> Iterator[tuple[str, str, list[float
     """(Part, term, [amount, seconds predicted and measured]). Raises RuntimeError where the loss
     does not move what the dry run says."""
     runner, rates = WholeRunner(recipe, torch.device("cpu"), torch.float32, CHUNK), Rates()
-    width, vocab = runner.whole.token_embedding.shape[::-1]
+    width, vocab = runner.whole.hf.get_input_embeddings().weight.shape[::-1]
     kinds = {part: media(runner, part) for part in runner.whole.blocks() if part != "llm"}
     kinds["llm"] = text(runner, NUMBERS // width // LENGTH)
     for part, one in [(part, one) for part, found in kinds.items() for one in found]:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import inspect
 from functools import lru_cache
 from importlib import import_module
+from itertools import chain
 from os import PathLike
 from typing import Any
 
@@ -40,6 +41,10 @@ from orchmllm.composition.configuration import ComposedConfig, audio_rows
 from orchmllm.composition.generator import Generator
 from orchmllm.composition.weights import load_linked
 from orchmllm.models.parts import Connector
+
+# Of each kind of media, what its tower may be given.
+MEDIA = {"image": ("pixel_values", "image_grid_thw"),
+         "audio": ("input_features", "input_features_mask", "feature_attention_mask")}
 
 
 @lru_cache
@@ -179,8 +184,12 @@ class ComposedPreTrainedModel(PreTrainedModel):
     def from_pretrained(cls, folder: str | PathLike | None, *args: Any, **options: Any) -> Any:
         """As of any model; of a folder that `orchmllm compose` wrote, towers and LLM are read from
         the folders of the parts, and connectors are drawn."""
-        linked = load_linked(folder, options)
-        return super().from_pretrained(None if linked else folder, *args, **options)
+        if not load_linked(folder, options):
+            return super().from_pretrained(folder, *args, **options)
+        out = super().from_pretrained(None, *args, **options)
+        model = out[0] if isinstance(out, tuple) else out
+        model.name_or_path = model.config.name_or_path = str(folder)  # peft writes it
+        return out
 
 
 class ComposedModel(ComposedPreTrainedModel):
@@ -221,38 +230,33 @@ class ComposedModel(ComposedPreTrainedModel):
         self.language_model = AutoModel.from_config(config.text_config)
         self.post_init()
 
-    def get_input_embeddings(self) -> nn.Module:
-        return self.language_model.get_input_embeddings()
-
-    def set_input_embeddings(self, value: nn.Module) -> None:
-        self.language_model.set_input_embeddings(value)
-
     def forward(
         self, input_ids: Tensor | None = None, pixel_values: Tensor | None = None,
         image_grid_thw: Tensor | None = None, input_features: Tensor | None = None,
         input_features_mask: Tensor | None = None, feature_attention_mask: Tensor | None = None,
-        attention_mask: Tensor | None = None, position_ids: Tensor | None = None,
         inputs_embeds: Tensor | None = None, **options: Any,
     ) -> BaseModelOutputWithPast:
-        """The last hidden states, (b, n, width), of input_ids (b, n), or of their inputs_embeds (b,
+        """The last hidden states, (b, n, width), of what `embedded` takes. options: of the LLM."""
+        rows = self.embedded(
+            input_ids, inputs_embeds, pixel_values=pixel_values, image_grid_thw=image_grid_thw,
+            input_features=input_features, input_features_mask=input_features_mask,
+            feature_attention_mask=feature_attention_mask)
+        return self.language_model(inputs_embeds=rows, **options)
+
+    def embedded(self, input_ids: Tensor | None, inputs_embeds: Tensor | None = None,
+                 **media: Tensor | None) -> Tensor:
+        """What the LLM is given, (b, n, width), of input_ids (b, n), or of their inputs_embeds (b,
         n, width); media are as get_image_features and get_audio_features take them, and come with
         input_ids, which say where their rows are. Raises ValueError where these are more or fewer
         than the tokens that stand for them."""
-        if inputs_embeds is None:
-            inputs_embeds = self._embedded(input_ids)
-        if pixel_values is not None:
-            grids = {} if image_grid_thw is None else {"image_grid_thw": image_grid_thw}
-            features = self.get_image_features(pixel_values=pixel_values, **grids).pooler_output
-            inputs_embeds = _placed(inputs_embeds, input_ids, self.config.image_token_id, features)
-        if input_features is not None:
-            masks = {"feature_attention_mask": feature_attention_mask} if self.config.audio_packed \
-                else {"input_features_mask": input_features_mask}
-            features = self.get_audio_features(
-                input_features=input_features, **masks).pooler_output
-            inputs_embeds = _placed(inputs_embeds, input_ids, self.config.audio_token_id, features)
-        return self.language_model(
-            inputs_embeds=inputs_embeds, attention_mask=attention_mask, position_ids=position_ids,
-            **options)
+        rows = self._embedded(input_ids) if inputs_embeds is None else inputs_embeds
+        for kind, names in MEDIA.items():
+            given = {n: media[n] for n in names if media.get(n) is not None}
+            if names[0] in given:  # generate keeps the others after the first step
+                features = getattr(self, f"get_{kind}_features")(**given).pooler_output
+                token = getattr(self.config, f"{kind}_token_id")
+                rows = _placed(rows, input_ids, token, features)
+        return rows
 
     def _embedded(self, ids: Tensor) -> Tensor:
         """Tokens that were added for media have no row in the table of the LLM."""
@@ -320,6 +324,23 @@ class ComposedForConditionalGeneration(ComposedPreTrainedModel, GenerationMixin)
         if states_of is not None:
             told["hidden_states"] = out.last_hidden_state[:, states_of]
         return CausalLMOutputWithPast(loss=loss, logits=logits, **told)
+
+    def _expand_inputs_for_generation(self, expand_size: int = 1, **options: Any) -> tuple:
+        """Media are encoded before: transformers would repeat each by itself, and not all of an
+        example together."""
+        if expand_size > 1 and options.get("inputs_embeds") is None:
+            media = {name: options.pop(name, None) for name in chain(*MEDIA.values())}
+            options["inputs_embeds"] = self.model.embedded(options["input_ids"], **media)
+        return super()._expand_inputs_for_generation(expand_size, **options)
+
+    def prepare_inputs_for_generation(self, input_ids: Tensor, **kwargs: Any) -> dict[str, Any]:
+        """input_ids: (b, n). Without a cache transformers would forget what was encoded. It asks
+        for a `kwargs`."""
+        rows = kwargs.get("inputs_embeds")
+        if rows is not None and not kwargs.get("use_cache"):
+            more = self.model._embedded(input_ids[:, rows.shape[1]:])
+            kwargs |= {"inputs_embeds": torch.cat([rows, more], 1), "is_first_iteration": True}
+        return super().prepare_inputs_for_generation(input_ids, **kwargs)
 
 
 AutoModel.register(ComposedConfig, ComposedModel)

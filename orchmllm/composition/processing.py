@@ -79,8 +79,9 @@ class ComposedProcessor(ProcessorMixin):
         if self.audio_packed:
             made = self._of_clips(audio, options)
         else:
-            made = self.feature_extractor(audio, **{
-                "return_attention_mask": True, "padding": "max_length", **options})
+            made = self.feature_extractor(audio, **{  # a window, however texts are padded
+                **options, "return_attention_mask": True, "padding": "max_length",
+                "max_length": None})
             made["input_features_mask"] = made.pop("attention_mask")
         mask = np.asarray(made["feature_attention_mask" if self.audio_packed
                                else "input_features_mask"])

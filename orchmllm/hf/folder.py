@@ -40,17 +40,24 @@ def open_folder(path: Path) -> dict[str, Stored]:
     if not path.is_dir():
         raise ValueError("no such folder: give a local copy of the model (nothing is downloaded)")
     read_json(path / "config.json")
-    return _of_parts(path) if (path / PARTS).is_file() else read_headers(_files(path))
+    return _of_parts(path) or read_headers(_files(path))
+
+
+def links_of(path: Path) -> dict[str, list[str]]:
+    """What PARTS says; nothing where there is none, or the folder got weights of its own: a
+    save_pretrained leaves PARTS there."""
+    own = any((path / name).is_file() for name in (SINGLE, INDEX))
+    return read_json(path / PARTS) if (path / PARTS).is_file() and not own else {}
 
 
 def _of_parts(path: Path) -> dict[str, Stored]:
     """The tensors of a composed model, in the folders of its parts."""
     tensors = {}
-    for name, (folder, there) in read_json(path / PARTS).items():
+    for name, (folder, there) in links_of(path).items():
         try:
             found = read_headers(_files(path / folder))
-        except ValueError as e:
-            raise ValueError(f"{PARTS} names {folder}: {e}") from e
+        except (OSError, ValueError) as e:
+            raise ValueError(f"{PARTS} names {folder}: {e}: put the part there again") from e
         tensors |= {name + key.removeprefix(there): stored for key, stored in found.items()
                     if key.startswith(there)}
     return tensors

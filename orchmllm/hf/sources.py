@@ -10,7 +10,7 @@ from itertools import groupby
 from pathlib import Path
 
 from orchmllm.config.model import ModelConfig
-from orchmllm.hf.folder import ELEMENT_BYTES, PARTS, Stored, open_folder, read_json
+from orchmllm.hf.folder import ELEMENT_BYTES, Stored, links_of, open_folder
 from orchmllm.models.families import read_config
 from orchmllm.plan.layout import OF_MEDIA
 
@@ -30,8 +30,7 @@ class WeightSource:
 
     def describe(self) -> str:
         count = len({t.file for t in self.tensors.values()})
-        files = "1 file" if count == 1 else f"{count} files"
-        return f"model.pretrained: {len(self.tensors)} tensors from {self.path} ({files})"
+        return f"model.pretrained: {len(self.tensors)} tensors from {self.path} (files: {count})"
 
 
 def find_sources(model: ModelConfig) -> list[WeightSource]:
@@ -56,8 +55,8 @@ def find_sources(model: ModelConfig) -> list[WeightSource]:
         if model.lora.rank:
             from orchmllm.models.adapters import check_adapters  # with torch
 
-            parts = path / PARTS  # a folder of orchmllm compose has the weights of these alone
-            check_adapters(model, tuple(read_json(parts)) if parts.is_file() else ("",))
+            # A folder of orchmllm compose has the weights of its parts alone.
+            check_adapters(model, tuple(links_of(path)) or ("",))
         return [WeightSource(path, {  # buffers may be integers, which nobody reads
             name: stored for name, stored in open_folder(path).items()
             if stored.dtype in ELEMENT_BYTES and stored.shape})]

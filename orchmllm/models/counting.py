@@ -86,7 +86,7 @@ def _llm(whole: WholeModel) -> PartCounts:
     def run(n: int) -> int:
         ids = torch.zeros(n, dtype=torch.int64)
         row = whole.join([ProcessedExample(UNKNOWN, ids, ids, {}, NO_EXAMPLES)])
-        _backward(whole.logits(row.inputs, row.kept))
+        _backward(whole.outputs(row.inputs, row.kept).logits)
         return len(row.kept)
 
     reaches, runs, rows = masks.reaches_of(stack[0], run), [], []
@@ -111,7 +111,7 @@ def _llm(whole: WholeModel) -> PartCounts:
 
 def _generator(whole: WholeModel) -> PartCounts:
     part, stack = whole.generator, whole.blocks()[GENERATOR]
-    width = whole.token_embedding.shape[1]
+    width = whole.hf.get_input_embeddings().weight.shape[1]
 
     def run(n: int, states: int) -> Counted:
         rows, times, seen = (torch.empty(*size, dtype=whole.dtype, device="meta") for size in (

@@ -4,12 +4,10 @@ and of the modules that these methods read."""
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 
 from torch import nn
 
 from orchmllm.encoders.infer import infer_encoders
-from orchmllm.encoders.spec import Encoder
 from orchmllm.plan.layout import GENERATOR
 
 # Layers of a tower, after its blocks, that make features as the LLM takes them; that they are no
@@ -30,18 +28,14 @@ def places(model: nn.Module) -> dict[str, str]:
     for encoder in encoders:
         part = "audio" if encoder.name == "audio" else "vision"
         read = {name: module for name, module in (
-            *encoder.tower_modules(owner), *_passed(encoder, owner))
+            *encoder.tower_modules(owner),
+            *((name, owner.get_submodule(name)) for name in encoder.passes))
             if not any(m is table for m in module.modules())}
         main = max(read, key=lambda name: sum(p.numel() for p in read[name].parameters()))
         found |= {f"{prefix}{name}.": "connector" for name in read}
         found[f"{prefix}{main}."] = part
         found |= {f"{prefix}{main}.{name}.": "connector" for name in _connectors(read[main])}
     return found
-
-
-def _passed(encoder: Encoder, owner: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    for name in encoder.passes:
-        yield name, owner.get_submodule(name)
 
 
 def _connectors(tower: nn.Module) -> list[str]:

@@ -102,10 +102,6 @@ class WholeModel(nn.Module):
         return structure.part_of(self._places, name)
 
     @property
-    def token_embedding(self) -> nn.Parameter:
-        return self.hf.get_input_embeddings().weight
-
-    @property
     def generator(self) -> nn.Module | None:
         """The part that makes images, see orchmllm.composition.generator."""
         return getattr(self.hf, GENERATOR, None)
@@ -196,7 +192,7 @@ class WholeModel(nn.Module):
                                        self.loss_chunk_rows)
         with answering, packing.packed(
                 batch.seqlens, self.num_layers, batch.shared), losing as made:
-            out = self._outputs(inputs, batch.kept, None if batch.made is None else batch.made.at)
+            out = self.outputs(inputs, batch.kept, None if batch.made is None else batch.made.at)
         loss = self._summed(out.logits, batch.targets, made)
         if self.generator is not None:
             loss = torch.stack([loss, loss.new_zeros(()) if batch.made is None else batch.made.loss(
@@ -205,13 +201,10 @@ class WholeModel(nn.Module):
             loss.requires_grad_()  # the text model is frozen, and no rank has media
         return loss
 
-    def logits(self, inputs: Mapping[str, Any], kept: Tensor) -> Tensor:
-        """(1, k, V) of the positions kept (k,) of a row."""
-        return self._outputs(inputs, kept).logits
-
-    def _outputs(self, inputs: Mapping[str, Any], kept: Tensor, states_of: Tensor | None = None
-                 ) -> Any:
-        """What the model returns. states_of: see ComposedForConditionalGeneration."""
+    def outputs(self, inputs: Mapping[str, Any], kept: Tensor, states_of: Tensor | None = None
+                ) -> Any:
+        """What the model returns, with logits (1, k, V) of the positions kept (k,) of a row.
+        states_of: see ComposedForConditionalGeneration."""
         inputs, keeping = dict(inputs), packing.positions(self.hf.get_output_embeddings(), kept)
         if self._keeps:
             inputs["logits_to_keep"], keeping = kept, nullcontext()

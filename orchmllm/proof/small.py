@@ -15,8 +15,8 @@ import math
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import reduce
 from itertools import product
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -90,7 +90,7 @@ def _built(config: PreTrainedConfig, ids: Tensor | None, examples: Sequence[Proc
 def _shorten(config: PreTrainedConfig, real: nn.Module) -> None:
     """Leaves the first layers of each stack, in place. real: has all."""
     for path, stack in _stacks(real):
-        part, n = _at(config, path), len(stack)
+        part, n = reduce(getattr, path, config), len(stack)
         named = {name: value for name, value in vars(part).items() if _LAYERS.search(name)}
         kinds = list(map(_kind, stack))
         needed = max(kinds.index(kind) for kind in kinds) + 1
@@ -136,12 +136,6 @@ def _parts(config: PreTrainedConfig, path: tuple[str, ...] = ()
     for name, value in vars(config).items():
         if isinstance(value, PreTrainedConfig):
             yield from _parts(value, (*path, name))
-
-
-def _at(config: Any, path: Sequence[str]) -> PreTrainedConfig:
-    for name in path:
-        config = getattr(config, name)
-    return config
 
 
 def _widths(real: nn.Module) -> set[int]:

@@ -18,7 +18,7 @@ from torch import nn
 
 from orchmllm.config.model import ModelConfig
 from orchmllm.config.recipe import FsdpConfig
-from orchmllm.hf.folder import PARTS, read_json
+from orchmllm.hf.folder import links_of
 from orchmllm.hf.tensors import refuse_unequal
 from orchmllm.models import adapters
 from orchmllm.models.families import model_class, read_config
@@ -93,13 +93,12 @@ def load_whole(
 def _read(cls: type, folder: Path, seed: int, options: Mapping[str, Any]) -> None:
     """Of a composed model that was not trained yet, the connectors are drawn. Raises ValueError if
     weights are missing or have another shape."""
-    has_parts = (folder / PARTS).is_file()
-    with drawn_by_rows(cls, seed) if has_parts else nullcontext():
+    parts = tuple(links_of(folder))
+    with drawn_by_rows(cls, seed) if parts else nullcontext():
         _, told = cls.from_pretrained(folder, use_safetensors=True, output_loading_info=True,
                                       **options)
-    parts = tuple(read_json(folder / PARTS)) if has_parts else ""
     wrong = [name for kind in ("missing_keys", "mismatched_keys") for name in told[kind]
-             if str(name).startswith(parts)]
+             if str(name).startswith(parts or "")]
     if wrong:
         raise ValueError(f"{folder}: {len(wrong)} weights are missing or have another shape "
                          f"({', '.join(map(str, sorted(wrong)[:3]))}): copy the folder completely")

@@ -58,7 +58,7 @@ def make_optimizer(model: WholeModel, config: TrainConfig
                    ) -> torch.optim.AdamW:
     """AdamW over learning_parts; with a GPU its fused kernel. Each group has `lr_share`, its
     learning rate over train.lr. Norms, biases and the token embedding are not decayed."""
-    embedding = model.token_embedding
+    embedding = model.hf.get_input_embeddings().weight
     groups = []
     for part, parameters in learning_parts(model).items():
         lr, decay = config.lr_of(part), config.weight_decay_of(part)

@@ -16,10 +16,12 @@ from PIL import Image
 from torch.utils.flop_counter import FlopCounterMode
 
 from orchmllm.config.model import ModelConfig
+from orchmllm.hf.folder import PARTS, open_folder
 from orchmllm.models.flops import Lengths
 from orchmllm.models.whole_flops import phase_work
 from orchmllm.tools.compose.command import main
 from orchmllm.tools.compose.write import compose
+from orchmllm.tools.export.whole import save_model
 from tests.lib import composed
 from tests.lib.commands import python
 
@@ -39,7 +41,8 @@ def given(processor, hears: bool, shows: bool) -> dict:
               for h, w in ((40, 90), (64, 50))]
     clips = [rng.standard_normal(n).astype(np.float32) for n in (9_000, 3_500)]
     out = processor(text=[text], images=[images] if shows else None, audio=clips if hears else None,
-                    audio_kwargs={"sampling_rate": 16_000}, return_tensors="pt")
+                    audio_kwargs={"sampling_rate": 16_000}, return_tensors="pt", padding=True,
+                    max_length=1_000)  # which texts alone are to follow
     return {n: v.double() if v.is_floating_point() else v for n, v in out.items()}
 
 
@@ -117,11 +120,71 @@ def test_the_model_is_its_parts_called_by_hand(name, tmp_path):
     assert (model.lm_head.weight is model.get_input_embeddings().weight) is (
         config.text_config.tie_word_embeddings)
     out = model.generate(**inputs, max_new_tokens=3, min_new_tokens=3, do_sample=False)
+    check_beams(model, inputs)
     for _ in range(3):
         longer = {**inputs, "attention_mask": torch.ones_like(inputs["input_ids"])}
         token = model(**longer).logits[:, -1:].argmax(-1)
         inputs["input_ids"] = torch.cat([inputs["input_ids"], token], 1)
     assert torch.equal(out, inputs["input_ids"])
+
+
+def check_beams(model, inputs: dict) -> None:
+    """Two examples, of which the second has no media: all beams of each are given its own."""
+    media = {n: v for n, v in inputs.items() if n not in ("input_ids", "attention_mask")}
+    ids = torch.cat([inputs["input_ids"], torch.full_like(inputs["input_ids"], 5)])
+    told = {"input_ids": ids, "attention_mask": torch.ones_like(ids), **media}
+    seen = []
+    with model.model.language_model.register_forward_pre_hook(
+            lambda _, args, given: seen.append(given["inputs_embeds"]), with_kwargs=True):
+        model(**told)
+        model.generate(**told, num_beams=3, do_sample=False, max_new_tokens=1)
+    assert torch.equal(seen[1], seen[0].repeat_interleave(3, 0))
+    how = {"max_new_tokens": 3, "min_new_tokens": 3, "num_beams": 3, "do_sample": False}
+    assert torch.equal(model.generate(**told, **how),
+                       model.generate(**told, **how, use_cache=False))
+
+
+def test_a_folder_that_got_weights_is_read_by_them(tmp_path):
+    """Not by the links to the parts, which a save_pretrained leaves there; and it has a name."""
+    composed.write_composed("whisper_qwen3", tmp_path / "model", linked=True)
+    kind = transformers.AutoModelForMultimodalLM
+    model, _ = kind.from_pretrained(tmp_path / "model", output_loading_info=True)
+    assert model.name_or_path == model.config.name_or_path == str(tmp_path / "model")
+    torch.nn.init.ones_(model.lm_head.weight)
+    model.save_pretrained(tmp_path / "model")
+    again = kind.from_pretrained(tmp_path / "model").state_dict()
+    assert all(torch.equal(again[name], value) for name, value in model.state_dict().items())
+    assert (tmp_path / "model" / PARTS).is_file()
+    stored = open_folder(tmp_path / "model")
+    assert {tensor.file.parent for tensor in stored.values()} == {tmp_path / "model"}
+
+
+def test_an_export_keeps_what_transformers_would_refuse_or_forget(tmp_path):
+    """Settings of generate that do not suit each other, more chat templates, and the dtype."""
+    composed.write_composed("whisper_qwen3", tmp_path / "model", linked=True)
+    settings = {"do_sample": False, "temperature": 0.6, "eos_token_id": 2}
+    (tmp_path / "model/generation_config.json").write_text(json.dumps(settings))
+    (tmp_path / "model/additional_chat_templates").mkdir()
+    (tmp_path / "model/additional_chat_templates/tools.jinja").write_text("tools")
+    model = transformers.AutoModelForMultimodalLM.from_pretrained(tmp_path / "model")
+    (tmp_path / "out").mkdir()
+    save_model(model.bfloat16(), 0, tmp_path / "model", 10**9, tmp_path / "out", print)
+    for folder in (tmp_path / "out", tmp_path / "out/llm"):
+        written = json.loads((folder / "generation_config.json").read_text())
+        assert written["temperature"] == 0.6 and 2 in written["eos_token_id"]
+        assert (folder / "additional_chat_templates/tools.jinja").read_text() == "tools"
+        assert json.loads((folder / "config.json").read_text())["dtype"] == "bfloat16"
+
+
+def test_links_are_followed_from_where_the_folder_is(tmp_path):
+    parts = composed.write_parts("whisper_qwen3", tmp_path / "parts")
+    (tmp_path / "far/away/disk").mkdir(parents=True)
+    (tmp_path / "disk").symlink_to(tmp_path / "far/away/disk")
+    compose(parts, tmp_path / "disk/model")
+    assert len(open_folder(tmp_path / "disk/model")) > 20
+    shutil.rmtree(parts.audio)
+    with pytest.raises(ValueError, match=r"parts.json names .*audio: .*: put the part there again"):
+        open_folder(tmp_path / "disk/model")
 
 
 @pytest.mark.parametrize("name", [
@@ -184,8 +247,14 @@ def test_what_cannot_be_composed_is_one_line(tmp_path, capsys):
                         ignore=shutil.ignore_patterns("config.json"))
         assert f"is a {found}: a composition needs an LLM with a table" in told(
             llm=tmp_path / "other")
+    weights = [folder / "model.safetensors" for folder in (parts.llm, parts.vision, parts.audio)]
+    for path in weights:
+        path.rename(path.with_name("pytorch_model.bin"))
+    assert f"{parts.vision} has no weights in safetensors: copy" in told()
+    for path in weights:
+        path.with_name("pytorch_model.bin").rename(path)
     shutil.rmtree(parts.audio)
-    assert f"{parts.audio}: its Config cannot be read" in told()
+    assert f"{parts.audio}: no such folder (nothing is downloaded)" in told()
     compose(parts._replace(audio=None), tmp_path / "out")
 
 

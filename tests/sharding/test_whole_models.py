@@ -70,7 +70,7 @@ def loaded(world, folder: Path, name: str, tied: bool, shard_size: int, choice: 
     buffers = dict(whole.hf.named_buffers())
     assert all(torch.equal(b, buffers[n]) for n, b in stock.named_buffers())
     is_tied = stock.lm_head.weight is stock.get_input_embeddings().weight  # where the class can be
-    assert (whole.hf.lm_head.weight is whole.token_embedding) is is_tied
+    assert (whole.hf.lm_head.weight is whole.hf.get_input_embeddings().weight) is is_tied
     assert not is_tied or tied
     built = dict(models.build(name).named_parameters())
     for n in wanted.keys() & built.keys():  # from_pretrained lets fixed positions learn

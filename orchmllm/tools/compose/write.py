@@ -76,7 +76,7 @@ class Parts(NamedTuple):
 def compose(parts: Parts, out: Path) -> ComposedConfig:
     """Writes `out`, which must not exist. Raises ValueError naming the folder that cannot be used,
     and OSError."""
-    text, tokenizer = _text_config(parts.llm), _read(AutoTokenizer, parts.llm)
+    text, tokenizer = _text_config(parts.llm), read_part(AutoTokenizer, parts.llm)
     tokens = {kind: token for kind, token in TOKENS.items()
               if (parts.vision if kind == "image" else parts.audio)}
     if parts.generator:  # its token comes first: it needs a row in the table
@@ -93,7 +93,7 @@ def compose(parts: Parts, out: Path) -> ComposedConfig:
         named["spatial_merge_size"] = given["spatial_merge_size"]
     if parts.audio:
         given["audio_config"] = _part_config(parts.audio, "audio_config")
-        named["feature_extractor"] = _read(AutoFeatureExtractor, parts.audio)
+        named["feature_extractor"] = read_part(AutoFeatureExtractor, parts.audio)
         named["audio_stack"] = given["audio_stack"] = parts.audio_stack
         named["audio_packed"] = given["audio_packed"] = parts.audio_packed
         if parts.audio_packed:
@@ -158,7 +158,6 @@ def save_parts(model: ComposedForConditionalGeneration, folder: Path, max_file_b
              for name, value in inner.language_model.state_dict().items()}
     llm.load_state_dict(state | {"lm_head.weight": model.lm_head.weight}, assign=True)
     llm.tie_weights()
-    llm.generation_config = model.generation_config
     parts = {"llm": (llm, processor.tokenizer)}
     if hasattr(inner, "vision_tower"):
         parts["vision"] = inner.vision_tower, processor.image_processor
@@ -175,9 +174,8 @@ def save_parts(model: ComposedForConditionalGeneration, folder: Path, max_file_b
     save_file({name: value for name, value in model.state_dict().items()
                if name.startswith((*_CONNECTORS, *(f"model.{p}_projector." for p in parts)))},
               folder / "connectors" / SINGLE, metadata={"format": "pt"})
-    model.config.architectures = [type(model).__name__]
+    model.config.architectures, model.config.dtype = [type(model).__name__], model.dtype
     model.config.save_pretrained(folder)
-    model.generation_config.save_pretrained(folder)
     links = _links(model, Parts(**{name: folder / name for name in parts}), folder)
     connectors = [*(f"model.{part}_projector." for part in ("vision", "audio") if part in parts),
                   *(_CONNECTORS if "generator" in parts else ())]
@@ -188,7 +186,10 @@ def _write_links(links: Mapping[str, tuple[str, str]], folder: Path) -> None:
     (folder / PARTS).write_text(json.dumps(links, indent=1) + "\n", encoding="utf-8")
 
 
-def _read(kind: type, folder: Path, **options: Any) -> Any:
+def read_part(kind: type, folder: Path, **options: Any) -> Any:
+    """What a class of transformers reads of a folder. Raises ValueError naming the folder."""
+    if not folder.is_dir():
+        raise ValueError(f"{folder}: no such folder (nothing is downloaded)")
     try:
         return kind.from_pretrained(folder, **LOCAL, **options)
     except Exception as error:  # transformers refuses configurations by errors of many kinds
@@ -197,7 +198,7 @@ def _read(kind: type, folder: Path, **options: Any) -> Any:
 
 
 def _part_config(folder: Path, name: str) -> PreTrainedConfig:
-    config = _read(AutoConfig, folder)
+    config = read_part(AutoConfig, folder)
     return getattr(config, name, config)
 
 
@@ -213,7 +214,7 @@ def _check_whisper(folder: Path, config: PreTrainedConfig, extractor: Any) -> No
 
 
 def _text_config(folder: Path) -> PreTrainedConfig:
-    config = _read(AutoConfig, folder)
+    config = read_part(AutoConfig, folder)
     if type(config) not in AutoModelForCausalLM._model_mapping:
         raise ValueError(f"{folder} is a {config.model_type}, which is no causal LLM of "
                          "transformers: name one with --llm")
@@ -248,7 +249,7 @@ def _generator_config(parts: Parts, text: PreTrainedConfig, tokenizer: PreTraine
 def _images(parts: Parts, vision: PreTrainedConfig) -> tuple[Any, list[int] | None, int]:
     """(The image processor, the size that it makes, None for any, patches of a side that a
     connector merges): 2, or 3 where the patches of a side are odd, or 1. Raises ValueError."""
-    images = _read(AutoImageProcessor, parts.vision, backend="pil")
+    images = read_part(AutoImageProcessor, parts.vision, backend="pil")
     if takes_grids(vision):
         if parts.tiles:
             raise ValueError(f"{parts.vision} takes images of any size: leave --tiles out")
@@ -311,11 +312,11 @@ def _links(model: ComposedForConditionalGeneration, parts: Parts, out: Path
         places["generator.transformer."] = parts.generator
     places = {name: folder for name, folder in places.items() if folder}
     empty = [f for f in places.values() if not any(f.glob("*.safetensors"))]
-    if len(empty) == len(places):
+    if len(empty) == len(places) and not any(any(f.glob("*.bin")) for f in empty):
         return {}
     if empty:
-        raise ValueError(f"{empty[0]} has no weights (*.safetensors), and other parts have: copy "
-                         "it completely, or give folders without weights alone")
+        raise ValueError(f"{empty[0]} has no weights in safetensors: copy it completely, convert "
+                         "pickles (save_pretrained), or give folders without any weights alone")
     begins = {name: _begin(model, name, folder) for name, folder in places.items()}
     if model.config.tie_word_embeddings:
         refuse_unequal(parts.llm, model._tied_weights_keys)
@@ -324,7 +325,8 @@ def _links(model: ComposedForConditionalGeneration, parts: Parts, out: Path
         places[head], begins[head] = parts.llm, head
         if f"{head}weight" not in open_folder(parts.llm):
             raise ValueError(f"{parts.llm} lacks {head}weight: give the folder of a causal LLM")
-    return {name: (os.path.relpath(folder, out), begins[name]) for name, folder in places.items()}
+    return {name: (os.path.relpath(folder.resolve(), out.resolve()), begins[name])
+            for name, folder in places.items()}
 
 
 def _begin(model: ComposedForConditionalGeneration, name: str, folder: Path) -> str:

@@ -39,7 +39,7 @@ def main(argv: list[str]) -> int:
         ("--merged", False, "of a run with model.lora: the whole model, adapters merged into it"),
         ("--max-file-gb", 5.0, "larger models are split into files of at most so many 1e9 bytes"),
         ("--no-verify", False, "do not compare the checkpoint's files with its manifest")))
-    parser.add_argument("checkpoint", nargs="?", type=Path, metavar="FOLDER",
+    parser.add_argument("checkpoint", type=Path, metavar="FOLDER",
                         help="run.dir, whose newest checkpoint is taken, or one of its checkpoints")
     parser.add_argument("--out", required=True, type=Path, metavar="FOLDER",
                         help="folder to write; it appears when it is complete")
@@ -48,8 +48,6 @@ def main(argv: list[str]) -> int:
     args = parser.parse_args(argv)
     if not args.max_file_gb > 0:
         parser.error(f"--max-file-gb {args.max_file_gb}: must be above 0")
-    if not args.checkpoint:
-        parser.error("FOLDER is missing: name the run.dir of a run, or a checkpoint")
     check_out(args.out, args.overwrite)
     export(args.checkpoint, args.out, dtype=args.dtype, merged=args.merged,
            max_file_bytes=int(args.max_file_gb * 1e9), verify=not args.no_verify)

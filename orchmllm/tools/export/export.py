@@ -17,7 +17,6 @@ from orchmllm.hf.folder import read_json
 from orchmllm.tools.export.adapters import write_model
 from orchmllm.tools.export.checkpoints import check_files, checkpoint_in, model_of
 
-VERSION = 1  # of orchmllm.json
 NOTE = "orchmllm.json"
 
 
@@ -33,17 +32,16 @@ def export(checkpoint: Path, out: Path, *, dtype: str = "", max_file_bytes: int 
     log(f"checkpoint {checkpoint}: " + ("every file is what was saved (SHA-256)" if verify else
                                         "not compared with its manifest"))
     model, saved = model_of(state), hf_tensors.read_sharded(checkpoint)
-    short = hf_tensors.DTYPES[dtype] if dtype else ""
     if merged and not model.lora.rank:
         raise ValueError(f"--merged: {checkpoint} has no adapters (model.lora): leave it out")
     staged = out.with_name(f".staged_{out.name}")
     shutil.rmtree(staged, ignore_errors=True)  # left by an export that was cut off
     staged.mkdir(parents=True)
     try:
-        note = {"version": VERSION, "step": state["step"], "model": state["model"]}
+        note = {"version": 1, "step": state["step"], "model": state["model"]}
         note |= write_model(
-            model, state, saved, dtype=short, max_file_bytes=max_file_bytes, folder=staged,
-            merged=merged, log=log)
+            model, state, saved, dtype=hf_tensors.DTYPES.get(dtype, ""), folder=staged,
+            max_file_bytes=max_file_bytes, merged=merged, log=log)
         (staged / NOTE).write_text(json.dumps(note, indent=1), encoding="utf-8")
         put_in_place(staged, out)
     finally:

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 from safetensors import safe_open
 
 from orchmllm.data.text.tokenizer import ChatTokenizer
-from orchmllm.hf.folder import INDEX, PARTS, VAE, open_folder
-from orchmllm.hf.tensors import TORCH_DTYPES, FileTensor, renamed
+from orchmllm.hf.folder import INDEX, PARTS, VAE, links_of, open_folder
+from orchmllm.hf.tensors import FileTensor, renamed
 from orchmllm.models.families import COMPOSED, model_class, read_config
 
 if TYPE_CHECKING:
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from transformers import GenerationConfig, PreTrainedModel
 
 PROCESSOR_FILES = ("*.json", "*.jinja", "*.txt", "*.model")  # tokenizer and templates, too
+GENERATION = "generation_config.json"
 OWN = ("config.json", INDEX, PARTS)  # that transformers writes anew
 
 
@@ -39,8 +40,9 @@ def copy_processor(source: Path, folder: Path) -> None:
     names = {path.name for pattern in PROCESSOR_FILES for path in source.glob(pattern)}
     for name in sorted(names.difference(OWN)):
         shutil.copyfile(source / name, folder / name)
-    if (source / VAE).is_dir():
-        shutil.copytree(source / VAE, folder / VAE)
+    for name in (VAE, "additional_chat_templates"):
+        if (source / name).is_dir():
+            shutil.copytree(source / name, folder / name)
 
 
 def save_model(model: PreTrainedModel, learnt: int, source: Path, max_file_bytes: int,
@@ -49,12 +51,16 @@ def save_model(model: PreTrainedModel, learnt: int, source: Path, max_file_bytes
     number of tensors that are from the checkpoint."""
     copy_processor(source, folder)
     end_as_trained(model.generation_config, source)
+    settings = model.generation_config  # of which transformers may refuse to write a part
+    model.generation_config = type(settings)()
     if model.config.model_type == COMPOSED:
         from orchmllm.tools.compose.write import save_parts
 
         save_parts(model, folder, max_file_bytes)
     else:
         model.save_pretrained(folder, max_shard_size=max_file_bytes)
+    for path in (folder, *folder.glob("llm")) if settings else ():
+        settings.to_json_file(path / GENERATION)
     files, name = len(list(folder.rglob("*.safetensors"))), type(model).__name__
     log(f"{name}: {learnt} tensors in {files} file{'s' * (files > 1)}, with the "
         f"processor of {source}")
@@ -76,7 +82,7 @@ def trained_model(source: Path, saved: dict[str, FileTensor], dtype: str) -> Pre
     is of another model."""
     import torch
     from transformers import GenerationConfig
-    from transformers.utils import GENERATION_CONFIG_NAME, logging
+    from transformers.utils import logging
 
     logging.disable_progress_bar()
     config = read_config(source)
@@ -85,11 +91,10 @@ def trained_model(source: Path, saved: dict[str, FileTensor], dtype: str) -> Pre
     tensors = _buffers(model, source)
     for name, parameter in model.named_parameters():
         stored = of_checkpoint(saved, name, tuple(parameter.shape), dtype, source)
-        tensors[name], written = stored.load(), TORCH_DTYPES[stored.dtype]
+        tensors[name] = stored.load()
     model.load_state_dict(tensors, strict=False, assign=True)
     model.tie_weights()
-    model.config.dtype = written
-    if (source / GENERATION_CONFIG_NAME).is_file():
+    if (source / GENERATION).is_file():
         model.generation_config = GenerationConfig.from_pretrained(source)
     return model
 
@@ -120,7 +125,7 @@ def _buffers(model: PreTrainedModel, source: Path) -> dict[str, Tensor]:
                 found[f"{path}.{name}"] = module
     for module in found.values():
         part[module]._init_weights(module)  # of parameters nothing: they have no memory yet
-    if not found or not (any(source.glob("*.safetensors")) or (source / PARTS).is_file()):
+    if not found or not (any(source.glob("*.safetensors")) or links_of(source)):
         return {}
     out = {}
     for name, stored in open_folder(source).items():

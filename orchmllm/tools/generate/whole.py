@@ -89,7 +89,7 @@ def answer_run(args: argparse.Namespace, checkpoint: Path, log: Callable[[str], 
     found = trained_model(Path(trained.folder), read_sharded(checkpoint),
                           DTYPES.get(args.dtype, ""))
     model = type(found).from_pretrained(  # with what is computed and in no file
-        None, config=found.config, state_dict=found.state_dict(), dtype=found.config.dtype)
+        None, config=found.config, state_dict=found.state_dict(), dtype=found.dtype)
     model.generation_config = found.generation_config
     end_as_trained(model.generation_config, Path(trained.folder))
     return _answer(model, Path(trained.folder), *_read(args, trained.folder), args, log)

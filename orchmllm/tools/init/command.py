@@ -105,11 +105,9 @@ def _part_of(folder: Path) -> str:
     """llm, audio or vision; empty: a whole model. Raises ValueError."""
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMultimodalLM
 
-    try:
-        config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    except (OSError, ValueError) as error:
-        raise ValueError(f"--model {folder}: its config.json cannot be read: "
-                         f"{' '.join(str(error).split())}") from error
+    from orchmllm.tools.compose.write import read_part
+
+    config = read_part(AutoConfig, folder)
     if type(config) not in AutoModelForMultimodalLM._model_mapping:
         if hasattr(config, "num_mel_bins"):  # first: Whisper's decoder counts as a causal LLM
             return "audio"
