@@ -85,7 +85,7 @@ def fill(folder: Path, tensors: Mapping[str, Tensor]) -> None:
     reads the headers of all files. Raises RuntimeError where a tensor is missing, and ValueError
     where this rank's part of it has another shape."""
     parts, found = local_parts(tensors, first=True), {}
-    num_files = len([*folder.glob("shard-*.safetensors")])
+    num_files = max(1, len([*folder.glob("shard-*.safetensors")]))
     files = {k for name in parts for k in _files(tensors[name], parts[name], num_files)}
     for number in sorted(files):
         with safe_open(_path(folder, number), "pt") as file:
@@ -126,7 +126,7 @@ def _files(tensor: Tensor, part: Tensor, num_files: int) -> range:
     """The numbers of the files that have a part of what this rank has."""
     dim = _dim(tensor)
     if dim is None or not part.numel():
-        return range(1, 1 + min(1, num_files))
+        return range(1, 2)
     first, length = _offsets(tensor)[dim], -(-tensor.shape[dim] // num_files)
     return range(1 + first // length, 2 + (first + part.shape[dim] - 1) // length)
 
