@@ -228,13 +228,16 @@ class StreamDataset(ConversationDataset):
         return source, found.number - 1
 
     def near(self, draws: np.ndarray) -> np.ndarray:
-        """(n,) where the shards of ascending draws (n,) are among those of their source, from 0 to
-        1; 0 of a source whose rows are counted as they are read, which every rank does."""
+        """(n,) where ascending draws (n,) are among those of their source, from 0 to 1, in the order
+        of its shards, so that any part of them has as much of each source. Of a source whose rows
+        are counted as they are read every rank reads all, and its draws stay in their order."""
         source, before = self._mixture(draws)
         where = np.zeros(len(draws))
         for k, deal in enumerate(self._deals):
+            mine = np.flatnonzero(source == k)
             if deal.is_counted:
-                where[source == k] = deal.shards_of(before[source == k]) / len(deal.shards)
+                mine = mine[np.argsort(deal.shards_of(before[mine]), kind="stable")]
+            where[mine] = (np.arange(len(mine)) + 0.5) / len(mine)
         return where
 
     def conversation(self, i: int):
