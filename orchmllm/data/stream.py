@@ -228,9 +228,9 @@ class StreamDataset(ConversationDataset):
         return source, found.number - 1
 
     def near(self, draws: np.ndarray) -> np.ndarray:
-        """(n,) where ascending draws (n,) are among those of their source, from 0 to 1, in the order
-        of its shards, so that any part of them has as much of each source. Of a source whose rows
-        are counted as they are read every rank reads all, and its draws stay in their order."""
+        """(n,) where ascending draws (n,) are among those of their source, from 0 to 1, in the
+        order of its shards, so that any part of them has as much of each source. Of a source whose
+        rows are counted as they are read, which every rank does, draws stay in their order."""
         source, before = self._mixture(draws)
         where = np.zeros(len(draws))
         for k, deal in enumerate(self._deals):
