@@ -219,9 +219,9 @@ class MixtureSampler(_Sampler):
 
 
 class StreamSampler(_Sampler):
-    """Batches of positions in an endless stream (see orchmllm.data.stream). near: where the rows of
-    draws are, by which a batch is sorted, so that the share of a rank is in few files. Raises
-    ValueError for an empty batch."""
+    """Batches of positions in an endless stream (see orchmllm.data.stream). near: of draws (n,)
+    where their rows are, (n,), by which a batch is sorted, so that the share of a rank is in few
+    files. Raises ValueError for an empty batch."""
 
     def __init__(self, batch_size: int, near: Callable[[np.ndarray], np.ndarray]) -> None:
         super().__init__(batch_size)
