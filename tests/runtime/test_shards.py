@@ -102,6 +102,14 @@ def read_whole(world, path: Path) -> None:
     assert all(torch.equal(x, found[name]) for name, x in whole_of().items())
 
 
+def read_grown(world, path: Path) -> str:
+    """What is said of a tensor with a row more, of which some files have what is expected."""
+    keeper = Checkpointer(path.parent, CheckpointConfig(), RowGather(8))
+    with pytest.raises(CheckpointError) as told:
+        keeper.load(path, sharded({"uneven": torch.zeros(8, 2)}, 1))
+    return str(told.value)
+
+
 @pytest.mark.parametrize("ranks, shard_size", [(3, 3), (4, 2)])
 def test_each_part_is_saved_once_and_read_without_a_word(ranks, shard_size, tmp_path):
     run_ranks(saved_and_read, ranks, tmp_path, shard_size)
@@ -119,3 +127,4 @@ def test_each_part_is_saved_once_and_read_without_a_word(ranks, shard_size, tmp_
     for others in (2, 5):
         run_ranks(read, others, tmp_path / "step_00000001", others)
     run_ranks(read_whole, 1, tmp_path / "step_00000001")
+    assert "Size mismatch" in run_ranks(read_grown, 1, tmp_path / "step_00000001")[0]
