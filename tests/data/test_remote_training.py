@@ -98,14 +98,23 @@ def declared(store: ObjectStore, cache: Path, **keys):
     ("s-{0..5}.tar", False), ("s-{0..5}.tar", True), ("rows.jsonl", False), ("rows.jsonl", True)])
 def test_a_store_that_restarts_all_the_time(name, streaming, dispatch, files, store,
                                             tmp_path):
-    """With a cache that is too small for all shards, so that they are fetched again and again."""
+    """With a cache that is too small for all shards, so that they are fetched again and again. A
+    stream of tars there is counted as it is read, and its rows are dealt to ranks in another order
+    than those of files here."""
     keys = dict(streaming=streaming, num_shards=2)
     said = run_ranks(losses, 2, run_recipe(
         tmp_path / "here", data_of(str(files), name, **keys), dispatch))[0]
     sizes = sorted(p.stat().st_size for p in files.glob("s-*.tar"))
-    data = data_of("s3://bucket/data", name, num_workers=2, **keys, remote=declared(
-        store, tmp_path / "cache", cache_gib=(sum(sizes[-4:]) + 1000) / 2**30))
-    run = run_recipe(tmp_path / "there", data, dispatch)
+
+    def run_in(folder: Path):
+        data = data_of("s3://bucket/data", name, num_workers=2, **keys, remote=declared(
+            store, folder / "cache", cache_gib=(sum(sizes[-4:]) + 1000) / 2**30))
+        return run_recipe(folder / "there", data, dispatch)
+
+    if streaming:
+        here, said = said, run_ranks(losses, 2, run_in(tmp_path / "quiet"))[0]
+        assert said == pytest.approx(here, rel=1e-12)
+    run = run_in(tmp_path)
     with restarts(store, 0.4, 0.4):
         first = run_ranks(losses, 2, run, SAVED)[0]
         then = run_ranks(losses, 3, run)[0]
