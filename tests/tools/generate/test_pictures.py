@@ -141,7 +141,7 @@ def test_a_run_is_exported_and_makes_pictures(tmp_path, capsys):
                     ["report", run.run.dir], ["dry-run", recipe, "--ranks", "4"]):
         assert not dispatch(command)
     said = capsys.readouterr().out
-    assert re.search(r"data.jsonl +made +8 +12 ", said) and "generator, squares" in said
+    assert re.search(r"\n  made +8 +12 ", said) and "generator, squares" in said
     assert re.search(r"generator, forward and backward +\d", said)
     page = (Path(run.run.dir) / "report.html").read_text()
     assert "Imbalance, generator" in page and "Loss of images" in page
