@@ -88,7 +88,10 @@ def parts_of(models: list[Path]) -> dict[str, Path]:
     folders that do not go together, or that nothing can start from."""
     found: dict[str, Path] = {}
     for folder in models:
-        part = _part_of(folder)
+        try:
+            part = _part_of(folder)
+        except ValueError as e:
+            raise ValueError(f"--model {folder}: {str(e).removeprefix(f'{folder}: ')}") from e
         if part in found:
             raise ValueError(f"--model {folder} is " + (
                 f"the second {part} part" if part else "a second whole model"))
@@ -115,8 +118,5 @@ def _part_of(folder: Path) -> str:
     from orchmllm.config.model import ModelConfig
     from orchmllm.hf.sources import find_sources
 
-    try:
-        find_sources(ModelConfig(pretrained=str(folder)))
-    except ValueError as error:
-        raise ValueError(f"--model {folder}: {error}") from error
+    find_sources(ModelConfig(pretrained=str(folder)))
     return ""

@@ -134,7 +134,7 @@ def test_a_whole_model_is_trained_with_its_own_processor(tmp_path, capsys):
 
 @pytest.mark.parametrize("argv, text", [
     (["none.jsonl"], "none.jsonl: "), (["--demo", "x", "--model", "y"], "name DATA, or --demo DIR"),
-    (["a.jsonl", "--model", "none"], "error: none: no such folder (nothing is downloaded)")])
+    (["a.jsonl", "--model", "none"], "--model none: no such folder (nothing is downloaded)")])
 def test_what_cannot_be_used_is_one_line_and_leaves_nothing(argv, text, tmp_path, capsys,
                                                             monkeypatch):
     monkeypatch.chdir(tmp_path)
