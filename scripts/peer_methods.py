@@ -223,17 +223,18 @@ def algorithm_5(weight, home, num_ranks, limit) -> np.ndarray:
 
 def nodes_by_cbc(source, batch, volume, num_ranks, c, limit) -> np.ndarray:
     """`assign_nodes` by Algorithm 3's program, with its slips corrected (the objective is what goes
-    between nodes, x has shape (d, nodes)): x[b, k] in {0, 1}, rows sum to 1, column k to c, and for
-    every source rank i of node k: sum_b V[i, b] * (1 - x[b, k]) <= t; minimise t."""
+    between nodes, x has shape (d, nodes)): x[b, k] in {0, 1}, rows sum to 1, column k to the ranks
+    of node k, and for every source rank i of it: sum_b V[i, b] * (1 - x[b, k]) <= t; minimise t."""
     import cvxpy
-    num_nodes, bound = num_ranks // c, cvxpy.Variable()
-    x = cvxpy.Variable((num_ranks, num_nodes), boolean=True)
+    own = np.arange(num_ranks) // c  # the node of a source rank
+    sizes, bound = np.bincount(own), cvxpy.Variable()
+    x = cvxpy.Variable((num_ranks, len(sizes)), boolean=True)
     sent = np.zeros((num_ranks, num_ranks))
     np.add.at(sent, (source, batch), volume / max(1, np.bincount(source, volume).max()))
-    own = np.arange(num_ranks) // c  # the node of a source rank
-    stays = cvxpy.sum(cvxpy.multiply(sent @ x, np.eye(num_nodes)[own]), axis=1)
+    stays = cvxpy.sum(cvxpy.multiply(sent @ x, np.eye(len(sizes))[own]), axis=1)
     problem = cvxpy.Problem(cvxpy.Minimize(bound), [
-        cvxpy.sum(x, axis=1) == 1, cvxpy.sum(x, axis=0) == c, sent.sum(axis=1) - stays <= bound])
+        cvxpy.sum(x, axis=1) == 1, cvxpy.sum(x, axis=0) == sizes,
+        sent.sum(axis=1) - stays <= bound])
     problem.solve(solver="CBC", maximumSeconds=limit)
     if x.value is None:
         raise RuntimeError(f"nothing found in {limit} s")

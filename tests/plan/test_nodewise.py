@@ -66,10 +66,10 @@ def test_search_finds_what_a_solver_proved(num_ranks, seed, phase, least) -> Non
 def test_the_program_finds_no_better() -> None:
     if "CBC" not in pytest.importorskip("cvxpy").installed_solvers():
         pytest.skip("cbc is not installed")
-    problem = triplets(0, 6, 60)
-    got = nodes_by_cbc(*problem, 6, 3, limit=60.0)
-    assert sorted(got.tolist()) == list(range(6))
-    search = assign_nodes(*problem, num_ranks=6, ranks_per_node=3)
+    problem = triplets(0, 7, 60)
+    got = nodes_by_cbc(*problem, 7, 3, limit=60.0)
+    assert sorted(got.tolist()) == list(range(7))
+    search = assign_nodes(*problem, num_ranks=7, ranks_per_node=3)
     assert busiest(problem, got, 3) == busiest(problem, search, 3)
 
 
