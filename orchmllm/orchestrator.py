@@ -113,9 +113,15 @@ class Orchestrator:
             rows[:, len(header):], lengths - len(header), head["num_examples"],
             head["num_segments"]), 0
 
-    def plan(self, layout: BatchLayout, num_microbatches: int = 1) -> list[Microbatch]:
-        """The step's microbatches, each planned as a global batch of its own; positions ascend."""
-        return self._planned(layout, num_microbatches, self.spec)
+    def plan(self, layout: BatchLayout, num_microbatches: int = 1, spec: PlanSpec | None = None
+             ) -> list[Microbatch]:
+        """The step's microbatches, each planned as a global batch of its own; positions ascend.
+        spec: in place of the orchestrator's."""
+        spec = spec or self.spec
+        plans = plan_microbatches(layout, spec, num_microbatches, self.planner)
+        if __debug__:
+            assert_invariants(layout, plans, spec)
+        return [Microbatch(plan, plan.for_rank(self.rank), positions=at) for at, plan in plans]
 
     def plan_as_sampled(
         self, layout: BatchLayout, num_microbatches: int = 1
@@ -127,7 +133,7 @@ class Orchestrator:
         if not num_microbatches:  # which are as many as memory asks for
             spec = replace(spec, room=self.spec.room)
         try:
-            micro = self._planned(layout, num_microbatches, spec)
+            micro = self.plan(layout, num_microbatches, spec)
             why = next(filter(None, (self._misfit(m.plan) for m in micro)), "")
         except CapError as error:
             why = str(error)
@@ -146,13 +152,6 @@ class Orchestrator:
         if self.spec.fills and not plan.llm.target_sizes.all():
             return "a rank would have no example"
         return self.refuses(plan)
-
-    def _planned(self, layout: BatchLayout, num_microbatches: int, spec: PlanSpec
-                 ) -> list[Microbatch]:
-        plans = plan_microbatches(layout, spec, num_microbatches, self.planner)
-        if __debug__:
-            assert_invariants(layout, plans, spec)
-        return [Microbatch(plan, plan.for_rank(self.rank), positions=at) for at, plan in plans]
 
     def commit(
         self, step: int, plans: Sequence[StepPlan], *, error: Exception | None = None,
