@@ -30,7 +30,8 @@ class WeightSource:
 
     def describe(self) -> str:
         count = len({t.file for t in self.tensors.values()})
-        return f"model.pretrained: {len(self.tensors)} tensors from {self.path} (files: {count})"
+        files = "1 file" if count == 1 else f"{count} files"
+        return f"model.pretrained: {len(self.tensors)} tensors from {self.path} ({files})"
 
 
 def find_sources(model: ModelConfig) -> list[WeightSource]:

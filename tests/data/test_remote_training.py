@@ -1,5 +1,6 @@
 """Training on data of an object store and a web server: bit-equal to training on the same files
-here, also when the server goes away in the middle; and errors that reach all ranks."""
+here, but for the order in which a stream adds its losses up, also when the server goes away in the
+middle; and errors that reach all ranks."""
 
 from __future__ import annotations
 
